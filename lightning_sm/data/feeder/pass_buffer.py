@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
@@ -20,8 +18,6 @@ from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec, StepRangeSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
-logger = logging.getLogger(__name__)
-
 StepPlan: TypeAlias = SamplePlan | BatchPlan | ShardSteps
 
 # A request asks for at most this many bytes, seconds of work, or batches. Longer ranges make small batches faster
@@ -37,9 +33,6 @@ _SLOT_PART = 1 / 2
 
 # The training process holds a whole block of shards' batches: let it take at most this part of the bytes ahead.
 _BLOCK_PART = 1 / 4
-
-# The first bytes of a batch that are hashed to recognise a duplicate.
-_NUM_COMPARED = 1 << 16
 
 _NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, b"")
 
@@ -107,7 +100,7 @@ class PassBuffer:
         ring_number: Number of the ring in the training process.
         free: Unused slots of the ring; shared by all passes over the loader.
         spec: A request without batches.
-        batch_spec: A batch of the pass, without step and keys.
+        batch_spec: A batch of the pass, without position and keys.
         plan: Keys of each step.
         next_step: Next step to deliver.
         stop_step: Step after the last; None while it is unknown.
@@ -184,8 +177,15 @@ class PassBuffer:
             return None
         self.in_flight[request_id] = InFlightRange(step_range, self.free.pop())
         steps = range(step_range.first, step_range.stop)
-        batches = tuple(self.batch_spec._replace(step=step, keys=self.plan.batch(step)) for step in steps)
-        return replace(self.spec, batches=batches).encode()
+        return replace(self.spec, batches=tuple(map(self._batch_spec, steps))).encode()
+
+    def _batch_spec(self, step: int) -> BatchSpec:
+        plan = self.plan
+        if isinstance(plan, ShardSteps):
+            return self.batch_spec._replace(keys=plan.batch(step))
+        return self.batch_spec._replace(
+            order_length=plan.order_length, position=plan.position(step), keys=plan.batch(step)
+        )
 
     def drop(self, request_id: int) -> None:
         """Forget a request, if it is in flight. Its slot is free as soon as no piece is being written to it."""
@@ -269,7 +269,6 @@ class PassBuffer:
         self.ready[answer.step_range.first] = answer
         self._choose_range_length(header)
         if isinstance(self.plan, ShardSteps):
-            self._compare_with_other_shards(self.plan, answer)
             self.plan.range_length = self.range_length
             if header.num_batches < answer.step_range.num_steps:  # the shard ends with these batches
                 end = int(self.plan.batch(answer.step_range.first)[2]) + header.num_batches
@@ -291,20 +290,6 @@ class PassBuffer:
         if self.is_window_fixed:
             length = max(1, min(length, self.window // _MIN_RANGES))
         self.range_length = length
-
-    def _compare_with_other_shards(self, plan: ShardSteps, answer: InFlightRange) -> None:
-        header = answer.header
-        data = self.ring.slot(answer.slot)[: min(header.num_bytes, _NUM_COMPARED)].tobytes()
-        content = hashlib.blake2b(data, key=header.encoded_batches[:64]).digest()
-        duplicate_shards = plan.duplicate_shards(answer.step_range.first, content)
-        if duplicate_shards is not None:
-            logger.warning(
-                "Shards %d and %d of %s begin with the same batch. The iterable dataset may yield all "
-                "samples in every shard. It must yield only the part that torch.utils.data.get_worker_info() "
-                "describes, as with several workers of a DataLoader.",
-                *duplicate_shards,
-                self.name,
-            )
 
     def skip(self, request_id: int, end: int | None) -> None:
         """Record the answer that a shard has none of the batches of a request.

@@ -169,7 +169,7 @@ class Feeder:
             free=free,
             spec=StepRangeSpec(loader_pass.opening, loader_pass.loader, (), place.compression),
             batch_spec=BatchSpec(
-                loader_pass.seed, loader_pass.epoch, loader_pass.pass_index, 0, place.rank, np.empty(0, np.int64)
+                loader_pass.seed, loader_pass.epoch, loader_pass.pass_index, 0, 0, np.empty(0, np.int64)
             ),
             plan=plan,
             next_step=request.position.first_step,

@@ -19,7 +19,7 @@ from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
 from lightning_sm.data.feeder.pass_buffer import StepPlan
 from lightning_sm.data.ipc.feeder_messages import Length, PassRequest
 from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, Tail, num_steps
+from lightning_sm.data.plan.samples import BatchPlan, ReceivedPlan, SamplePlan, Tail, num_steps
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
 from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.calls import CountRequest, ListRequest, OrderSize, ShardSizes
@@ -42,11 +42,13 @@ class SamplerOrder(NamedTuple):
         size: Size and digest of the whole order.
         keys: Keys for the dataset in this rank's batches, int64; empty if they are not wanted.
         offsets: Where each of these batches begins in ``keys``, and where the last one ends.
+        positions: Where each of these batches begins in the whole order.
     """
 
     size: OrderSize
     keys: IndexArray
     offsets: IndexArray
+    positions: IndexArray
 
 
 class _SamplerCrashedError(Exception):
@@ -74,7 +76,7 @@ def plan_pass(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple
         are_batches = loader.order == "batch_sampler"
         num_samples = order.size.num_batches if are_batches else order.size.num_samples
         tail = _tail(request, num_samples, None if are_batches else loader.batch_size)
-        return BatchPlan(order.keys, order.offsets, 0, 1), tail
+        return ReceivedPlan(order.keys, order.offsets, order.positions, order.size.num_samples), tail
     num_samples = loader.num_samples or 0
     keys: Order = SequentialOrder(num_samples)
     if loader.order == "shuffled":
@@ -238,7 +240,7 @@ class SamplerOrderClient:
         agreement: Agreement[int] = Agreement(
             f"Data hosts read different data from the iterable dataset of {name}",
             "All hosts must see the same files. Random draws must come from the global generator of random, NumPy or "
-            "torch, which have the same seeds on all hosts.",
+            "torch, or from a random generator that the dataset holds, which have the same seeds on all hosts.",
             lambda first: {f"batches in shard 0 of {num_shards}": str(first)},
         )
         for part, count in enumerate(counts):
@@ -334,7 +336,9 @@ def _fetch_order(link: HostLink, request: ListRequest, name: str) -> SamplerOrde
     if len(rest) % 8 or len(rest) < 8 * size.num_keys:
         raise WireError(f"The order from data host {link.name} is malformed: {head[:200]!r} and {len(rest)} bytes.")
     values = np.frombuffer(rest, "<i8")
-    return SamplerOrder(size, values[: size.num_keys], values[size.num_keys :])
+    keys, others = values[: size.num_keys], values[size.num_keys :]
+    num_offsets = len(others) // 2 + 1
+    return SamplerOrder(size, keys, others[:num_offsets], others[num_offsets:])
 
 
 def _parse_or_wait(data: bytes, kind: type[_Size], link: HostLink, source: str) -> _Size | None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from lightning_sm.data.host.generators import seed_all
 from lightning_sm.data.host.loader import ServedLoader, describe_structure
-from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.host.snapshot import load_object
 from lightning_sm.data.host.trainer_stand_in import stand_in
 from lightning_sm.data.plan.seeds import hook_seed

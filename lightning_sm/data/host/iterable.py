@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from types import GeneratorType
@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import worker as torch_worker
 
-from lightning_sm.data.host.random_state import RandomStates
-from lightning_sm.data.host.seeding import Seed, Seeding
+from lightning_sm.data.host.generators import HeldGenerators
+from lightning_sm.data.host.seeding import Seeding, StreamState
 from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec, ShardEnd
 
@@ -55,16 +55,20 @@ class OpenShards:
 
     Args:
         loader: The user's loader, over an iterable dataset.
+        name: Its name, for messages.
         stage: "train", "val", "test" or "predict".
         index: Position among the loaders of the stage.
+
+    Attributes:
+        seeding: The seeds of the loader's code in this worker.
     """
 
-    def __init__(self, loader: DataLoader[Any], stage: str, index: int) -> None:
+    def __init__(self, loader: DataLoader[Any], name: str, stage: str, index: int) -> None:
         self._loader = loader
         self._stage = stage
         self._index = index
         self._open: dict[int, list[_Shard]] = {}  # least recently used first
-        self._seeding = Seeding()
+        self.seeding = Seeding(name, loader.collate_fn)
 
     def batch(self, spec: BatchSpec) -> Any:
         """Return the collated batch, or a ``ShardEnd``.
@@ -78,26 +82,22 @@ class OpenShards:
         num_shards, number, offset, is_wanted = spec.keys.tolist()
         shard_pass = _ShardPass(spec.seed, spec.epoch, spec.pass_index, num_shards)
 
-        def make(seed: Seed) -> Any:
-            # A second call opens the shard again, because the collate function may have changed the samples.
-            shard = self._shard(shard_pass, number, offset)
-            try:
-                with shard.showing_worker_info():
-                    samples = shard.samples(offset)
-                    if samples is None:
-                        return ShardEnd(shard.next_offset)
-                    if not is_wanted:
-                        return ShardEnd(None)
-                    if seed:
-                        # A seed of its own: the state after reading samples depends on which batches were collated.
-                        seed(shard.seeds.of_batch(offset, number))
-                    return self._loader.collate_fn(samples[0] if self._loader.batch_size is None else samples)
-            except Exception as error:
-                # After raising, a Python generator looks exhausted: the shard must be opened again.
-                self._open[number].remove(shard)
-                raise UserCodeError(f"batch {offset} of shard {number} of {num_shards}") from error
-
-        return self._seeding.run(make, (self._loader.collate_fn,))
+        shard = self._shard(shard_pass, number, offset)
+        try:
+            with shard.showing_worker_info():
+                samples, seed = shard.samples(offset)
+                if samples is None:
+                    return ShardEnd(shard.next_offset)
+                if not is_wanted:
+                    return ShardEnd(None)
+                if seed:
+                    # A seed of its own: the state after reading samples depends on which batches were collated.
+                    seed(shard.seeds.of("batch of shard", number, offset))
+                return self._loader.collate_fn(samples[0] if self._loader.batch_size is None else samples)
+        except Exception as error:
+            # After raising, a Python generator looks exhausted: the shard must be opened again.
+            self._open[number].remove(shard)
+            raise UserCodeError(f"batch {offset} of shard {number} of {num_shards}") from error
 
     def _shard(self, shard_pass: _ShardPass, number: int, offset: int) -> _Shard:
         """Return the open iterator over a shard that is closest before an offset, or a new one."""
@@ -111,7 +111,7 @@ class OpenShards:
             shards.remove(shard)
         else:
             seeds = SampleSeeds(shard_pass.seed, self._stage, self._index, shard_pass.epoch, shard_pass.pass_index)
-            shard = _Shard(self._loader, shard_pass, number, seeds)
+            shard = _Shard(self._loader, shard_pass, number, seeds, self.seeding)
         self._open[number] = [*shards, shard]
         return shard
 
@@ -165,57 +165,84 @@ def _copy_dataset(value: Any, known: dict[int, Any]) -> Any:
 class _Shard:
     """An open iterator over one virtual shard."""
 
-    def __init__(self, loader: DataLoader[Any], shard_pass: _ShardPass, number: int, seeds: SampleSeeds) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        shard_pass: _ShardPass,
+        number: int,
+        seeds: SampleSeeds,
+        seeding: Seeding,
+    ) -> None:
         self.shard_pass = shard_pass
         self.seeds = seeds
         self.next_offset = 0
-        self._number = number
         self._loader = loader
-        self._random = RandomStates(seeds.of(number))
+        self._number = number
+        self._seeding = seeding
+        self._stream: Any = None
+        self._dataset: Any = None
         self._info: Any = None
         self._samples: Iterator[Any] | None = None
         self._is_over = False
 
-    def samples(self, offset: int) -> list[Any] | None:
-        """Return the samples of the batch at an offset, at least ``next_offset``; None: the shard has fewer batches."""
-        with self._random:
-            while (samples := self._take()) is not None:
-                self.next_offset += 1
-                if self.next_offset > offset:
-                    return samples
-        return None
+    def samples(self, offset: int) -> tuple[list[Any] | None, Callable[[int], None] | None]:
+        """Return the samples of the batch at an offset, at least ``next_offset``, and what seeds the collate function.
+
+        There are no samples if the shard has fewer batches.
+        """
+        if self._is_over:
+            return None, None
+        stream = self._stream
+        seed = self._seeding.resume(stream)
+        samples = None
+        while self.next_offset <= offset and (samples := self._take()) is not None:
+            self.next_offset += 1
+        self._seeding.pause(stream)
+        return samples, seed
 
     @contextmanager
     def showing_worker_info(self) -> Iterator[None]:
         """Make ``get_worker_info()`` return this shard, only for the code of this loader."""
         before = torch_worker._worker_info
-        if self._info is None and not self._is_over:
-            # A worker_init_fn may change any part of the dataset: copy all of it.
-            has_init = self._loader.worker_init_fn is not None
-            dataset = copy.deepcopy(self._loader.dataset) if has_init else _copy_dataset(self._loader.dataset, {})
-            self._info = worker_info(self._number, self.shard_pass.num_shards, self.seeds.of(self._number), dataset)
+        if self._dataset is None and not self._is_over:
+            self._copy_dataset()
         show_worker_info(self._info)
         try:
             yield
         finally:
             show_worker_info(before)
 
+    def _copy_dataset(self) -> None:
+        # A worker_init_fn may change any part of the dataset: copy all of it.
+        has_init = self._loader.worker_init_fn is not None
+        self._dataset = copy.deepcopy(self._loader.dataset) if has_init else _copy_dataset(self._loader.dataset, {})
+        seed = self.seeds.of("shard", self._number)
+        self._info = worker_info(self._number, self.shard_pass.num_shards, seed, self._dataset)
+        self._stream = StreamState(seed, HeldGenerators(self._dataset))
+        # Alike in all shards, as in all workers of a DataLoader: a dataset may shuffle with it, and then take its part.
+        self._stream.held.seed(self.seeds.of("dataset"))
+
     def _take(self) -> list[Any] | None:
-        if self._is_over:
-            return None
-        if self._samples is None:
-            if self._loader.worker_init_fn is not None:
-                self._loader.worker_init_fn(self._number)
-            self._samples = iter(self._info.dataset)
         size = self._loader.batch_size or 1
-        taken = _next_samples(self._samples, size)
+        taken: list[Any] = []
+        if self._samples is None:
+            self._samples, taken = self._open()
+        if taken or self.next_offset:
+            taken += _next_samples(self._samples, size - len(taken))
         if taken and not (self._loader.drop_last and len(taken) < size):
             return taken
         self._is_over = True
         # Let go of buffers and files.
-        self._samples = None
-        self._info = None
+        self._samples = self._dataset = self._info = self._stream = None
         return None
+
+    def _open(self) -> tuple[Iterator[Any], list[Any]]:
+        """Open the shard, and return an iterator and its first sample, if it has any."""
+        if self._loader.worker_init_fn is not None:
+            self._loader.worker_init_fn(self._number)
+        samples = iter(self._dataset)
+        first = _next_samples(samples, 1)
+        return samples, first
 
 
 def _next_samples(samples: Iterator[Any], number: int) -> list[Any]:

@@ -23,13 +23,13 @@ from torch.utils.data import (
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.collate import collate_into
+from lightning_sm.data.host.generators import seed_all
 from lightning_sm.data.host.identity import describe_data
 from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_worker_info, worker_info
-from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.host.rank_samplers import check_whole, has_torchs_split, make_whole, splits_by_rank
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.sampler import OrderArrays, SamplerPass, UserSampler, is_of_torch, most_samples, one_thread
-from lightning_sm.data.host.seeding import Seed, Seeding
+from lightning_sm.data.host.seeding import Seeding
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds, worker_seed
 from lightning_sm.data.protocol.calls import LoaderPass
@@ -68,9 +68,9 @@ class ServedLoader:
         self._collate = collate
         self._stage = stage
         self._index = index
-        self._shards = OpenShards(loader, stage, index)
+        self._shards = OpenShards(loader, name, stage, index)
         self._keys: tuple[tuple[int, int, int], list[Any]] | None = None
-        self._seeding = Seeding()
+        self._seeding: Seeding | None = None  # of the worker
         self._fetches_lists = _has_own_getitems(self._dataset)
         sampler = _outer_sampler_of(loader)
         most = most_samples(_length_of(self._dataset), _length_of(sampler))
@@ -170,26 +170,29 @@ class ServedLoader:
             return self._shards.batch(spec)
         show_worker_info(self._worker_info)
         seeds = SampleSeeds(spec.seed, self._stage, self._index, spec.epoch, spec.pass_index)
-        start = arena.used
+        keys: list[Any] = spec.keys.tolist()
+        if self._is_positional:
+            all_keys = self._all_keys(spec)
+            keys = [all_keys[position] for position in keys]
+        if self._seeding is None:  # the worker has its own copy of the dataset by now
+            self._seeding = Seeding(self.description.name, self._dataset, self._collate)
+        seed = self._seeding.start(seeds.of("pass"))
+        samples = self._samples(keys, seeds, spec, seed, mark)
+        if seed:
+            seed(seeds.of("batch", spec.position))
+        mark.set_text(f"the collate function, for indices {keys[0]!r} to {keys[-1]!r}")
+        try:
+            if self.description.batch_size is None and self.description.order != "batch_sampler":
+                return self._collate(samples[0])
+            return collate_into(self._collate, samples, arena)
+        except Exception as error:
+            raise UserCodeError(f"index {keys!r}") from error
 
-        def make(seed: Seed) -> Any:
-            arena.reset(start)
-            keys: list[Any] = spec.keys.tolist()
-            if self._is_positional:
-                all_keys = self._all_keys(spec)
-                keys = [all_keys[position] for position in keys]
-            samples = self._samples(keys, seeds, spec, seed, mark)
-            if seed:
-                seed(seeds.of_batch(spec.step, spec.rank))
-            mark.set_text(f"the collate function, for indices {keys[0]!r} to {keys[-1]!r}")
-            try:
-                if self.description.batch_size is None and self.description.order != "batch_sampler":
-                    return self._collate(samples[0])
-                return collate_into(self._collate, samples, arena)
-            except Exception as error:
-                raise UserCodeError(f"index {keys!r}") from error
-
-        return self._seeding.run(make, (self._dataset, self._collate))
+    def check_seeding(self) -> None:
+        """Notice random draws that were not expected. Call it after the batches of a request."""
+        seeding = self._shards.seeding if self.description.order == "shards" else self._seeding
+        if seeding is not None:
+            seeding.check()
 
     def enter_worker(self, host: str, worker_id: int, num_workers: int) -> None:
         """Set ``get_worker_info()`` and run the user's ``worker_init_fn``; shards do both when they open.
@@ -226,24 +229,31 @@ class ServedLoader:
         return {
             **vars(self),
             "_loader": loader,
-            "_shards": OpenShards(loader, self._stage, self._index),
-            "_seeding": Seeding(),
+            "_shards": OpenShards(loader, self.description.name, self._stage, self._index),
+            "_seeding": None,
             "_sampler": self._sampler if self._is_positional else None,
         }
 
-    def _samples(self, keys: list[Any], seeds: SampleSeeds, spec: BatchSpec, seed: Seed, mark: SampleMark) -> list[Any]:
+    def _samples(
+        self,
+        keys: list[Any],
+        seeds: SampleSeeds,
+        spec: BatchSpec,
+        seed: Callable[[int], None] | None,
+        mark: SampleMark,
+    ) -> list[Any]:
         if self._fetches_lists:
             if seed:
-                seed(seeds.of_batch(spec.step, spec.rank))
+                seed(seeds.of("list", spec.position))
             mark.set_text(f"indices {keys[0]!r} to {keys[-1]!r}")
             try:
                 return list(self._dataset.__getitems__(keys))  # type: ignore[attr-defined]  # torch's own protocol
             except Exception as error:
                 raise UserCodeError(f"index {keys!r}") from error
         samples = []
-        for key in keys:
+        for place, key in enumerate(keys):
             if seed:
-                seed(seeds.of(key))
+                seed(seeds.of("sample", spec.position_of(place)))
             if self._is_positional:
                 mark.set_text(f"index {key!r}")
             else:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from lightning_sm.data.host.random_state import seed_all
+from lightning_sm.data.host.generators import seed_all, seed_generator
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.order import IndexArray
 from lightning_sm.data.plan.seeds import SampleSeeds, encode_key
@@ -221,7 +221,7 @@ class UserSampler:
                 sampler.set_epoch(this.epoch)
         # With equal seeds, generators would draw the same numbers.
         for number, generator in enumerate(generators):
-            _seed(generator, this.seeds.of(["sampler", number]))
+            seed_generator(generator, this.seeds.of("sampler", number))
 
     def _state(self, this: SamplerPass) -> bytes:
         """Return a digest of the state at the beginning of a pass; empty: it cannot be pickled."""
@@ -309,14 +309,3 @@ def _digest(sampler: Any, generators: list[Any]) -> bytes:
     file = _HashedFile()
     _StatePickler(file, generators).dump(sampler)
     return file.hash.digest()
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(seed & 0xFFFFFFFF)  # it takes 32 bits
-    else:
-        generator.seed(seed)

@@ -1,164 +1,149 @@
-"""The seeding of the random generators that a loader's code uses, and no others: all three take 7 us per sample."""
+"""The seeding of the random generators that the code of a loader draws from."""
 
 from __future__ import annotations
 
-import functools
-import pickle
+import logging
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType, ModuleType
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
-from lightning_sm.data.host.random_state import GENERATORS, NUMPY, PYTHON, TORCH, Generator
+from lightning_sm.data.host.generators import GLOBALS, HeldGenerators, get_state, seed_generator, set_state
 
-# Seeds all generators that are used, with 64 bits; None: no generator is used.
-Seed = Callable[[int], object] | None
+logger = logging.getLogger(__name__)
 
-_Made = TypeVar("_Made")
+# After so many samples, or batches of a stream, a loader's code is expected to draw only from those global generators
+# that it has drawn from so far. Seeding all three takes 6 us.
+_TRIAL_SEEDS = 1024
 
-# After this many seeds, a loader's code is expected to use only those generators that it has used so far.
-_TRIAL_SEEDS = 256
 
-_READERS: tuple[tuple[Generator, ModuleType, str], ...] = (
-    (PYTHON, random, "getstate"),
-    (NUMPY, np.random, "get_state"),
-    (TORCH, torch, "initial_seed"),
-    (TORCH, torch, "get_rng_state"),
-    (TORCH, torch.random, "initial_seed"),
-    (TORCH, torch.random, "get_rng_state"),
-)
+@dataclass(frozen=True)
+class StreamState:
+    """The random numbers of one of several streams that take turns in a process.
 
-# Limits to the search for changed objects: a dataset may hold a million samples.
-_MAX_OBJECTS = 10_000
-_MAX_ITEMS = 64
+    Attributes:
+        seed: Seed of the global generators at the beginning.
+        held: The generators that the stream's objects hold.
+        states: The states at which the stream stopped, by generator.
+    """
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+    seed: int
+    held: HeldGenerators
+    states: dict[Any, Any] = field(default_factory=dict)
 
 
 class Seeding:
-    """The seeds of one loader's batches in one worker, with the same results as if all generators were always seeded.
+    """The seeding of one loader in one worker.
 
-    At first, all generators are seeded and watched. Later, only those that were used are seeded, and the others are
-    watched: if a batch uses one of them, the batch is made again with that one seeded. If the code changes its own
-    objects, making a batch twice could change the results, so all generators are always seeded.
+    The generators that the loader's objects hold are always seeded. Global ones are, too, if anything has drawn from
+    them in the first samples. The others are watched: they are seeded alike before each request, and must still yield
+    the same number after it.
 
     Args:
+        name: Name of the loader, for messages.
+        *owners: The objects whose code draws.
         trial_seeds: How many seeds are set before some generators are left out.
+
+    Attributes:
+        name: Name of the loader, for messages.
     """
 
-    # The one that ran last in this process: after another one has run, unused generators must be watched afresh.
-    _last: ClassVar[Seeding | None] = None
+    # Which object has prepared the unused generators last in this process, and with which seed.
+    _watched: ClassVar[tuple[Seeding | None, int]] = (None, 0)
 
-    def __init__(self, trial_seeds: int = _TRIAL_SEEDS) -> None:
+    def __init__(self, name: str, *owners: object, trial_seeds: int = _TRIAL_SEEDS) -> None:
+        self.name = name
+        self._owners = owners
+        self._held: HeldGenerators | None = None
+        self._has_searched_again = False
         self._seeds_left = trial_seeds
         self._is_on_trial = True
-        self._used: set[Generator] = set()
-        self._seed: Seed = None
-        self._objects: list[object] | None = None
+        self._used: list[Any] = []
+        self._unused: dict[Any, object] = dict.fromkeys(GLOBALS)  # and what they yield as long as nothing draws
 
-    def run(self, make: Callable[[Seed], _Made], owners: Sequence[object]) -> _Made:
-        """Make a batch, or raise what making it raises.
+    def start(self, seed: int) -> Callable[[int], None] | None:
+        """Prepare for a batch.
 
         Args:
-            make: Makes the batch, and calls its argument with the seed of each sample. It may be called several times.
-            owners: The objects whose code it runs.
+            seed: For generators that nothing draws from: code may look at their state.
+
+        Returns:
+            A function that takes the seed of each sample before the sample is read; None: there is nothing to seed.
         """
-        if Seeding._last is not self:
-            Seeding._last = self
-            for generator in GENERATORS:
-                if generator not in self._used:
-                    generator.clear()
+        if self._held is None:
+            self._held = HeldGenerators(*self._owners)
+        if Seeding._watched != (self, seed):
+            self._watch(seed)
+        self._is_on_trial = self._seeds_left > 0
+        return self._seed if self._is_on_trial or self._used or self._held else None
+
+    def resume(self, stream: StreamState) -> Callable[[int], None] | None:
+        """Prepare for a batch of a stream, whose random numbers go on where they stopped; ``pause`` follows."""
+        seed = self.start(stream.seed)
+        for generator in self._used:
+            if generator not in stream.states:
+                seed_generator(generator, stream.seed)
+        for generator, state in stream.states.items():
+            set_state(generator, state)
+        return seed
+
+    def pause(self, stream: StreamState) -> None:
+        """Remember where the random numbers of a stream stopped, before the collate function draws."""
+        stream.states.clear()
+        stream.states.update((generator, get_state(generator)) for generator in (*self._used, *stream.held))
         if self._is_on_trial:
-            return self._run_trial(make, owners)
-        try:
-            made = make(self._seed)
-        except Exception:
-            if not self._has_missed():
-                raise
-        else:
-            if not self._has_missed():
-                return made
-        return self.run(make, owners)
+            unused = {generator: get_state(generator) for generator in self._unused}  # looking for draws changes them
+            stream.states.update((generator, unused[generator]) for generator in self._note_draws())
 
-    def _has_missed(self) -> bool:
-        """Return whether a generator was used that was not seeded; seed it from now on."""
-        missed = [generator for generator in GENERATORS if generator not in self._used and generator.was_used]
-        if missed:
-            self._use(missed)
-        return bool(missed)
+    def check(self) -> None:
+        """Notice draws from generators that are not seeded. Call it after a request."""
+        self._note_draws()
+        if self._held is not None and not self._has_searched_again:
+            self._held.search_again()
+            self._has_searched_again = True
 
-    def _use(self, generators: Iterable[Generator]) -> None:
-        self._used.update(generators)
-        used = [generator for generator in GENERATORS if generator in self._used]
+    def _seed(self, seed: int) -> None:
+        if self._is_on_trial:
+            self._seeds_left -= 1
+            self._watch(seed)
+        for generator in self._used:
+            seed_generator(generator, seed)
+        if self._held:
+            self._held.seed(seed)
 
-        def seed_used(seed: int) -> None:
-            for generator in used:
-                generator.seed(seed)
+    def _watch(self, seed: int) -> None:
+        self._note_draws()
+        for generator in self._unused:
+            seed_generator(generator, seed)
+            self._unused[generator] = _next_of(generator)
+            seed_generator(generator, seed)
+        Seeding._watched = self, seed
 
-        self._seed = seed_used if used else None
-
-    def _run_trial(self, make: Callable[[Seed], _Made], owners: Sequence[object]) -> _Made:
-        try:
-            return make(self._seed_on_trial)
-        finally:
-            self._note_use()
-            if self._objects is None:  # not before the first batch, which may open files
-                self._objects = _state_of(owners)
-            elif self._seeds_left <= 0:
-                self._is_on_trial = False
-                self._use(self._used if _state_of(owners) == self._objects else GENERATORS)
-
-    def _seed_on_trial(self, seed: int) -> None:
-        self._note_use()
-        for generator in GENERATORS:
-            generator.start(seed)
-        self._seeds_left -= 1
-
-    def _note_use(self) -> None:
-        self._used.update(generator for generator in GENERATORS if generator.was_used)
-
-
-def watch_readers() -> None:
-    """Notice when code in this process reads a state but draws nothing, to seed a generator of its own, for example."""
-
-    def watched(generator: Generator, read: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(read)
-        def noticed(*args: Any, **options: Any) -> Any:
-            generator.was_read = True
-            return read(*args, **options)
-
-        return noticed
-
-    for generator, module, name in _READERS:
-        setattr(module, name, watched(generator, getattr(module, name)))
+    def _note_draws(self) -> list[Any]:
+        """Return the generators that were drawn from for the first time. They are no longer watched."""
+        if Seeding._watched[0] is not self:
+            return []
+        Seeding._watched = None, 0
+        drawn = [generator for generator, expected in self._unused.items() if _next_of(generator) != expected]
+        for generator in drawn:
+            del self._unused[generator]
+            self._used.append(generator)
+            if not self._is_on_trial:
+                logger.warning(
+                    "The code of %s has drawn from the global generator of %s for the first time, after more than %d "
+                    "samples in this worker. Batches of the last request are not reproducible; all later ones are. "
+                    "Draw from this generator in every sample, if each batch must be.",
+                    self.name,
+                    getattr(generator, "__name__", "torch"),
+                    _TRIAL_SEEDS,
+                )
+        return drawn
 
 
-def _state_of(owners: Iterable[object]) -> list[object]:
-    """Return what code could have changed in its objects: plain values, sizes of containers, states of generators."""
-    found: list[object] = []
-    seen: set[int] = set()
-    queue = deque(owners)
-    while queue and len(seen) < _MAX_OBJECTS:
-        value: Any = queue.popleft()
-        if isinstance(value, _PLAIN):
-            found.append(value)
-        elif id(value) not in seen and not isinstance(value, (type, FunctionType, ModuleType)):
-            seen.add(id(value))
-            try:
-                if isinstance(value, _GENERATORS):
-                    found.append(pickle.dumps(value))
-                elif type(value) in _CONTAINERS:
-                    found.append(len(value))
-                    if len(value) <= _MAX_ITEMS:
-                        queue.extend(value.values() if isinstance(value, dict) else value)
-                else:
-                    queue.extend(getattr(value, "__dict__", {}).values())
-            except Exception:  # noqa: BLE001  # of the user's classes, or of a generator on a GPU
-                found.append(object())  # what cannot be looked at may change
-    return found
+def _next_of(generator: Any) -> object:
+    """Return what differs if anything has drawn from a global generator. It may draw itself."""
+    if generator is random:
+        return random.random()  # noqa: S311  # not for secrets
+    return np.random.random_sample() if generator is np.random else generator.get_state().numpy().tobytes()

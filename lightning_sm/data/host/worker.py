@@ -22,7 +22,6 @@ from lightning_sm.data.batch.encode import encode
 from lightning_sm.data.host.iterable import UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.sample_mark import SampleMark
-from lightning_sm.data.host.seeding import watch_readers
 from lightning_sm.data.host.trainer_stand_in import stand_in
 from lightning_sm.data.host.worker_stack import WorkerStack
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
@@ -64,7 +63,6 @@ def run_worker(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
     torch.set_num_threads(1)
-    watch_readers()
     stack.write_on_signal()
     problem: Failure | None = None
     openings: Mapping[str, Sequence[ServedLoader]] = {}
@@ -115,6 +113,7 @@ def _build(
             structure = encode(batch, arena)
             batches.append(EncodedBatch(start, arena.used, structure))
             used = start + arena.used
+        loader.check_seeding()
         pieces = _compress(memory, used, spec.compression) if spec.compression else []
     except UserCodeError as error:
         return Failure.of(error.__cause__ or error, error.where), []

@@ -70,7 +70,13 @@ class _StepPlan:
         self.num_steps = num_steps
         self._order = order
         self._block_steps = max(1, _BLOCK_SAMPLES // max(1, step_samples))
-        self._blocks: dict[int, list[IndexArray]] = {}  # the last used is last
+        # Of each step, where in the order it begins, and its indices. The last used block is last.
+        self._blocks: dict[int, list[tuple[int, IndexArray]]] = {}
+
+    @property
+    def order_length(self) -> int:
+        """Samples in the order of the pass, of all ranks together."""
+        return len(self._order)
 
     def batch(self, step: int) -> IndexArray:
         """Return this rank's indices at a step, never empty.
@@ -78,6 +84,25 @@ class _StepPlan:
         Raises:
             IndexError: The pass has no such step.
         """
+        return self._step(step)[1]
+
+    def position(self, step: int) -> int:
+        """Return where in the order the samples of ``batch(step)`` begin; behind its last sample comes its first.
+
+        Raises:
+            IndexError: The pass has no such step.
+        """
+        return self._step(step)[0]
+
+    def batches(self) -> tuple[IndexArray, IndexArray]:
+        """Return the indices of all steps of this rank, and where each step begins in them and the last one ends."""
+        return self._read(np.arange(self.num_steps))
+
+    def positions(self) -> IndexArray:
+        """Return ``position(step)`` of all steps."""
+        return self._positions(np.arange(self.num_steps))
+
+    def _step(self, step: int) -> tuple[int, IndexArray]:
         if not 0 <= step < self.num_steps:
             raise IndexError(f"Step {step} does not exist (number of steps in the pass: {self.num_steps}).")
         number, place = divmod(step, self._block_steps)
@@ -86,14 +111,14 @@ class _StepPlan:
             del self._blocks[next(iter(self._blocks))]
         return self._blocks[number][place]
 
-    def batches(self) -> tuple[IndexArray, IndexArray]:
-        """Return the indices of all steps of this rank, and where each step begins in them and the last one ends."""
-        return self._read(np.arange(self.num_steps))
-
-    def _block(self, number: int) -> list[IndexArray]:
+    def _block(self, number: int) -> list[tuple[int, IndexArray]]:
         first = number * self._block_steps
-        indices, offsets = self._read(np.arange(first, min(first + self._block_steps, self.num_steps)))
-        return np.split(indices, offsets[1:-1])
+        steps = np.arange(first, min(first + self._block_steps, self.num_steps))
+        indices, offsets = self._read(steps)
+        return list(zip(self._positions(steps).tolist(), np.split(indices, offsets[1:-1]), strict=True))
+
+    def _positions(self, steps: IndexArray) -> IndexArray:
+        return self._intervals(steps)[0] % max(1, len(self._order))
 
     def _read(self, steps: IndexArray) -> tuple[IndexArray, IndexArray]:
         starts, sizes = self._intervals(steps)
@@ -201,6 +226,36 @@ class BatchPlan(_StepPlan):
         if self._offsets is None:
             return numbers, np.ones_like(numbers)
         return self._offsets[numbers], self._offsets[numbers + 1] - self._offsets[numbers]
+
+
+class ReceivedPlan(BatchPlan):
+    """One rank's part of one pass, as a data host has cut it out of the order of the user's sampler.
+
+    Args:
+        flat: The sample indices of the rank's batches, one batch after the other.
+        offsets: Where each batch starts in ``flat``, and where the last one ends.
+        positions: Where each batch starts in the whole order.
+        order_length: Samples in the whole order.
+
+    Raises:
+        DataSettingsError: A batch is empty.
+        ValueError: The arguments do not fit each other.
+    """
+
+    def __init__(self, flat: IndexArray, offsets: IndexArray, positions: IndexArray, order_length: int) -> None:
+        super().__init__(flat, offsets, 0, 1)
+        if len(positions) != self.num_steps:
+            raise ValueError(f"There are {len(positions)} positions for {self.num_steps} batches.")
+        self._received_positions = _as_indices(positions)
+        self._order_length = order_length
+
+    @property
+    def order_length(self) -> int:
+        """Samples in the order of the pass, of all ranks together."""
+        return self._order_length
+
+    def _positions(self, steps: IndexArray) -> IndexArray:
+        return self._received_positions[steps]
 
 
 def digest(array: IndexArray) -> str:

@@ -21,18 +21,17 @@ def _to_integer(value: object) -> int:
 _ENCODER = json.JSONEncoder(separators=(",", ":"), default=_to_integer)
 
 
-# A batch comes with the fields of its pass: building the prefixes for each batch would take 6 us.
+# A batch comes with the fields of its pass: hashing them for each batch would take 6 us.
 @lru_cache(maxsize=16)
-def _prefixes(*fields: int | str) -> tuple[hashlib.blake2b, ...]:
-    """Return one per kind of key, so that an integer sample, any other sample and a batch never collide."""
-    return tuple(
-        hashlib.blake2b(encode_key([f"lightning_sm.{kind}", *fields]), digest_size=8)
-        for kind in ("integer", "key", "batch")
-    )
+def _hash_of_pass(*fields: int | str) -> hashlib.blake2b:
+    return hashlib.blake2b(encode_key(["lightning_sm.pass", *fields]), digest_size=8)
 
 
 class SampleSeeds:
-    """The seeds of the samples and batches of one pass.
+    """The seeds of one pass: those of its samples, its batches, its shards and its sampler.
+
+    A sample's seed follows from its position in the order of the pass, not from its index: a sample that is drawn twice
+    is augmented in two ways.
 
     Args:
         seed: Seed of the run.
@@ -43,34 +42,17 @@ class SampleSeeds:
     """
 
     def __init__(self, seed: int, stage: str, loader_index: int, epoch: int, pass_index: int) -> None:
-        self._integers, self._others, self._batches = _prefixes(
-            int(seed), stage, int(loader_index), int(epoch), int(pass_index)
-        )
+        self._hash = _hash_of_pass(int(seed), stage, int(loader_index), int(epoch), int(pass_index))
 
-    def of(self, key: object) -> int:
-        """Return the seed of one sample, an unsigned 64-bit number.
+    def of(self, what: str, *numbers: int) -> int:
+        """Return a seed, an unsigned 64-bit number.
 
-        The key is what the dataset is indexed with: an integer, a string, or tuples and lists of them. A tuple and a
-        list of the same items are the same sample.
-
-        Raises:
-            DataSettingsError: JSON cannot express the key.
+        Args:
+            what: What draws from it, a word such as ``sample``: what has another name has other seeds.
+            numbers: Which one it is: the position of the sample, for example.
         """
-        if isinstance(key, np.integer):
-            key = int(key)
-        # Nearly every dataset is indexed with integers, and encoding to JSON costs more than hashing.
-        if type(key) is int and -(2**63) <= key < 2**63:
-            state = self._integers.copy()
-            state.update(key.to_bytes(8, "little", signed=True))
-        else:
-            state = self._others.copy()
-            state.update(encode_key(key))
-        return int.from_bytes(state.digest(), "little")
-
-    def of_batch(self, step: int, rank: int) -> int:
-        """Return the seed for collating a batch, an unsigned 64-bit number."""
-        state = self._batches.copy()
-        state.update(encode_key([int(step), int(rank)]))
+        state = self._hash.copy()
+        state.update(" ".join((what, *map(str, numbers))).encode())
         return int.from_bytes(state.digest(), "little")
 
 

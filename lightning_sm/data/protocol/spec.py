@@ -89,8 +89,9 @@ class BatchSpec(NamedTuple):
         seed: Base of all random states.
         epoch: Epoch of the training.
         pass_index: Number of the pass over the loader within the epoch.
-        step: Number of the batch within the pass.
-        rank: Rank that requests the batch.
+        order_length: Samples in the order of the pass, of all ranks together; for shards 0.
+        position: Where in this order the samples of the batch begin; behind its last sample comes its first. For shards
+            0.
         keys: What the dataset is indexed with, int64 of shape (batch,); for shards: (number of shards, shard, offset,
             whether the batch is wanted).
     """
@@ -98,9 +99,13 @@ class BatchSpec(NamedTuple):
     seed: int
     epoch: int
     pass_index: int
-    step: int
-    rank: int
+    order_length: int
+    position: int
     keys: np.ndarray
+
+    def position_of(self, place: int) -> int:
+        """Return the position in the order of the pass of the sample that has this place in the batch."""
+        return (self.position + place) % self.order_length
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class StepRangeSpec:
     Attributes:
         opening: Name of the request that opened the loader on the data host.
         loader: Position of the loader among those that the request opened.
-        batches: What is requested: at least one batch, all of the same pass and rank.
+        batches: What is requested: at least one batch, all of the same pass.
         compression: Name of the codec that compresses the answer; empty: none.
     """
 
@@ -122,9 +127,10 @@ class StepRangeSpec:
     def encode(self) -> bytes:
         """Return the bytes of a FETCH frame."""
         first = self.batches[0]
-        numbers = [self.loader, first.seed, first.epoch, first.pass_index, first.step, first.rank]
+        numbers = [self.loader, first.seed, first.epoch, first.pass_index, first.order_length]
         sizes = [len(batch.keys) for batch in self.batches]
-        head = json.dumps([self.opening, self.compression, numbers, sizes], separators=(",", ":"))
+        positions = [batch.position for batch in self.batches]
+        head = json.dumps([self.opening, self.compression, numbers, sizes, positions], separators=(",", ":"))
         keys = [batch.keys.astype("<i8", copy=False).tobytes() for batch in self.batches]
         return b"".join((head.encode(), b"\n", *keys))
 
@@ -144,16 +150,17 @@ class StepRangeSpec:
             raise WireError(f"A request for a batch is malformed: {error}.") from error
         keys = np.frombuffer(data, "<i8", offset=end + 1)
         match head:
-            case [str(opening), str(compression), [*numbers], [_, *_] as sizes] if (
-                [type(number) for number in numbers] == [int] * 6
+            case [str(opening), str(compression), [*numbers], [_, *_] as sizes, [*positions]] if (
+                [type(number) for number in numbers] == [int] * 5
                 and all(type(size) is int and size >= 0 for size in sizes)
+                and [type(position) for position in positions] == [int] * len(sizes)
                 and sum(sizes) == len(keys)
             ):
-                loader, seed, epoch, pass_index, step, rank = numbers
+                loader, seed, epoch, pass_index, order_length = numbers
                 ends = list(accumulate(sizes, initial=0))
                 batches = tuple(
-                    BatchSpec(seed, epoch, pass_index, step + number, rank, keys[start:stop])
-                    for number, (start, stop) in enumerate(pairwise(ends))
+                    BatchSpec(seed, epoch, pass_index, order_length, position, keys[start:stop])
+                    for position, (start, stop) in zip(positions, pairwise(ends), strict=True)
                 )
                 return cls(opening, loader, batches, compression)
         raise WireError(f"A request for a batch is malformed: {data[:80]!r}.")

@@ -62,6 +62,9 @@ class SamplerOrderCache:
     def answer(self, request: ListRequest, timeout_s: float) -> Iterator[bytes]:
         """Yield a line of JSON about the order, and the batches of a rank, if it wants them, as raw int64.
 
+        These are their keys, where each batch begins in the keys and the last one ends, and where each begins in the
+        whole order.
+
         Args:
             request: The request.
             timeout_s: How long to wait for the sampler, which keeps running.
@@ -89,7 +92,7 @@ class SamplerOrderCache:
             plan = SamplePlan(order.keys, request.batch_size, request.drop_last, rank, world_size, pads=request.pads)
         keys, offsets = plan.batches()
         yield replace(order.size, num_keys=len(keys)).encode() + b"\n"
-        for part in (keys, offsets):
+        for part in (keys, offsets, plan.positions()):
             data = part.astype("<i8", copy=False).data.cast("B") if len(part) else b""
             for start in range(0, len(data), CHUNK_BYTES):
                 yield bytes(data[start : start + CHUNK_BYTES])

@@ -15,7 +15,7 @@ import torch
 from pytorch_lightning import LightningDataModule
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from lightning_sm.data.host.random_state import seed_all
+from lightning_sm.data.host.generators import seed_all
 from lightning_sm.data.plan.order import ShuffledOrder
 from lightning_sm.data.plan.samples import SamplePlan
 from lightning_sm.data.plan.seeds import SampleSeeds
@@ -144,8 +144,8 @@ def reference(dataset: Dataset, length: int, batch_size: int, *, seed: int = 0, 
     seeds = SampleSeeds(seed, "train", 0, epoch, 0)
     for step in range(plan.num_steps):
         samples = []
-        for index in plan.batch(step).tolist():
-            seed_all(seeds.of(index))
+        for place, index in enumerate(plan.batch(step).tolist()):
+            seed_all(seeds.of("sample", plan.position(step) + place))
             samples.append(dataset[index])
         yield default_collate(samples)
 

@@ -247,7 +247,7 @@ REQUESTS = {
 def spec(opening="", **changed):
     """Return an encoded request for a batch that is right but for what is changed."""
     spec = {"opening": opening, "loader": 0, "compression": ""}
-    batch = {"seed": 0, "epoch": 0, "pass_index": 0, "step": 0, "rank": 0, "keys": np.arange(4)}
+    batch = {"seed": 0, "epoch": 0, "pass_index": 0, "order_length": 8, "position": 0, "keys": np.arange(4)}
     batch.update((name, value) for name, value in changed.items() if name in batch)
     spec.update((name, value) for name, value in changed.items() if name in spec)
     return StepRangeSpec(**spec, batches=(BatchSpec(**batch),)).encode()
@@ -270,7 +270,8 @@ FAILING_SPECS = [
     {"loader": -1},
     {"loader": 99},
     {"keys": np.array([-(2**63), 2**63 - 1])},
-    {"seed": 10**300, "step": -5, "rank": 10**300, "keys": np.array([100])},
+    {"seed": 10**300, "order_length": -5, "position": 10**300, "keys": np.array([100])},
+    {"order_length": 0},
 ]
 
 

@@ -1,6 +1,7 @@
 """Whatever decides the order of the user's loader still decides it with data hosts."""
 
 import collections
+import functools
 import os
 import random
 
@@ -46,6 +47,16 @@ class Lists(Numbers):
 
     def __getitems__(self, indices):
         return [{"index": index, "noise": torch.rand(2)} for index in indices]
+
+
+class Augmented(Numbers):
+    """A dataset with a generator of its own, in a transform."""
+
+    def __init__(self):
+        self.transforms = [functools.partial(np.random.Generator.random, np.random.default_rng(1), 2)]
+
+    def __getitem__(self, index):
+        return {"index": index, "noise": self.transforms[0]()}
 
 
 class Words(Numbers):
@@ -202,6 +213,7 @@ def make():
         "replacement": DataLoader(numbers, batch_size=8, sampler=RandomSampler(numbers, replacement=True)),
         "growing": DataLoader(numbers, batch_sampler=Growing()),
         "batches": DataLoader(numbers, batch_sampler=BatchSampler(Drawn(), 8, drop_last=False)),
+        "oversampled": DataLoader(Augmented(), batch_size=8, sampler=WeightedRandomSampler([1.0] * 2 + [0.0] * 48, 40)),
         "words": DataLoader(Words(), batch_size=8, sampler=[f"number {number}" for number in range(LENGTH)]),
         "counting": DataLoader(Words(), batch_size=8, sampler=Counting()),
         "unbatched": DataLoader(numbers, batch_size=None),
@@ -254,7 +266,7 @@ def params(cheap, widening):
 @pytest.mark.parametrize(
     "name",
     params(
-        ["drawn", "growing", "counting", "own", "distributed", "unbatched"],
+        ["drawn", "growing", "counting", "own", "distributed", "unbatched", "oversampled"],
         ["backwards", "words", "split", "collated", "weighted", "replacement", "batches", "subset", "lists"],
     ),
 )
@@ -265,6 +277,13 @@ def test_one_host_gives_the_same_stream_as_two(loaders, loaders_of_one, name):
     assert one == both
     assert both[0] == both[2]
     assert both[0] != both[1], "noise or order must differ between epochs"
+
+
+def test_a_sample_that_is_drawn_twice_is_augmented_twice(loaders):
+    """Also by a generator that the dataset holds, on any number of workers."""
+    batches = taken(loaders["oversampled"])
+    assert set(indices(batches)) == {0, 1}
+    assert len({tuple(noise) for batch in batches for noise in batch["noise"].tolist()}) == 40
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_requests_name_the_keys_of_their_step(buffer):
     """A request holds everything that its batches depend on."""
     spec = StepRangeSpec.decode(buffer.reserve(0, StepRange(5, 2)))
     assert (spec.opening, spec.loader) == ("o", 1)
-    assert [(one.seed, one.epoch, one.step) for one in spec.batches] == [(2, 3, 5), (2, 3, 6)]
+    assert [(one.seed, one.epoch, one.position) for one in spec.batches] == [(2, 3, 10), (2, 3, 12)]
     assert [one.keys.tolist() for one in spec.batches] == [[10, 11], [12, 13]]
 
 

@@ -140,6 +140,8 @@ def test_each_rank_gets_its_part_of_a_sampler(size, drop_last, tail):
             assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
                 whole.batch(step).tolist() for step in range(whole.num_steps)
             ]
+            assert own.positions().tolist() == whole.positions().tolist()
+            assert own.order_length == len(order)
 
 
 @pytest.mark.parametrize("offsets", [[0], [0, 5], [0, 1, 3, 6, 10, 15], None])

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 
 import cloudpickle
@@ -131,10 +132,10 @@ def served(loader, stage="train", **options):
     return ServedLoader(loader, f"{stage}_dataloader()", stage, 0, **options)
 
 
-def batch(loader, *keys, epoch=0, mark=None):
+def batch(loader, *keys, epoch=0, position=0, mark=None):
     """Return the batch of some keys."""
     arena = Arena(np.zeros(1 << 16, np.uint8))
-    return loader.batch(BatchSpec(0, epoch, 0, 0, 0, np.array(keys)), arena, mark or SampleMark())
+    return loader.batch(BatchSpec(0, epoch, 0, 100, position, np.array(keys)), arena, mark or SampleMark())
 
 
 def copied(loader):
@@ -339,6 +340,83 @@ def test_a_loader_says_how_its_workers_start(method):
         assert served(DataLoader(Numbers(), num_workers=1, multiprocessing_context=context)).start_method == method
 
 
+class Own:
+    """An object with a generator, as an augmentation has."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(1)
+
+
+class Drawing(Numbers):
+    """Draws from all global generators, and from one of its own, also for a whole list."""
+
+    def __init__(self, *, in_lists=False):
+        super().__init__()
+        self.transforms = [Own()]
+        if in_lists:
+            self.__getitems__ = lambda keys: [[key, *draws(self.transforms[0])] for key in keys]
+
+    def __getitem__(self, index):
+        return [index, *draws(self.transforms[0])]
+
+
+def draws(own):
+    """Draw from each generator."""
+    return [torch.rand(()).item(), random.random(), np.random.rand(), own.rng.random()]
+
+
+def drawing(own=None, **options):
+    """Serve a loader whose samples, and whose batches if they have a generator, draw."""
+    collate = None if own is None else lambda samples: [samples, draws(own)]
+    return served(DataLoader(Drawing(**options), batch_size=4, collate_fn=collate or list))
+
+
+def test_a_sample_draws_by_its_position():
+    """Other batch sizes, other ranks, and workers with another history draw the same for it, from each generator."""
+    whole = batch(drawing(), *range(8))
+    busy = drawing()
+    assert [batch(busy, *range(start, start + 2), position=start) for start in (6, 0, 4)] == [
+        whole[start : start + 2] for start in (6, 0, 4)
+    ]
+    assert len({number for sample in whole for number in sample[1:]}) == 4 * 8
+    assert batch(drawing(), *range(8), epoch=1) != whole
+
+
+def test_a_sample_that_is_drawn_twice_draws_twice():
+    """Oversampling a rare class gives no equal samples, also where a sampler repeats each sample at once."""
+    samples = batch(drawing(), 3, 3, 3)
+    assert [index for index, *_ in samples] == [3, 3, 3]
+    assert len({number for _, *numbers in samples for number in numbers}) == 3 * 4
+
+
+def test_a_sample_that_a_rank_repeats_draws_the_same():
+    """Behind the last sample of the order comes its first, as it was."""
+    loader = drawing()
+    first, *_ = batch(loader, 0, 1, 2)
+    arena = Arena(np.zeros(1 << 16, np.uint8))
+    again = loader.batch(BatchSpec(0, 0, 0, 10, 9, np.array([9, 0])), arena, SampleMark())
+    assert again[1] == first
+
+
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_the_collate_function_draws_for_itself(in_lists):
+    """Neither samples nor lists of them share its numbers; it draws by the position of the first sample."""
+    samples, collated = batch(drawing(Own(), in_lists=in_lists), *range(4), position=4)
+    drawn = [number for _, *numbers in samples for number in numbers]
+    assert len({*drawn, *collated}) == len(drawn) + 4
+    assert batch(drawing(Own(), in_lists=in_lists), *range(3), position=4)[1] == collated
+    assert batch(drawing(Own(), in_lists=in_lists), *range(4), position=8)[1] != collated
+
+
+def test_a_generator_of_dataset_and_collate_function_is_one():
+    """A transform that both use is seeded for each."""
+    own = Own()
+    dataset = Drawing()
+    dataset.transforms = [own]
+    loader = served(DataLoader(dataset, batch_size=2, collate_fn=lambda samples: [samples, draws(own)]))
+    assert batch(loader, 0, 1) == batch(loader, 0, 1)
+
+
 def die():
     """End as a process does that takes too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -383,7 +461,7 @@ class DeadlyLines(Lines):
         (DataLoader(DeadlyList()), (2, 3, 4), "indices 2 to 4"),
         (DataLoader(DeadlyName(), sampler=list("abcd")), (1, 2, 3), "index 'c'"),
         (DataLoader(Numbers(), collate_fn=lambda _: die()), (2, 3, 4), "the collate function, for indices 2 to 4"),
-        (DataLoader(DeadlyLines()), (2, 1, 1, 1), "batch 1 of shard 1 of 2"),
+        (DataLoader(DeadlyLines()), (1, 0, 1, 1), "batch 1 of shard 0 of 1"),
     ],
     ids=["a sample", "a list of samples", "a key that is no number", "collating", "a stream"],
 )

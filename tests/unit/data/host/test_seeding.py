@@ -1,23 +1,19 @@
 """Seeding only what is used gives the same numbers as seeding everything."""
 
+import logging
 import random
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_sm.data.batch.arena import Arena
-from lightning_sm.data.host import seeding
+from lightning_sm.data.host.generators import GLOBALS, get_state, seed_all, set_state
 from lightning_sm.data.host.iterable import OpenShards, UserCodeError
-from lightning_sm.data.host.loader import ServedLoader
-from lightning_sm.data.host.random_state import GENERATORS, seed_all
-from lightning_sm.data.host.sample_mark import SampleMark
-from lightning_sm.data.host.seeding import Seeding, watch_readers
+from lightning_sm.data.host.seeding import Seeding
 from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec
 
@@ -29,18 +25,6 @@ def isolated():
     drawn = np.random.rand()
     np.random.set_state(state)
     return drawn
-
-
-def fork_rng():
-    """Draw from torch's generator, and restore its state."""
-    with torch.random.fork_rng(devices=[]):
-        return torch.rand(()).item()
-
-
-def rarely_fails():
-    """Fail for some of the numbers that may be drawn."""
-    if random.random() < 0.5:
-        raise ValueError("drawn")
 
 
 # What the code of a sample or of a collate function may do.
@@ -57,33 +41,39 @@ ACTIONS = {
     "torch.randn": lambda: torch.randn(()).item(),
     "only a seed": lambda: random.seed(3),
     "own seed": lambda: (random.seed(3), random.random()),
-    "seed from the state": lambda: np.random.default_rng(np.random.get_state()[1][0]).random(),
-    "seed from the state of random": lambda: random.getstate()[1][0],
-    "seed from that of torch": lambda: np.random.default_rng(torch.initial_seed()).random(),
     "own generator": lambda: np.random.default_rng(3).random(),
     "isolated": isolated,
-    "fork_rng": fork_rng,
-    "fails": rarely_fails,
 }
 SAMPLES = st.lists(st.sampled_from(sorted(ACTIONS)), max_size=2)
 BATCHES = st.lists(st.lists(SAMPLES, max_size=4), max_size=8)
 
 
+def forked():
+    """Draw from torch's generator, and restore its state."""
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(()).item()
+
+
+# These look at a generator's state without changing it.
+LOOKS = {
+    "torch.initial_seed": torch.initial_seed,
+    "a seed from the state": lambda: np.random.get_state()[1][0],
+    "a seed from the state of random": lambda: random.getstate()[1][1],
+    "fork_rng": forked,
+}
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _watching():
-    """Watch as in a worker, and leave everything as it was."""
-    states = [generator.get() for generator in GENERATORS]
-    with pytest.MonkeyPatch.context() as patch:
-        for _, module, name in seeding._READERS:
-            patch.setattr(module, name, getattr(module, name))
-        watch_readers()
-        yield
-    for generator, state in zip(GENERATORS, states, strict=True):
-        generator.set(state)
+def _restored():
+    """Leave all generators as they were."""
+    states = [get_state(generator) for generator in GLOBALS]
+    yield
+    for generator, state in zip(GLOBALS, states, strict=True):
+        set_state(generator, state)
 
 
 def result(batch, seed):
-    """Return what the samples of a batch draw, or how they fail."""
+    """Return what the samples of a batch draw."""
     drawn = []
     for number, actions in enumerate(batch):
         if seed:
@@ -92,35 +82,86 @@ def result(batch, seed):
     return drawn
 
 
-def outcome(call):
-    """Return what a call returns, or its error."""
-    try:
-        return call()
-    except ValueError as error:
-        return str(error)
+def build(seeding, batch):
+    """Build a batch that is a request of its own."""
+    drawn = result(batch, seeding.start(5))
+    seeding.check()
+    return drawn
 
 
-@given(BATCHES, st.integers(0, 6))
-def test_bits_are_those_of_seeding_everything(batches, trial_seeds):
-    """Whatever the code of a loader draws, and whenever it begins to, it draws as if all were always seeded."""
-    lazily = Seeding(trial_seeds)
+@given(BATCHES)
+def test_bits_are_those_of_seeding_everything(batches):
+    """Whatever the code of a loader draws in its first samples, and whenever, it draws as if all were seeded."""
+    seeding = Seeding("loader")
     for batch in batches:
-        expected = outcome(lambda batch=batch: result(batch, seed_all))
-        assert outcome(lambda batch=batch: lazily.run(lambda seed: result(batch, seed), ())) == expected
+        assert build(seeding, batch) == result(batch, seed_all)
 
 
-@given(BATCHES, BATCHES, st.integers(0, 6))
-def test_loaders_of_one_worker_do_not_disturb_each_other(first, second, trial_seeds):
-    """What one loader leaves in the generators, such as half a pair of normal numbers, the other one never draws."""
-    loaders = Seeding(trial_seeds), Seeding(trial_seeds)
-    for pair in zip(first, second, strict=False):
-        for lazily, batch in zip(loaders, pair, strict=True):
-            expected = outcome(lambda batch=batch: result(batch, seed_all))
-            assert outcome(lambda batch=batch, lazily=lazily: lazily.run(lambda s: result(batch, s), ())) == expected
+@given(SAMPLES, SAMPLES, BATCHES, BATCHES)
+def test_after_the_trial_bits_are_the_same(first_sample, second_sample, first, second):
+    """What the trial has seen, and nothing else, is seeded later; loaders of one worker do not disturb each other."""
+    pairs = [(Seeding("a", trial_seeds=1), first_sample, first), (Seeding("b", trial_seeds=1), second_sample, second)]
+    for seeding, seen, _ in pairs:
+        build(seeding, [seen])
+    for place in range(8):
+        for seeding, seen, batches in pairs:
+            batch = [[action for action in actions if action in seen] for actions in (*batches[place : place + 1], [])]
+            assert build(seeding, batch) == result(batch, seed_all)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_at_a_state_shows_the_pass_and_not_the_worker(look):
+    """Code that draws nothing may still derive a seed from a generator: workers with another history give the same."""
+
+    def seen(seed, num_before):
+        seeding = Seeding("loader", trial_seeds=1)
+        build(seeding, [["nothing"]] * 2)
+        for _ in range(num_before):
+            build(seeding, [["isolated"]])
+        random.seed()
+        seeding.start(seed)
+        drawn = LOOKS[look]()
+        seeding.check()
+        return drawn
+
+    assert seen(5, 0) == seen(5, 3)
+    assert seen(5, 0) != seen(6, 0)
+
+
+def test_code_that_draws_nothing_is_not_seeded():
+    """After the trial nothing is seeded, nor is a seed computed."""
+    seeding = Seeding("loader", trial_seeds=1)
+    build(seeding, [["nothing"], ["own generator"]])
+    assert seeding.start(5) is None
+
+
+def test_a_late_draw_is_told_once_and_seeded_from_then_on(caplog):
+    """The request that drew cannot be helped; the log names the loader and the generator, and later ones are right."""
+    seeding = Seeding("train_dataloader()", trial_seeds=1)
+    build(seeding, [["torch"]])
+    with caplog.at_level(logging.WARNING):
+        assert build(seeding, [["torch"]]) == result([["torch"]], seed_all)
+        assert not caplog.text
+        build(seeding, [["randn", "torch"]])
+        for _ in range(2):
+            assert build(seeding, [["randn", "torch"]]) == result([["randn", "torch"]], seed_all)
+    assert caplog.text.count("train_dataloader() has drawn from the global generator of numpy.random") == 1
+
+
+def test_a_request_that_failed_is_not_taken_for_that_of_another_loader(caplog):
+    """It was never checked; the next loader starts afresh."""
+    failed, other = Seeding("failed", trial_seeds=1), Seeding("other", trial_seeds=1)
+    for seeding in (failed, other):
+        build(seeding, [["nothing"]] * 2)
+    failed.start(5)
+    random.random()
+    build(other, [["nothing"]])
+    assert other.start(5) is None
+    assert not caplog.text
 
 
 class Stream(IterableDataset):
-    """Yields what the actions of a batch draw, and the actions that collating it takes; counts how often it opens."""
+    """Yields what the actions of a batch draw, and the actions that collating it takes."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -137,8 +178,8 @@ def collated(sample):
 
 
 def in_turn(num_batches, batch):
-    """Return the batches of two shards that take turns, or their errors."""
-    return [outcome(lambda o=offset, s=shard: batch(s, o)) for offset in range(num_batches) for shard in range(2)]
+    """Return the batches of two shards that take turns."""
+    return [batch(shard, offset) for offset in range(num_batches) for shard in range(2)]
 
 
 def batch_of(shards, shard, offset):
@@ -147,135 +188,95 @@ def batch_of(shards, shard, offset):
         return shards.batch(BatchSpec(7, 0, 0, 0, 0, np.array([2, shard, offset, 1])))
     except UserCodeError as error:
         raise error.__cause__ from None
+    finally:
+        shards.seeding.check()
 
 
-@given(st.lists(st.tuples(SAMPLES, SAMPLES), min_size=1, max_size=6), st.integers(0, 4))
-def test_streams_of_one_worker_draw_as_if_they_were_alone(batches, trial_seeds):
-    """Whatever a stream and its collate function draw: the one from the shard's seed on, the other from the batch's."""
-    seeds = SampleSeeds(7, "train", 0, 0, 0)
-
-    def alone(shard, offset):
-        seed_all(seeds.of(shard))
-        samples = [[result([drawn], None), collated] for drawn, collated in batches[: offset + 1]]
-        seed_all(seeds.of_batch(offset, shard))
-        return collated(samples[-1])
-
-    shards = OpenShards(DataLoader(Stream(batches), batch_size=None, collate_fn=collated), "train", 0)
-    shards._seeding = Seeding(trial_seeds)
-    assert in_turn(len(batches), partial(batch_of, shards)) == in_turn(len(batches), alone)
-
-
-@pytest.mark.parametrize("action", ["random", "randn", "torch.randn"])
-def test_a_stream_that_draws_is_read_once(action):
-    """What streams draw is not taken for what their collate function draws, for which a shard opens again."""
-    batches = [([drawn], ["nothing"]) for drawn in ("nothing", "nothing", action, action)]
+def opened(batches, trial_seeds=1024):
+    """Return the shards of such a stream, and the stream."""
     dataset = Stream(batches)
-    shards = OpenShards(DataLoader(dataset, batch_size=None, collate_fn=collated), "train", 0)
-    shards._seeding = Seeding(1)
-    in_turn(len(batches), partial(batch_of, shards))
+    shards = OpenShards(DataLoader(dataset, batch_size=None, collate_fn=collated), "train_dataloader()", "train", 0)
+    shards.seeding._seeds_left = trial_seeds
+    return shards, dataset
+
+
+def alone(batches, shard, offset):
+    """Return what a batch draws if everything is seeded: the samples go on, and the collate function begins anew."""
+    seeds = SampleSeeds(7, "train", 0, 0, 0)
+    seed_all(seeds.of("shard", shard))
+    samples = [[result([drawn], None), collated] for drawn, collated in batches[: offset + 1]]
+    seed_all(seeds.of("batch of shard", shard, offset))
+    return collated(samples[-1])
+
+
+@given(st.lists(st.tuples(SAMPLES, SAMPLES), min_size=1, max_size=6))
+def test_streams_of_one_worker_draw_as_if_they_were_alone(batches):
+    """Whatever a stream and its collate function draw: the one from the shard's seed on, the other from the batch's."""
+    shards, dataset = opened(batches)
+    expected = in_turn(len(batches), partial(alone, batches))
+    assert in_turn(len(batches), partial(batch_of, shards)) == expected
     assert dataset.opened == [0, 1]
 
 
-def counted(lazily, action, owners=()):
-    """Run a batch of one action; return how often it was made, and what is seeded for it."""
-    seeds = []
-
-    def make(seed):
-        seeds.append(seed)
-        return result([[action]], seed)
-
-    lazily.run(make, owners)
-    return len(seeds), lazily._used
+@given(SAMPLES, SAMPLES, st.integers(1, 6))
+def test_streams_after_the_trial_draw_the_same(drawn, collated_draws, length):
+    """What the trial has seen goes on, whether the stream or its collate function draws."""
+    batches = [(drawn, collated_draws)] * length
+    shards, _ = opened(batches, trial_seeds=2)
+    assert in_turn(length, partial(batch_of, shards)) == in_turn(length, partial(alone, batches))
 
 
-def test_code_that_draws_nothing_is_not_seeded():
-    """After the trial nothing is seeded, nor is a seed computed."""
-    lazily = Seeding(1)
-    for _ in range(2):
-        assert counted(lazily, "nothing") == (1, set())
-    assert lazily.run(lambda seed: seed, ()) is None
+def test_a_late_draw_in_a_stream_is_told(caplog):
+    """It counts as in other datasets."""
+    batches = [([drawn], ["nothing"]) for drawn in ("nothing", "nothing", "random", "random")]
+    shards, dataset = opened(batches, trial_seeds=1)
+    in_turn(len(batches), partial(batch_of, shards))
+    assert caplog.text.count("train_dataloader() has drawn from the global generator of random") == 1
+    assert dataset.opened == [0, 1]
 
 
-def test_code_that_draws_is_made_again_at_most_once():
-    """What is used in the trial costs nothing again; what is used later, one batch."""
-    torch_, numpy = GENERATORS[2], GENERATORS[1]
-    lazily = Seeding(1)
-    for _ in range(2):
-        assert counted(lazily, "torch") == (1, {torch_})
-    assert counted(lazily, "torch") == (1, {torch_})
-    assert counted(lazily, "randn") == (2, {torch_, numpy})
-    assert counted(lazily, "randn") == (1, {torch_, numpy})
+class Shuffled(IterableDataset):
+    """Shuffles by a generator of its own, takes its part, and adds noise by one that it shares with others.
+
+    Args:
+        noise: Holds a generator.
+    """
+
+    def __init__(self, noise):
+        self.rng = np.random.default_rng(3)
+        self.noise = noise
+
+    def __iter__(self):
+        info = get_worker_info()
+        for number in self.rng.permutation(24)[info.id :: info.num_workers].tolist():
+            yield number, self.noise.rng.random()
 
 
-class Counter:
-    """A transform that counts, and holds an object that does."""
+class Noise:
+    """A transform with a generator."""
 
     def __init__(self):
-        self.inner = SimpleNamespace(number=0, path="file")
+        self.rng = random.Random(1)
 
-    def count(self):
-        self.inner.number += 1
-
-
-class Hidden:
-    """An object that does not show its attributes."""
-
-    @property
-    def __dict__(self):
-        raise RuntimeError("hidden")
+    def __call__(self, samples):
+        return [*samples, self.rng.random()]
 
 
-CHANGES = {
-    "a counter": lambda owner: owner.count(),
-    "a generator": lambda owner: owner.rng.random(),
-    "a generator of torch": lambda owner: torch.rand((), generator=owner.torch_rng),
-    "a cache": lambda owner: owner.cache.update({len(owner.cache): 1}),
-    "what cannot be looked at": lambda owner: setattr(owner, "hidden", Hidden()),
-}
+def test_generators_of_streams_go_on_in_each_shard():
+    """All shards shuffle alike, so that each sample comes once, and no other shard or collate function shows."""
+    noise = Noise()
+    dataset = Shuffled(noise)
 
+    def batches(epoch, turns):
+        shards = OpenShards(DataLoader(dataset, batch_size=2, collate_fn=noise), "train_dataloader()", "train", 0)
+        return {
+            (shard, offset): shards.batch(BatchSpec(7, epoch, 0, 0, 0, np.array([2, shard, offset, 1])))
+            for shard, offset in turns
+        }
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_code_with_a_state_of_its_own_is_never_made_again(change):
-    """A batch made twice would show in the state: such code gets all seeds, whatever it draws."""
-    owner = Counter()
-    owner.rng, owner.torch_rng, owner.cache = np.random.default_rng(0), torch.Generator(), {}
-    lazily = Seeding(1)
-    num_made = 0
-
-    def make(seed):
-        nonlocal num_made
-        num_made += 1
-        seed(1)
-        CHANGES[change](owner)
-        return random.random() if num_made > 2 else None
-
-    assert [lazily.run(make, [[owner]]) for _ in range(3)][2] is not None
-    assert num_made == 3
-
-
-class Rarely(Dataset):
-    """Draws for its last sample only."""
-
-    def __len__(self):
-        return 600
-
-    def __getitem__(self, index):
-        return torch.full((4,), np.random.rand() if index == 599 else index, dtype=torch.float64)
-
-
-def test_a_batch_that_is_made_again_takes_no_more_room():
-    """The slot holds the batch once, and the bits are those of a worker that has just started."""
-
-    def batches(starts):
-        loader = ServedLoader(DataLoader(Rarely(), batch_size=200), "train_dataloader()", "train", 0)
-        for start in starts:
-            arena = Arena(np.zeros(1 << 14, np.uint8))
-            spec = BatchSpec(0, 0, 0, start // 200, 0, np.arange(start, start + 200))
-            made = loader.batch(spec, arena, SampleMark()).clone()
-        return made, arena.used, loader._seeding._used
-
-    made, used, seeded = batches([0, 200, 400])
-    alone, alone_used, _ = batches([400])
-    assert torch.equal(made, alone)
-    assert used == alone_used == 200 * 32
-    assert seeded == {GENERATORS[1]}
+    one_by_one = [(shard, offset) for shard in range(2) for offset in range(6)]
+    first = batches(0, one_by_one)
+    assert sorted(sample[0] for batch in first.values() for sample in batch[:2]) == list(range(24))
+    assert batches(0, sorted(one_by_one, key=lambda turn: turn[1])) == first
+    assert batches(0, [(1, 4)])[1, 4] == first[1, 4]
+    assert batches(1, one_by_one) != first

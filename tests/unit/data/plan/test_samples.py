@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from lightning_sm.data.plan.order import SequentialOrder, ShuffledOrder
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, Tail, digest, num_steps
+from lightning_sm.data.plan.samples import BatchPlan, ReceivedPlan, SamplePlan, Tail, digest, num_steps
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.errors import DataSettingsError
 
@@ -52,6 +52,42 @@ def ordinary_batches(order, batch_size, *, drop_last):
 def shuffled(size, epoch=0):
     """A shuffled order, as a list."""
     return ShuffledOrder(size, seed=0, epoch=epoch)[np.arange(size)].tolist()
+
+
+def assert_positions(plans, order):
+    """Every sample of every batch is the one at its position in the order, and all steps are told alike."""
+    for plan in plans:
+        assert plan.order_length == len(order)
+        for step in range(plan.num_steps):
+            batch = plan.batch(step).tolist()
+            places = [(plan.position(step) + place) % len(order) for place in range(len(batch))]
+            assert batch == [order[place] for place in places]
+        assert plan.positions().tolist() == [plan.position(step) for step in range(plan.num_steps)]
+
+
+@given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES, st.booleans())
+def test_samples_have_positions(size, batch_size, world_size, drop_last):
+    """Also one that a rank repeats has its own position, and none else."""
+    order = ShuffledOrder(size, seed=0, epoch=0)
+    plans = [SamplePlan(order, batch_size, drop_last, rank, world_size) for rank in range(world_size)]
+    assert_positions(plans, shuffled(size))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=30), WORLD_SIZES)
+def test_samples_of_the_users_batches_have_positions(sizes, world_size):
+    """They are counted through all batches, whichever rank gets them."""
+    offsets = np.cumsum([0, *sizes])
+    order = np.arange(offsets[-1])[::-1]
+    plans = [BatchPlan(order, offsets, rank, world_size) for rank in range(world_size)]
+    assert_positions(plans, order.tolist())
+    received = [ReceivedPlan(*plan.batches(), plan.positions(), len(order)) for plan in plans]
+    assert_positions(received, order.tolist())
+
+
+def test_a_received_plan_needs_all_positions():
+    """A data host that sends too few is not believed."""
+    with pytest.raises(ValueError, match="1 positions for 2 batches"):
+        ReceivedPlan(np.arange(4), np.array([0, 2, 4]), np.array([0]), 4)
 
 
 @given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES)

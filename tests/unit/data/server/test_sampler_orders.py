@@ -38,12 +38,15 @@ def main():
 
 
 def test_a_rank_gets_its_batches_and_where_they_begin(main):
-    """Two ranks of batches of four: the tail of two is shared; without keys there is only what the order is."""
+    """Two ranks of batches of four: the tail of two is shared; without keys there is only what the order is.
+
+    Behind the keys is where batches begin in them, and where in the order.
+    """
     size = OrderSize(num_samples=10, num_batches=10, digest="d", num_keys=5)
     assert main.ask() == (replace(size, num_keys=0), [])
     wanted = {"world_size": 2, "wants_keys": True}
-    assert main.ask(rank=0, **wanted) == (size, [0, 1, 2, 3, 8, 0, 4, 5])
-    assert main.ask(rank=1, **wanted) == (size, [4, 5, 6, 7, 9, 0, 4, 5])
+    assert main.ask(rank=0, **wanted) == (size, [0, 1, 2, 3, 8, 0, 4, 5, 0, 8])
+    assert main.ask(rank=1, **wanted) == (size, [4, 5, 6, 7, 9, 0, 4, 5, 4, 9])
     assert len(main.asked) == 1
     with pytest.raises(ValueError, match="rank=2 does not exist in world_size=2"):
         main.ask(rank=2, **wanted)

@@ -1,0 +1,206 @@
+"""The random generators that user code draws from: the global ones, and those that its objects hold."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from operator import getitem
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+# The modules draw from a generator of their own, and have its methods.
+GLOBALS: tuple[Any, ...] = (random, np.random, torch.default_generator)
+
+# The objects in these modules, which are known by their methods.
+_OBJECTS_OF_GLOBALS = (random.random.__self__, np.random.random_sample.__self__, torch.default_generator)  # type: ignore[attr-defined]
+
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+# Limits of the search: a dataset may hold a million samples.
+_MAX_OBJECTS = 10_000
+_MAX_ITEMS = 64
+
+# Objects that hold no generator.
+_LEAVES = (bool, int, float, complex, str, bytes, np.generic, np.ndarray, torch.Tensor, ModuleType, type(None))
+
+# How to list the keys of a container.
+_CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
+    list: lambda value: range(list.__len__(value)),
+    tuple: lambda value: range(tuple.__len__(value)),
+    deque: lambda value: range(deque.__len__(value)),
+    dict: lambda value: list(dict.keys(value)),
+}
+
+_FUNCTIONS = (FunctionType, staticmethod, classmethod, type)
+
+# Their own functions and classes draw from the global generators. The objects of these classes are searched.
+_LIBRARIES = {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_sm"}
+
+# An odd number: its multiples differ in their last 64, and in their last 32 bits.
+_STEP = 0x9E3779B97F4A7C15
+
+_Place = tuple[Callable[[Any, Any], Any], Any, Any]
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed a generator with 64 bits, or as many of them as it takes."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif generator is np.random or isinstance(generator, np.random.RandomState):
+        try:
+            generator.seed(seed & 0xFFFFFFFF)
+        except TypeError:  # it is no Mersenne Twister
+            bits = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])(seed)
+            generator.set_state(np.random.RandomState(bits).get_state(legacy=False))
+    else:
+        generator.seed(seed)
+
+
+def get_state(generator: Any) -> Any:
+    """Return the state of a generator."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if generator is np.random or isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Restore a state of a generator."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random) or generator is random:
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of ``random``, NumPy and torch with 64 bits."""
+    for generator in GLOBALS:
+        seed_generator(generator, seed)
+
+
+class HeldGenerators:
+    """The generators that some objects hold, wherever these keep them.
+
+    The search goes through attributes, containers, methods, closures, and the globals that functions name. It remembers
+    places, not generators: libraries replace theirs, as ``set_random_state`` of MONAI does.
+
+    Args:
+        *owners: The objects.
+    """
+
+    def __init__(self, *owners: object) -> None:
+        self._owners = owners
+        self._places: dict[tuple[int, object], _Place] = {}
+        self.search_again()
+
+    def search_again(self) -> None:
+        """Add generators that were made since: code may make its generators when it first needs them."""
+        for place in _find(self._owners):
+            self._places.setdefault((id(place[1]), place[2]), place)
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._places)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each generator once."""
+        return (generator for _, generator in self._numbered())
+
+    def seed(self, seed: int) -> None:
+        """Seed all generators, each with a seed of its own that follows from this one."""
+        for number, generator in self._numbered():
+            seed_generator(generator, (seed + number * _STEP) & 0xFFFFFFFFFFFFFFFF)
+
+    def _numbered(self) -> Iterator[tuple[int, Any]]:
+        seen: set[int] = set()
+        for number, (get, holder, key) in enumerate(self._places.values(), start=1):
+            with suppress(Exception):  # the place is empty now
+                generator = get(holder, key)
+                if _is_held(generator) and id(generator) not in seen:
+                    seen.add(id(generator))
+                    yield number, generator
+
+
+def _find(owners: Iterable[object]) -> Iterator[_Place]:
+    queue, functions = deque(owners), deque[Any]()  # functions come last: they lead to whole libraries
+    seen: dict[int, object] = {}  # as long as they are kept, no other objects get their ids
+    while (queue or functions) and len(seen) < _MAX_OBJECTS:
+        value = queue.popleft() if queue else functions.popleft()
+        with suppress(Exception):  # of properties and proxies in user code
+            if isinstance(value, _LEAVES) or id(value) in seen:
+                continue
+            seen[id(value)] = value
+            for place in _places_in(value):
+                with suppress(Exception):  # or the place is empty
+                    get, holder, key = place
+                    item = get(holder, key)
+                    if _is_held(item):
+                        yield place
+                    else:
+                        (functions if isinstance(item, _FUNCTIONS) else queue).append(item)
+
+
+def _is_held(value: Any) -> bool:
+    return isinstance(value, _KINDS) and not any(value is other for other in _OBJECTS_OF_GLOBALS)
+
+
+def _places_in(value: Any) -> Iterator[_Place]:
+    for container, keys in _CONTAINERS.items():
+        if isinstance(value, container) and container.__len__(value) <= _MAX_ITEMS:
+            # Not by a method of a subclass, which may read a file.
+            yield from ((container.__getitem__, value, key) for key in keys(value))
+    if isinstance(value, FunctionType):
+        if not _is_of_library(value):
+            yield from (
+                (getattr, value, name) for name in ("__closure__", "__defaults__", "__kwdefaults__", "__dict__")
+            )
+            names = _names(value.__code__) & value.__globals__.keys()
+            yield from ((getitem, value.__globals__, name) for name in sorted(names))
+        return
+    elif isinstance(value, partial):
+        yield from ((getattr, value, name) for name in ("func", "args", "keywords"))
+    elif isinstance(value, (MethodType, staticmethod, classmethod)):
+        yield from ((getattr, value, name) for name in ("__self__", "__func__"))
+    elif isinstance(value, CellType):
+        yield getattr, value, "cell_contents"
+    with suppress(Exception):
+        attributes = value.__dict__
+        yield from ((getitem, attributes, name) for name in list(attributes))
+    yield from _places_in_class(value, value if isinstance(value, type) else type(value))
+
+
+def _places_in_class(value: Any, its_class: type) -> Iterator[_Place]:
+    for cls in its_class.__mro__:
+        if _is_of_library(cls):
+            continue
+        slots = vars(cls).get("__slots__", ())
+        yield from ((getattr, value, name) for name in ((slots,) if isinstance(slots, str) else slots))
+        for name, item in vars(cls).items():
+            if _is_held(item):
+                # By the object, which may get an attribute of its own in its place, as MONAI's transforms do.
+                yield getattr, value, name
+            elif isinstance(item, _FUNCTIONS):
+                yield getitem, vars(cls), name
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names in the code of a function, and of the functions in it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _is_of_library(value: Any) -> bool:
+    root = str(value.__module__).partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names

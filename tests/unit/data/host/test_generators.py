@@ -1,0 +1,242 @@
+"""Generators are found wherever user code keeps them, and seeded by public calls."""
+
+import functools
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sm.data.host import generators
+from lightning_sm.data.host.generators import HeldGenerators, get_state, seed_generator, set_state
+
+KINDS = {
+    "NumPy": lambda: np.random.default_rng(1),
+    "NumPy, other bits": lambda: np.random.Generator(np.random.MT19937(1)),
+    "NumPy's legacy": lambda: np.random.RandomState(1),
+    "NumPy's legacy, other bits": lambda: np.random.RandomState(np.random.PCG64(1)),
+    "random": lambda: random.Random(1),
+    "torch": torch.Generator,
+}
+IN_A_MODULE = np.random.default_rng(1)
+
+
+def draw(generator):
+    """Draw a number."""
+    if isinstance(generator, torch.Generator):
+        return torch.rand((), generator=generator).item()
+    return generator.rand() if isinstance(generator, np.random.RandomState) else generator.random()
+
+
+class Holder:
+    """An object with attributes."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def method(self, samples):
+        return samples
+
+
+class Randomizable:
+    """A transform as in MONAI: all share a generator until one gets its own."""
+
+    R = np.random.RandomState(1)
+
+    def set_random_state(self, seed):
+        self.R = np.random.RandomState(seed)
+
+
+class Compose:
+    """Transforms as in albumentations: each has two generators, which are replaced."""
+
+    def __init__(self, *transforms):
+        self.transforms = list(transforms)
+        self.set_random_seed(None)
+
+    def set_random_seed(self, seed):
+        self.random_generator, self.py_random = np.random.default_rng(seed), random.Random(seed)
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("empty", "rng")
+
+    def __init__(self, rng):
+        self.rng = rng
+
+
+class Guarded:
+    """An object that does not show its attributes."""
+
+    def __init__(self, rng):
+        object.__setattr__(self, "rng", rng)
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("hidden")
+
+
+def names_a_global(sample):
+    """Draw from a generator of the module."""
+    return [IN_A_MODULE.random() for _ in range(sample)]
+
+
+def enclosing(rng):
+    """Return a function that draws from a generator of its surroundings."""
+
+    def enclosed(_):
+        return rng.random()
+
+    return enclosed
+
+
+HOLDERS = {
+    "an attribute": lambda rng: Holder(rng=rng),
+    "a transform of a transform": lambda rng: Holder(transform=Holder(transforms=[Holder(), Holder(rng=rng)])),
+    "a dictionary": lambda rng: Holder(rngs={"train": {"a": rng}}),
+    "a tuple": lambda rng: Holder(rngs=(1, (rng,))),
+    "a queue": lambda rng: deque([rng]),
+    "slots": Slotted,
+    "a bound method": lambda rng: Holder(rng=rng).method,
+    "a partial": lambda rng: functools.partial(max, key=functools.partial(min, rng)),
+    "the keywords of a partial": lambda rng: functools.partial(max, key=rng),
+    "a closure": enclosing,
+    "a default": lambda rng: lambda sample, rng=rng: rng,
+    "an attribute of a function": lambda rng: functools.wraps(enclosing(rng))(lambda sample: sample),
+    "a module of torch": lambda rng: torch.nn.Sequential(torch.nn.ModuleDict({"a": Transform(rng)})),
+    "a subset": lambda rng: torch.utils.data.Subset(Holder(rng=rng), [0]),
+}
+
+
+class Transform(torch.nn.Module):
+    """A transform that is a module."""
+
+    def __init__(self, rng):
+        super().__init__()
+        self.rng = rng
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_generator_is_found(holder, kind):
+    """Wherever it is, it is seeded, and then draws what another one with this seed draws."""
+    rng = KINDS[kind]()
+    held = HeldGenerators(HOLDERS[holder](rng))
+    assert list(held) == [rng]
+    held.seed(7)
+    first, again = draw(rng), (held.seed(7), draw(rng))[1]
+    held.seed(8)
+    assert first == again != draw(rng)
+
+
+def test_globals_that_code_names_are_searched():
+    """A script may keep a generator, or a transform that holds one, beside its classes."""
+
+    class Dataset:
+        def __getitem__(self, index):
+            return [names_a_global(index) for _ in range(2)]
+
+    assert list(HeldGenerators(Dataset())) == [IN_A_MODULE]
+    assert list(HeldGenerators(lambda: lambda: names_a_global(3))) == [IN_A_MODULE]
+
+
+def test_generators_of_classes_are_found():
+    """They are shared by all objects until one gets its own."""
+    objects = [Randomizable(), Randomizable()]
+    held = HeldGenerators(objects)
+    assert list(held) == [Randomizable.R]
+    objects[1].set_random_state(5)
+    assert list(held) == [Randomizable.R, objects[1].R]
+    held.seed(7)
+    assert objects[0].R.rand() != objects[1].R.rand()
+
+
+def test_generators_that_are_replaced_are_seeded():
+    """The places count, not what was there at first; one that is empty now is left out."""
+    transforms = [Compose(), Compose()]
+    held = HeldGenerators(Compose(*transforms))
+    assert len(list(held)) == 6
+    held.seed(7)
+    expected = [draw(generator) for generator in held]
+    assert len(set(expected)) == 6, "no two draw the same"
+    for transform in transforms:
+        transform.set_random_seed(3)
+    held.seed(7)
+    assert [draw(generator) for generator in held] == expected
+    del transforms[0].py_random
+    assert len(list(held)) == 5
+
+
+def test_generators_that_are_made_later_keep_the_seeds_of_the_others():
+    """Code may make its generator for the first sample: that changes nothing for those which were there."""
+    owner = Holder(second=None, rng=np.random.default_rng(1))
+    held = HeldGenerators(owner)
+    held.seed(7)
+    expected = draw(owner.rng)
+    owner.second = np.random.default_rng(2)
+    held.search_again()
+    held.seed(7)
+    assert draw(owner.rng) == expected
+    assert draw(owner.second) != expected
+
+
+def test_global_generators_are_not_held():
+    """They have seeds of their own, also where an object holds them, as with scikit-learn."""
+    owner = Holder(rng=np.random.mtrand._rand, draw=random.random, rand=np.random.rand, torch=torch.default_generator)
+    assert not HeldGenerators(owner)
+
+
+def test_the_search_is_bounded():
+    """It goes through neither a million samples, nor for ever through what refers to itself."""
+    looked_at = []
+
+    class Sample:
+        def __init__(self, number):
+            self.number = number
+
+        @property
+        def __class__(self):
+            looked_at.append(self.number)
+            return Sample
+
+    owner = Holder(samples=[Sample(number) for number in range(100_000)], rng=np.random.default_rng(1))
+    owner.itself = [owner]
+    owner.chain = None
+    for _ in range(2 * generators._MAX_OBJECTS):
+        owner.chain = Holder(chain=owner.chain)
+    assert list(HeldGenerators(owner)) == [owner.rng]
+    assert not looked_at
+
+
+def test_the_search_calls_no_code_of_containers():
+    """A dataset may be a list whose items are read from files."""
+
+    class Files(list):
+        def __getitem__(self, index):
+            raise AssertionError("read")
+
+        __iter__ = __len__ = __getitem__
+
+    rng = np.random.default_rng(1)
+    assert list(HeldGenerators(Files([[rng]]))) == [rng]
+
+
+def test_objects_that_cannot_be_looked_at_are_passed_over():
+    """The user's class may do anything when its attributes are read."""
+    owner = Holder(guarded=Guarded(np.random.default_rng(1)), rng=np.random.default_rng(2))
+    assert list(HeldGenerators(owner)) == [owner.rng]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_is_restored(kind):
+    """Every kind of generator goes on where it stopped."""
+    rng = KINDS[kind]()
+    seed_generator(rng, 2**63 + 5)
+    draw(rng)
+    state = get_state(rng)
+    drawn = [draw(rng) for _ in range(3)]
+    set_state(rng, state)
+    assert [draw(rng) for _ in range(3)] == drawn
