@@ -24,6 +24,7 @@ from lightning_sm.data.host.generators import HeldGenerators
 from lightning_sm.data.host.seeding import Seeding, StreamState
 from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec, ShardEnd
+from lightning_sm.errors import DataSettingsError
 
 # Open iterators per shard. Ranks that all read the whole dataset need one each, but each may have large buffers.
 _MAX_COPIES = 8
@@ -129,6 +130,19 @@ def worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> An
     return create(id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset)
 
 
+class _ShardInfo(torch_worker.WorkerInfo):
+    """What ``get_worker_info()`` returns in a shard, whatever the name under which code calls it.
+
+    Attributes:
+        is_used: Whether code has read what tells it from other shards.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("id", "num_workers", "dataset"):
+            object.__setattr__(self, "is_used", True)
+        return super().__getattribute__(name)
+
+
 def show_worker_info(info: Any) -> None:
     """Make ``torch.utils.data.get_worker_info()`` return ``info``: a result of ``worker_info``, or None."""
     torch_worker._worker_info = info
@@ -217,7 +231,8 @@ class _Shard:
         has_init = self._loader.worker_init_fn is not None
         self._dataset = copy.deepcopy(self._loader.dataset) if has_init else _copy_dataset(self._loader.dataset, {})
         seed = self.seeds.of("shard", self._number)
-        self._info = worker_info(self._number, self.shard_pass.num_shards, seed, self._dataset)
+        create: Any = _ShardInfo
+        self._info = create(id=self._number, num_workers=self.shard_pass.num_shards, seed=seed, dataset=self._dataset)
         self._stream = StreamState(seed, HeldGenerators(self._dataset))
         # Alike in all shards, as in all workers of a DataLoader: a dataset may shuffle with it, and then take its part.
         self._stream.held.seed(self.seeds.of("dataset"))
@@ -237,11 +252,24 @@ class _Shard:
         return None
 
     def _open(self) -> tuple[Iterator[Any], list[Any]]:
-        """Open the shard, and return an iterator and its first sample, if it has any."""
+        """Open the shard, and return an iterator and its first sample, if it has any.
+
+        Raises:
+            DataSettingsError: The dataset does not split itself.
+        """
         if self._loader.worker_init_fn is not None:
             self._loader.worker_init_fn(self._number)
         samples = iter(self._dataset)
         first = _next_samples(samples, 1)
+        num_shards = self.shard_pass.num_shards
+        if first and num_shards > 1 and not hasattr(self._info, "is_used"):
+            raise DataSettingsError(
+                f"{type(self._dataset).__qualname__}, the dataset of {self._seeding.name}, yielded a sample without "
+                f"asking for its part of the data. Each of {num_shards} virtual shards (data_service.virtual_shards) "
+                "would yield all samples. In __iter__, before the first sample, read id and num_workers of "
+                "torch.utils.data.get_worker_info(), and yield only that part, as for several workers of a DataLoader. "
+                "Or set data_service.virtual_shards=1, if there is a single trainer rank: then one worker reads all."
+            )
         return samples, first
 
 

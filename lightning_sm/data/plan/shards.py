@@ -101,8 +101,6 @@ class ShardSteps:
         self._num_empty = 0
         self._min_sizes: dict[int, int] = {}  # batches that a shard has at least
         self._open_probes: set[int] = set()
-        self._first_batches: dict[bytes, int] = {}
-        self._has_duplicates = False
         self._ticket: int | None = None
         self._locate_first()
 
@@ -154,20 +152,6 @@ class ShardSteps:
         self._open_probes.discard(step)
         if not self._open_probes:
             self._locate_first()
-
-    def duplicate_shards(self, step: int, content: bytes) -> tuple[int, int] | None:
-        """Return two shards that begin with the same batch, the first time that this is known.
-
-        Args:
-            step: Number of a step whose batch arrived.
-            content: A hash of the batch.
-        """
-        shard, offset, *_ = self._get(step)
-        if offset or self._has_duplicates:
-            return None
-        other = self._first_batches.setdefault(content, shard)
-        self._has_duplicates = other != shard
-        return (other, shard) if self._has_duplicates else None
 
     @property
     def stop_step(self) -> int:

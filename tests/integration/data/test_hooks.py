@@ -8,7 +8,7 @@ import pytest
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import BasePredictionWriter, BatchSizeFinder
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, get_worker_info
 
 from lightning_sm import DataHost, RemoteDataModule
 from lightning_sm.errors import DataSettingsError
@@ -21,7 +21,8 @@ class Endless(IterableDataset):
     """A dataset without length."""
 
     def __iter__(self):
-        return iter(range(4))
+        info = get_worker_info()
+        return iter(range(info.id if info else 0, 4, info.num_workers if info else 1))
 
 
 class Sized(Endless):

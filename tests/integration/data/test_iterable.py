@@ -4,10 +4,13 @@ import collections
 import contextlib
 import functools
 import os
+import random
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 
 from lightning_sm.data.ipc.feeder_messages import Position
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, DataTimeoutError, RemoteTransformError
@@ -161,7 +164,8 @@ def test_hosts_that_see_other_files_are_an_error(pool):
 
     class Own(IterableDataset):
         def __iter__(self):
-            return iter(range(ord(os.environ[HOST_VARIABLE])))
+            info = get_worker_info()
+            return iter(range(info.id, info.num_workers * ord(os.environ[HOST_VARIABLE]), info.num_workers))
 
     hosts = pool.serve(lambda: DataLoader(Own(), batch_size=1))[:2]
     with (
@@ -254,19 +258,121 @@ def test_worker_init_fn_splits_a_dataset(pool):
     assert sorted(seen) == list(range(96))
 
 
-def test_a_dataset_that_does_not_split_itself_is_told(pool, capfd):
-    """Every shard has everything, as in the workers of a DataLoader; a warning says what to do."""
+class Unsplit(IterableDataset):
+    """Numbers in the order of a file."""
 
-    class Everything(IterableDataset):
-        def __iter__(self):
-            return iter(range(8))
+    def __iter__(self):
+        yield from range(24)
 
-    def loader():
-        return DataLoader(Everything(), batch_size=4)
 
-    with remote(pool.serve(loader)[:1], virtual_shards=3) as module:
-        assert len(list(module.train_dataloader())) == 6
-    assert capfd.readouterr().err.count("Shards 0 and 1 of train_dataloader()") == 1
+class Shuffled(Unsplit):
+    """In another order in each shard."""
+
+    def __iter__(self):
+        numbers = list(super().__iter__())
+        random.shuffle(numbers)
+        return iter(numbers)
+
+
+class AsksTooLate(Unsplit):
+    """A sample that comes in every shard, and then its part of the others."""
+
+    def __iter__(self):
+        yield 0
+        info = get_worker_info()
+        yield from range(1 + info.id, 24, info.num_workers)
+
+
+class OnlyChecks(Unsplit):
+    """Looks whether it is in a worker, and draws from the worker's seed."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return iter([] if info is None else random.Random(info.seed).sample(range(24), 24))
+
+
+def only_seeds(worker_id):
+    """Seed, as examples do for random augmentation."""
+    np.random.seed(worker_id)
+
+
+UNSPLIT = {
+    "in file order": lambda: DataLoader(Unsplit(), batch_size=4),
+    "shuffled": lambda: DataLoader(Shuffled(), batch_size=4),
+    "asks too late": lambda: DataLoader(AsksTooLate(), batch_size=4),
+    "only checks": lambda: DataLoader(OnlyChecks(), batch_size=4),
+    "worker_init_fn only seeds": lambda: DataLoader(Unsplit(), batch_size=4, worker_init_fn=only_seeds),
+}
+
+
+@pytest.mark.parametrize("name", UNSPLIT)
+def test_a_dataset_that_does_not_split_itself_is_an_error(pool, name):
+    """Every shard would have everything; the error names the dataset and the loader, and says what to do."""
+    cls = type(UNSPLIT[name]().dataset).__name__
+    match = rf"{cls}, the dataset of train_dataloader\(\).* Each of 16 virtual.*get_worker_info(.|\n)*virtual_shards=1"
+    with remote(pool.serve(UNSPLIT[name])[:1]) as module, pytest.raises(DataSettingsError, match=match):
+        list(module.train_dataloader())
+
+
+def test_ranks_learn_before_they_train_that_a_dataset_does_not_split_itself(pool):
+    """Where batches are counted first, too."""
+    with (
+        one_of(2, 1, pool.serve(UNSPLIT["in file order"])[:2]) as module,
+        pytest.raises(DataSettingsError, match="Unsplit"),
+    ):
+        len(module.train_dataloader())
+
+
+@pytest.mark.parametrize("name", ["in file order", "shuffled"])
+def test_a_single_shard_needs_no_split(pool, name):
+    """What the error advises reads everything once."""
+    with remote(pool.serve(UNSPLIT[name])[:1], virtual_shards=1) as module:
+        assert sorted(torch.cat(list(module.train_dataloader())).tolist()) == list(range(24))
+
+
+class Splitting(Unsplit):
+    """Splits itself in one of the ways in which datasets do.
+
+    Args:
+        how: The way.
+    """
+
+    def __init__(self, how):
+        self.how = how
+
+    def __iter__(self):
+        info = self.how()
+        yield from range(info.id, 24, info.num_workers)
+
+
+class Nested(Unsplit):
+    """Passes on what another dataset yields, which it makes itself, as libraries do."""
+
+    def __iter__(self):
+        inner = Splitting(torch.utils.data._utils.worker.get_worker_info)
+        return map(int, iter(inner))
+
+
+def in_a_thread():
+    """Ask in a thread, as datasets do that read ahead."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(get_worker_info).result()
+
+
+SPLIT = {
+    "from-import": lambda: Splitting(get_worker_info),
+    "by its full name": lambda: Splitting(torch.utils.data.get_worker_info),
+    "a nested dataset": Nested,
+    "chained datasets": lambda: ChainDataset([Nested()]),
+    "in a thread": lambda: Splitting(in_a_thread),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_dataset_that_splits_itself_is_read_once(pool, name):
+    """Whatever the name by which it asks for its part, and whoever asks for it."""
+    with remote(pool.serve(lambda: DataLoader(SPLIT[name](), batch_size=4))[:1]) as module:
+        assert sorted(torch.cat(list(module.train_dataloader())).tolist()) == list(range(24))
 
 
 def test_a_dataset_without_end_cannot_be_counted(pool):
