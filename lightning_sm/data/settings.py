@@ -19,6 +19,7 @@ MAX_SHARDS = 1 << 20
 
 Compression = Literal["zstd"]
 TailSetting = Literal["auto", "exact", "pad"]
+Verify = Literal["error", "warn", "off"]
 
 # 16 cores build batches of images at 1 to 2 GB/s, which one process can send.
 _CPUS_PER_NETWORK_PROCESS = 16
@@ -56,6 +57,10 @@ class DataServiceSettings:
         max_batch_bytes: Maximum size of a batch in bytes.
         hedge_factor: Request a batch from a second data host once it takes this many times the median; 0 turns this
             off.
+        verify: Let data hosts check each other: the first batch of each loader on each host, and a share of the others,
+            is built twice and compared bit for bit. "error": stop the training if integers, text or structure differ,
+            and warn if only floating-point numbers do. "warn": only warn. "off": check nothing.
+        verify_share: Share of the batches that are built twice, at most 1; with 0 only the first ones are.
         startup_timeout_s: Time in seconds until a data host must have opened its loaders, including downloads and
             setup().
         batch_timeout_s: Time in seconds until a batch must have arrived, also if all data hosts are unreachable.
@@ -91,6 +96,8 @@ class DataServiceSettings:
     window_bytes: int = 1 * _GIB
     max_batch_bytes: int = 1 * _GIB
     hedge_factor: float = 3.0
+    verify: Verify = "error"
+    verify_share: float = 0.001
     startup_timeout_s: float = 900.0
     batch_timeout_s: float = 300.0
     lease_s: float = 60.0
@@ -130,6 +137,12 @@ class DataServiceSettings:
             raise DataSettingsError(
                 f"data_service.hedge_factor={self.hedge_factor} must be at least 1, or 0 to turn hedging off."
             )
+        if self.verify not in get_args(Verify):
+            raise DataSettingsError(
+                f"data_service.verify={self.verify!r} must be one of {', '.join(map(repr, get_args(Verify)))}."
+            )
+        if not 0 <= self.verify_share <= 1:
+            raise DataSettingsError(f"data_service.verify_share={self.verify_share} must be between 0 and 1.")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise DataSettingsError(
                 f"data_service.tls_certificate={self.tls_certificate} and data_service.tls_key={self.tls_key} go "

@@ -27,6 +27,7 @@ from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSM
 from lightning_sm.job.command_line import job_arguments
 from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.facts import SageMakerJob, base_directory
+from lightning_sm.job.hash_seed import hash_seed
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.stopping import (
@@ -396,7 +397,7 @@ class _HostLauncher:
     def _environment(
         self, program: Program, script: Script, argv: Sequence[str], devices: int | None
     ) -> dict[str, str]:
-        env = dict(self._env)
+        env = {**self._env, **hash_seed(self._env)}
         if devices is not None:
             env[DEVICES.name] = str(devices)
         env[CONTROL_DIR.name] = str(self._control.path)

@@ -107,10 +107,12 @@ class PassBuffer:
         window_batches: Requests that may be in flight or buffered.
         window_bytes: Bytes that may be in flight or buffered.
         is_window_fixed: Whether ``window_batches`` limits the batches, too, and not only the requests for them.
+        rank: Rank whose batches they are.
         tells_keys: Whether the training process gets the keys of each batch.
         tail: The last step of the plan.
         holds_tail: Whether the pass ends before this step if it is uneven.
         held_step: The step before which the pass ends for this reason.
+        has_indices: Whether the keys are indices of the dataset.
         range_length: Batches per future request.
         largest: Bytes of the largest batch so far, also of earlier passes; batches of one answer count with their mean.
             0: unknown.
@@ -134,10 +136,12 @@ class PassBuffer:
     window_batches: int
     window_bytes: int
     is_window_fixed: bool = False
+    rank: int = 0
     tells_keys: bool = False
     tail: Tail = Tail()  # noqa: RUF009  # immutable
     holds_tail: bool = False
     held_step: int | None = None
+    has_indices: bool = False
     range_length: int = 1
     largest: int = 0
     produce_s: float = 0.0
@@ -177,9 +181,10 @@ class PassBuffer:
             return None
         self.in_flight[request_id] = InFlightRange(step_range, self.free.pop())
         steps = range(step_range.first, step_range.stop)
-        return replace(self.spec, batches=tuple(map(self._batch_spec, steps))).encode()
+        return replace(self.spec, batches=tuple(map(self.spec_of, steps))).encode()
 
-    def _batch_spec(self, step: int) -> BatchSpec:
+    def spec_of(self, step: int) -> BatchSpec:
+        """Return everything that the content of a step's batch depends on."""
         plan = self.plan
         if isinstance(plan, ShardSteps):
             return self.batch_spec._replace(keys=plan.batch(step))
@@ -315,10 +320,16 @@ class PassBuffer:
 
     # Delivery
 
-    def deliveries(self) -> Iterator[DeliveredRange | EndOfBlock]:
-        """Remove the ranges that are next, in order, and yield their messages to the training process."""
+    def deliveries(self, *, holds_last: bool = False) -> Iterator[DeliveredRange | EndOfBlock]:
+        """Remove the ranges that are next, in order, and yield their messages to the training process.
+
+        Args:
+            holds_last: Whether the last range of the pass stays.
+        """
         while self.next_step in self.ready or self.next_step in self.empty:
             if self.next_step in self.ready:
+                if holds_last and self.ready[self.next_step].step_range.stop == self.stop_step:
+                    return
                 answer = self.ready.pop(self.next_step)
                 self.next_step = answer.step_range.stop
                 yield self._delivery(answer)

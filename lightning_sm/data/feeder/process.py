@@ -19,11 +19,13 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_sm.data.feeder.agreement import LoaderAgreements
+from lightning_sm.data.feeder.batch_difference import BatchDifference
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, length_of, plan_pass
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
+from lightning_sm.data.feeder.verification import MISSING, BatchCheck, Verifier
 from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
@@ -57,12 +59,14 @@ class Feeder:
         self._num_ranks = settings.client.world_size
         self._lock = threading.RLock()
         self._scheduler = Scheduler(settings.hedge_factor)
+        self._verifier = Verifier(settings.verify, settings.verify_share, lambda address: self._links[address].name)
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, PassBuffer] = {}
         self._requests: dict[int, StepRequest] = {}
         # Bytes of the largest batch by opening and loader: the window of a later pass is right from its first request.
         self._largest: dict[tuple[str, int], int] = {}
         self._closed_early: set[int] = set()
+        self._held: set[int] = set()  # passes that do not end before the check of a batch
         # Local workers start later than the data hosts: do not wait for them.
         num_hosts = sum(not kinds.is_local(address) for address in settings.addresses)
         self._agreements = LoaderAgreements(num_hosts, lambda name, reply: self._notify(kinds.Opened(name, reply)))
@@ -98,6 +102,7 @@ class Feeder:
                 except DataServiceError as error:
                     self._fail(None, error)
                 self._send_requests()
+                self._deliver_held()
             os.close(parent)
 
     # Messages from the training process
@@ -177,10 +182,12 @@ class Feeder:
             window_batches=place.window_batches,
             window_bytes=place.window_bytes,
             is_window_fixed=place.is_window_fixed,
+            rank=place.rank,
             tells_keys=request.tells_keys,
             tail=tail,
             holds_tail=request.position.tail == "hold",
             largest=self._largest.get((loader_pass.opening, loader_pass.loader), 0),
+            has_indices=request.loader.has_indices,
         )
         shard_of = plan.shard if isinstance(plan, ShardSteps) else None
         with self._lock:
@@ -233,6 +240,7 @@ class Feeder:
             return
         self._cancel(self._scheduler.close_pass(pass_id))
         buffer = self._buffers.pop(pass_id)
+        self._held.discard(pass_id)
         buffer.free.extend(run.slot for run in buffer.ready.values())
         self._send_requests()
 
@@ -261,14 +269,24 @@ class Feeder:
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: PassBuffer) -> None:
-        for message in buffer.deliveries():
+        for message in buffer.deliveries(holds_last=self._verifier.holds(buffer, time.monotonic())):
             self._notify(message)
         self._end_if_done(buffer)
 
     def _end_if_done(self, buffer: PassBuffer) -> None:
-        if buffer.stop_step is not None and buffer.next_step >= buffer.stop_step:
+        if self._verifier.holds(buffer, time.monotonic()):
+            self._held.add(buffer.pass_id)
+        elif buffer.stop_step is not None and buffer.next_step >= buffer.stop_step:
             num_batches = buffer.plan.num_batches if isinstance(buffer.plan, ShardSteps) else None
             self._notify(kinds.EndOfPass(buffer.pass_id, num_batches, buffer.held_step))
+
+    def _deliver_held(self) -> None:
+        with self._lock:
+            for pass_id in list(self._held):
+                buffer = self._buffers[pass_id]
+                if not self._verifier.holds(buffer, time.monotonic()):
+                    self._held.discard(pass_id)
+                    self._deliver(buffer)
 
     def _snapshot(self) -> kinds.FeederSnapshot:
         now = time.monotonic()
@@ -293,6 +311,9 @@ class Feeder:
         """Send the host's requests to others."""
         with self._lock:
             self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is LinkState.SILENT))
+            check = self._verifier.check
+            if check is not None and check.second_host == link.address and not check.is_complete:
+                self._give_up_check(check, "the connection to the second host was lost")
         self._send_requests()
 
     def link_opened(self, link: HostLink, name: str, reply: SetUp | Loaders | Problem) -> str:
@@ -325,6 +346,10 @@ class Feeder:
     def link_frame(self, link: HostLink, request_id: int, kind: int, value: int, payload: memoryview) -> None:
         """Receive a part of an answer."""
         with self._lock:
+            check = self._verifier.awaited(request_id, link.address)
+            if check is not None:
+                self._receive_second_build(check, kind, value, payload)
+                return
             request = self._requests.get(request_id)
             if request is None or request.host != link.address:
                 return
@@ -380,6 +405,7 @@ class Feeder:
         answer = buffer.accept(request.request_id, now - request.sent_at)
         completion = self._scheduler.completed(request.request_id, now, answer.header.produce_s)
         del self._requests[request.request_id]
+        self._verifier.offer(buffer, answer, request.host, self._scheduler.up(), now)
         self._transfers[request.host] += answer.transfer_s
         self._cancel(completion.cancel)
         if answer.step_range != request.step_range:  # its shard has ended
@@ -437,7 +463,9 @@ class Feeder:
     def _send_requests(self) -> None:
         fetches: dict[str, list[bytes]] = {}
         with self._lock:
-            for request in self._scheduler.next_requests(time.monotonic()):
+            now = time.monotonic()
+            self._request_second_build(now, fetches, is_urgent=True)
+            for request in self._scheduler.next_requests(now):
                 encoded_spec = self._buffers[request.pass_id].reserve(request.request_id, request.step_range)
                 if encoded_spec is None:  # all slots are taken; releasing one calls this method again
                     self._scheduler.withdraw(request)
@@ -446,6 +474,7 @@ class Feeder:
                 fetches.setdefault(request.host, []).append(
                     frame(request.request_id, FrameKind.FETCH, len(encoded_spec)) + encoded_spec
                 )
+            self._request_second_build(now, fetches, is_urgent=False)
             for host, messages in fetches.items():
                 self._links[host].send(b"".join(messages))
 
@@ -454,6 +483,62 @@ class Feeder:
             self._requests.pop(request.request_id, None)
             self._buffers[request.pass_id].drop(request.request_id)
             self._links[request.host].send(frame(request.request_id, FrameKind.CANCEL))
+
+    # Second builds of batches, which are compared with the first ones
+
+    def _request_second_build(self, now: float, fetches: dict[str, list[bytes]], *, is_urgent: bool) -> None:
+        check = self._verifier.check
+        if check is not None and self._verifier.is_late(now):
+            self._give_up_check(check, "it takes too long")
+        elif check is not None and self._verifier.is_waiting(now, is_urgent=is_urgent):
+            lent = self._scheduler.lend_credit(check.candidates, now)
+            if lent is not None:
+                request_id, host = lent
+                encoded_spec = self._verifier.request(check, request_id, host)
+                message = frame(request_id, FrameKind.FETCH, len(encoded_spec)) + encoded_spec
+                fetches.setdefault(host, []).append(message)
+
+    def _give_up_check(self, check: BatchCheck, why: str) -> None:
+        if check.request_id is not None:
+            self._scheduler.return_credit(check.second_host)
+            self._links[check.second_host].send(frame(check.request_id, FrameKind.CANCEL))
+        self._verifier.give_up(check, why)
+        self._deliver_held()
+
+    def _receive_second_build(self, check: BatchCheck, kind: int, value: int, payload: memoryview) -> None:
+        if kind == FrameKind.HEADER:
+            check.take_header(StepRangeHeader.decode(payload))
+        elif kind in (FrameKind.DATA, FrameKind.COMPRESSED):
+            check.take_piece(value, payload, is_compressed=kind == FrameKind.COMPRESSED)
+        elif kind == FrameKind.FAILURE:
+            failure = parse_failure(payload)
+            self._scheduler.return_credit(check.second_host)
+            self._verifier.failed(check, failure)
+            self._deliver_held()
+        elif kind == FrameKind.ENDED and check.is_shard:
+            self._scheduler.return_credit(check.second_host)
+            self._end_check(check, MISSING)
+        else:
+            raise WireError(f"a frame of kind {kind}")
+        if check.is_complete:
+            self._scheduler.return_credit(check.second_host)
+            threading.Thread(target=self._compare, args=(check,), name="compare", daemon=True).start()
+        self._send_requests()
+
+    def _compare(self, check: BatchCheck) -> None:
+        try:
+            found = check.difference()
+        except WireError as error:
+            self._fail(None, error)
+            return
+        with self._lock:
+            self._end_check(check, found)
+
+    def _end_check(self, check: BatchCheck, found: BatchDifference | None) -> None:
+        error = self._verifier.compared(check, found)
+        if error is not None:
+            self._fail(None, error)
+        self._deliver_held()
 
 
 def _about(request: StepRequest, error: WireError) -> WireError:

@@ -15,7 +15,7 @@ import math
 import random
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count, takewhile
@@ -592,6 +592,26 @@ class Scheduler:
                 free.remove(host)
         return requests
 
+    def lend_credit(self, names: Collection[str], now: float) -> tuple[int, str] | None:
+        """Take a credit of the least busy of some hosts, for a request that is no step of a pass.
+
+        Such a request counts neither as work nor as latency. After ``next_requests``, only hosts that no pass has work
+        for have credits left.
+
+        Returns:
+            Request id and host; None if no host has a credit. ``return_credit`` follows.
+        """
+        free = [host for name, host in self._hosts.items() if name in names and host.has_credit(now)]
+        if not free:
+            return None
+        host = min(free, key=lambda host: (*self._load(host, now), self._tie_break()))
+        host.num_in_flight += 1
+        return self._next_request_id(), host.host
+
+    def return_credit(self, name: str) -> None:
+        """Give back a host's credit: the request was answered or cancelled, or the host is lost."""
+        self._hosts[name].num_in_flight -= 1
+
     def next_wakeup(self, now: float) -> float | None:
         """Return when ``next_requests`` may have something new without an event; None: never."""
         times: list[float] = []
@@ -611,6 +631,10 @@ class Scheduler:
                 if not late_after_s:
                     break
         return min((time for time in times if now < time < math.inf), default=None)
+
+    def up(self) -> list[str]:
+        """Return the names of the hosts that are UP."""
+        return [host.host for host in self._up]
 
     def hosts(self) -> list[HostStatus]:
         """Return the status of all hosts, for messages and metrics."""
@@ -642,9 +666,7 @@ class Scheduler:
     ) -> StepRequest:
         if not self._requests:
             self._measured_until = now
-        request = StepRequest(
-            next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, step_range, is_hedge, now
-        )
+        request = StepRequest(self._next_request_id(), host.host, current.pass_id, step_range, is_hedge, now)
         self._num_open_hedges += is_hedge
         host.num_in_flight += 1
         self._requests[request.request_id] = request
@@ -652,6 +674,9 @@ class Scheduler:
         if not is_hedge:
             del current.todo[bisect_left(current.todo, step_range)]
         return request
+
+    def _next_request_id(self) -> int:
+        return next(self._request_ids) % _NUM_REQUEST_IDS
 
     def _end_requests(self, requests: list[StepRequest], *, in_single_steps: bool = False) -> tuple[StepRequest, ...]:
         """End requests; the steps of those that are not ready, and have no other request, are TODO again."""

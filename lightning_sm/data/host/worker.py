@@ -86,13 +86,13 @@ def run_worker(
             if problem is not None:
                 requests.send(BuildAnswer(request.slot, problem))
             else:
-                outcome, batches = _build(request, ring, openings, mark)
+                outcome, batches = _build(request, ring, openings, mark, worker_id)
                 requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))
                 mark.clear()
 
 
 def _build(
-    request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], mark: SampleMark
+    request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], mark: SampleMark, worker_id: int
 ) -> tuple[BuiltRange | Failure | ShardEnd, list[EncodedBatch]]:
     started = time.perf_counter()
     spec = StepRangeSpec.decode(request.encoded_spec)
@@ -121,7 +121,7 @@ def _build(
         return Failure(type(error).__name__, str(error)), []
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         return Failure.of(error), []
-    return BuiltRange(used, pieces, time.perf_counter() - started), batches
+    return BuiltRange(used, pieces, time.perf_counter() - started, worker_id), batches
 
 
 def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int, int]]:

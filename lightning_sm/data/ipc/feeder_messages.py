@@ -10,7 +10,7 @@ from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription
-from lightning_sm.data.settings import Credentials
+from lightning_sm.data.settings import Credentials, Verify
 
 # From the training process
 
@@ -29,6 +29,8 @@ class Configure(Message):
         credentials: Credentials for them.
         client: The heartbeat of this rank, without figures.
         hedge_factor: See ``DataServiceSettings``.
+        verify: See there.
+        verify_share: See there.
         is_quiet: Whether another rank of this host logs what all of them would.
     """
 
@@ -36,6 +38,8 @@ class Configure(Message):
     credentials: Credentials
     client: HeartbeatRequest
     hedge_factor: float
+    verify: Verify
+    verify_share: float
     is_quiet: bool
 
 

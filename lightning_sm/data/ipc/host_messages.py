@@ -242,11 +242,13 @@ class BuiltRange:
         num_bytes: How many bytes of the slot are batches.
         pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
         produce_s: Seconds that the worker took.
+        worker: Number of the worker on its host.
     """
 
     num_bytes: int
     pieces: list[tuple[int, int]]
     produce_s: float
+    worker: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from lightning_sm._linux import kill_with_parent, require_linux
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.errors import DataServiceError
+from lightning_sm.job.hash_seed import hash_seed
 
 _MAX_STACK_BYTES = 1 << 16
 # A fork that was told to abort gets this long to write its stacks.
@@ -52,7 +53,8 @@ def start_module(module: str, *fds: int) -> tuple[subprocess.Popen[bytes], Messa
     require_linux("The data service", "Pass the DataModule to the Trainer itself, or run in a Linux container.")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     # The new interpreter must find the same modules as this one.
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    env = {**os.environ, **hash_seed(os.environ), "PYTHONPATH": python_path}
     with theirs:
         inherited = (theirs.fileno(), *fds)
         process = subprocess.Popen([sys.executable, "-m", module, *map(str, inherited)], pass_fds=inherited, env=env)

@@ -16,7 +16,7 @@ from lightning_sm.errors import WireError
 MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
-_HEADER = struct.Struct("<Qdd")
+_HEADER = struct.Struct("<QddI")
 _COUNT = struct.Struct("<I")
 _BATCH = struct.Struct("<QQI")
 FRAME_BYTES = _FRAME.size
@@ -116,12 +116,14 @@ class StepRangeHeader:
         queue_s: Seconds that the request waited for a worker.
         produce_s: Seconds that the worker took.
         encoded_batches: Result of ``pack_batches``.
+        worker: Number of the worker on its data host.
     """
 
     num_bytes: int
     queue_s: float
     produce_s: float
     encoded_batches: bytes
+    worker: int = 0
 
     @property
     def num_batches(self) -> int:
@@ -131,7 +133,7 @@ class StepRangeHeader:
 
     def encode(self) -> bytes:
         """Return the payload of a HEADER frame."""
-        return _HEADER.pack(self.num_bytes, self.queue_s, self.produce_s) + self.encoded_batches
+        return _HEADER.pack(self.num_bytes, self.queue_s, self.produce_s, self.worker) + self.encoded_batches
 
     @classmethod
     def decode(cls, payload: memoryview) -> StepRangeHeader:
@@ -145,8 +147,8 @@ class StepRangeHeader:
             raise WireError(
                 f"The header of batches has {len(payload)} bytes, not between {least} and {MAX_HEADER_BYTES}."
             )
-        num_bytes, queue_s, produce_s = _HEADER.unpack_from(payload)
-        return cls(num_bytes, queue_s, produce_s, bytes(payload[_HEADER.size :]))
+        num_bytes, queue_s, produce_s, worker = _HEADER.unpack_from(payload)
+        return cls(num_bytes, queue_s, produce_s, bytes(payload[_HEADER.size :]), worker)
 
 
 def parse_failure(payload: memoryview) -> Failure:

@@ -25,6 +25,9 @@ TRAINER_VALUES = ("current_epoch", "global_step", "max_epochs", "max_steps", "nu
 # ``pass_index`` counts the Trainer's passes over a loader within an epoch, and from here on those of the user.
 FIRST_BY_HAND = 1 << 31
 
+# ``StepRangeSpec.built_by`` where no worker of the data host has built the batch.
+ANOTHER_HOST = -1
+
 OrderKind = Literal["sequential", "shuffled", "sampler", "batch_sampler", "shards"]
 
 
@@ -117,12 +120,16 @@ class StepRangeSpec:
         loader: Position of the loader among those that the request opened.
         batches: What is requested: at least one batch, all of the same pass.
         compression: Name of the codec that compresses the answer; empty: none.
+        built_by: None for an ordinary request. A number: the batch was built before, and is to be built again for
+            comparison, without continuing an open shard: by a worker other than this one of the data host, if there is
+            another; by any if it is ``ANOTHER_HOST``.
     """
 
     opening: str
     loader: int
     batches: tuple[BatchSpec, ...]
     compression: str = ""
+    built_by: int | None = None
 
     def encode(self) -> bytes:
         """Return the bytes of a FETCH frame."""
@@ -130,7 +137,9 @@ class StepRangeSpec:
         numbers = [self.loader, first.seed, first.epoch, first.pass_index, first.order_length]
         sizes = [len(batch.keys) for batch in self.batches]
         positions = [batch.position for batch in self.batches]
-        head = json.dumps([self.opening, self.compression, numbers, sizes, positions], separators=(",", ":"))
+        head = json.dumps(
+            [self.opening, self.compression, self.built_by, numbers, sizes, positions], separators=(",", ":")
+        )
         keys = [batch.keys.astype("<i8", copy=False).tobytes() for batch in self.batches]
         return b"".join((head.encode(), b"\n", *keys))
 
@@ -150,7 +159,14 @@ class StepRangeSpec:
             raise WireError(f"A request for a batch is malformed: {error}.") from error
         keys = np.frombuffer(data, "<i8", offset=end + 1)
         match head:
-            case [str(opening), str(compression), [*numbers], [_, *_] as sizes, [*positions]] if (
+            case [
+                str(opening),
+                str(compression),
+                (None | int()) as built_by,
+                [*numbers],
+                [_, *_] as sizes,
+                [*positions],
+            ] if (
                 [type(number) for number in numbers] == [int] * 5
                 and all(type(size) is int and size >= 0 for size in sizes)
                 and [type(position) for position in positions] == [int] * len(sizes)
@@ -162,5 +178,5 @@ class StepRangeSpec:
                     BatchSpec(seed, epoch, pass_index, order_length, position, keys[start:stop])
                     for position, (start, stop) in zip(positions, pairwise(ends), strict=True)
                 )
-                return cls(opening, loader, batches, compression)
+                return cls(opening, loader, batches, compression, built_by)
         raise WireError(f"A request for a batch is malformed: {data[:80]!r}.")

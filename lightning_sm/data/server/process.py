@@ -251,7 +251,9 @@ class ServerProcess:
         # Only the worker that has the iterator of a virtual shard can continue it.
         is_shard = loaders[spec.loader].order == "shards"
         affinity = (spec.opening, spec.loader, _shard_of(spec)) if is_shard else None
-        task = Task(client, spec.opening, encoded_spec, answer, affinity)
+        if spec.built_by is not None:
+            affinity = None
+        task = Task(client, spec.opening, encoded_spec, answer, affinity, spec.built_by)
         self._pool.submit(task)
         return partial(self._pool.cancel, task)
 

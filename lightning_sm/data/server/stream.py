@@ -188,7 +188,9 @@ def nothing() -> None:
 
 def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
     data, built = served.data.data, served.built
-    header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, served.encoded_batches).encode()
+    header = StepRangeHeader(
+        built.num_bytes, served.queue_s, built.produce_s, served.encoded_batches, built.worker
+    ).encode()
     # The header travels with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
     kind = FrameKind.COMPRESSED if built.pieces else FrameKind.DATA

@@ -78,6 +78,7 @@ class Task:
         encoded_spec: The ``StepRangeSpec``, encoded.
         answer: Called once with the outcome, from any thread; must not block.
         affinity: Tasks of the same virtual shard go to the same worker, which has its iterator.
+        avoided_worker: Number of the worker that gets the task only if there is no other.
     """
 
     client: object
@@ -85,6 +86,7 @@ class Task:
     encoded_spec: bytes
     answer: Callable[[Answer], None]
     affinity: Affinity | None = None
+    avoided_worker: int | None = None
     received: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
 
@@ -371,9 +373,16 @@ class WorkerPool:
         return None
 
     def _can_take(self, worker: _Worker, task: Task) -> bool:
-        if task.opening != worker.opening:
+        if task.opening != worker.opening or (task.avoided_worker == worker.number and self._has_other(worker)):
             return False
         return task.affinity is None or self._worker_of_shard(task.affinity) == worker.number
+
+    def _has_other(self, worker: _Worker) -> bool:
+        """Return whether another worker has the same loaders open, or will have them once it has started."""
+        return any(
+            other.is_connected and other.opening == worker.opening and other.number != worker.number
+            for other in self._workers.values()
+        )
 
     def _worker_of_shard(self, shard: Affinity) -> int:
         """Return the number of the worker that a shard is assigned to; a new shard goes to the one with the fewest."""

@@ -128,7 +128,15 @@ class ServiceConnection:
         credentials = Credentials.of(self.settings, self.job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = trainer is not None and trainer.local_rank != 0
-        self._feeder = FeederClient(addresses, credentials, client, self.settings.hedge_factor, is_quiet=is_quiet)
+        self._feeder = FeederClient(
+            addresses,
+            credentials,
+            client,
+            self.settings.hedge_factor,
+            verify=self.settings.verify,
+            verify_share=self.settings.verify_share,
+            is_quiet=is_quiet,
+        )
         weakref.finalize(self, self._feeder.close, "the process ended", is_success=True)
 
     def close(self, outcome: str, *, is_success: bool) -> None:

@@ -20,7 +20,7 @@ from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, SetUp
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription
-from lightning_sm.data.settings import Credentials
+from lightning_sm.data.settings import Credentials, Verify
 from lightning_sm.data.trainer.pickler import PickledObject
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class FeederClient:
         credentials: Credentials for the data hosts.
         client: What this rank says with every heartbeat, without figures.
         hedge_factor: See ``DataServiceSettings``.
+        verify: See there.
+        verify_share: See there.
         is_quiet: Whether another rank of this host logs what all of them would.
 
     Attributes:
@@ -72,6 +74,8 @@ class FeederClient:
         client: HeartbeatRequest,
         hedge_factor: float,
         *,
+        verify: Verify = "off",
+        verify_share: float = 0.0,
         is_quiet: bool = False,
     ) -> None:
         self.name = client.client
@@ -88,7 +92,9 @@ class FeederClient:
         self._shared: set[str] = set()  # digests of the snapshots that the feeder has
         self._num_rings = 0
         self._num_passes = 0
-        self._socket.send(kinds.Configure(list(addresses), credentials, client, hedge_factor, is_quiet))
+        self._socket.send(
+            kinds.Configure(list(addresses), credentials, client, hedge_factor, verify, verify_share, is_quiet)
+        )
 
     @_one_thread_at_a_time
     def open_loaders(self, loaders: kinds.OpenLoaders, timeout_s: float) -> SetUp | Loaders:

@@ -94,7 +94,7 @@ def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
 
     make = DataLoader(Readers(), batch_size=1)
     (host,) = pool.serve(lambda: make, lambda: make)[:1]
-    with remote([host]) as module:
+    with remote([host], verify="off") as module:  # it would read some samples twice
         loader = module.train_dataloader()
         trained, _ = read(loader)
         validated, num_read = read(module.val_dataloader())

@@ -189,6 +189,17 @@ def test_a_distribution_of_the_sdk_sets_the_devices(base, work):
     assert ended.stderr.count("This launcher starts the same ranks without it") == 1
 
 
+def test_all_hosts_hash_strings_alike(base, work, monkeypatch):
+    """Sets of strings have the same order in all processes of a job, unless the user sets PYTHONHASHSEED."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    write_job(base)
+    (work / "train.py").write_text("import os\nprint(os.environ['PYTHONHASHSEED'], [hash('a'), hash('b')])")
+    first, second = (train(base, work, "train.py").stdout for _ in range(2))
+    assert first == second
+    assert first.startswith("0 [")
+    assert train(base, work, "train.py", PYTHONHASHSEED="7").stdout.startswith("7 [")
+
+
 def test_a_distribution_on_a_data_group_is_refused(base, work):
     """A contradiction to the roles of the groups names both, before the script starts."""
     write_job(base, hyperparameters={"sagemaker_distribution_instance_groups": '["data"]'})

@@ -20,6 +20,9 @@ from lightning_sm.job.variables import JOB_SECRET
         ({"batch_timeout_s": 0.0}, r"batch_timeout_s=0.0 must be positive"),
         ({"local_workers": -1}, r"local_workers=-1 must not be negative"),
         ({"hedge_factor": 0.5}, r"hedge_factor=0.5 must be at least 1, or 0 to turn hedging off"),
+        ({"verify": "no"}, r"verify='no' must be one of 'error', 'warn', 'off'"),
+        ({"verify_share": 1.5}, r"verify_share=1.5 must be between 0 and 1"),
+        ({"verify_share": float("nan")}, r"verify_share=nan must be between 0 and 1"),
         ({"tls_key": "key.pem"}, r"tls_certificate=None and data_service.tls_key=key.pem go together"),
     ],
 )

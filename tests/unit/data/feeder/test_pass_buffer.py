@@ -78,6 +78,16 @@ def test_answers_come_out_in_order(buffer):
     assert buffer.next_step == 7
 
 
+def test_the_last_range_can_be_held(buffer):
+    """Everything before it is delivered, and the last range once it is wanted."""
+    for request_id, step_range in ((7, StepRange(4, 4)), (8, StepRange(8, 2))):
+        assert buffer.reserve(request_id, step_range)
+        answer(buffer, request_id, b"batches")
+    assert [one.first_step for one in buffer.deliveries(holds_last=True)] == [4]
+    assert [one.first_step for one in buffer.deliveries(holds_last=True)] == []
+    assert [one.first_step for one in buffer.deliveries()] == [8]
+
+
 def test_slots_are_bounded_and_dropped_answers_give_theirs_back(buffer):
     """Without a free slot nothing can be asked for; an answer that is not wanted frees one."""
     assert all(buffer.reserve(number, StepRange(4 + number, 1)) for number in range(NUM_SLOTS))

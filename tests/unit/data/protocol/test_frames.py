@@ -10,6 +10,7 @@ from lightning_sm.data.protocol.frames import (
     FRAME_BYTES,
     EncodedBatch,
     FrameKind,
+    StepRangeHeader,
     frame,
     frames,
     pack_batches,
@@ -49,6 +50,12 @@ def test_a_message_that_is_cut_is_refused(sent, data):
     else:
         with pytest.raises(WireError):
             list(frames(message[:position]))
+
+
+def test_a_header_survives_the_wire():
+    """Size, times, batches and the number of the worker come out as they went in."""
+    header = StepRangeHeader(24, 0.25, 0.5, pack_batches([EncodedBatch(0, 24, b"structure")]), worker=3)
+    assert StepRangeHeader.decode(memoryview(header.encode())) == header
 
 
 def test_a_failure_is_a_traceback_at_most():

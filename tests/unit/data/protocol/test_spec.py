@@ -30,17 +30,19 @@ FACTS = {
     st.text(),
     st.lists(INT64, min_size=5, max_size=5),
     st.lists(st.tuples(INT64, st.lists(INT64)), min_size=1),
+    st.none() | INT64,
 )
-def test_a_request_survives_the_wire(opening, numbers, parts):
+def test_a_request_survives_the_wire(opening, numbers, parts, built_by):
     """Every field of a request comes out as it went in."""
     loader, *fields = numbers
     batches = [BatchSpec(*fields, position, np.array(keys, np.int64)) for position, keys in parts]
-    spec = StepRangeSpec(opening, loader, tuple(batches), "zstd")
+    spec = StepRangeSpec(opening, loader, tuple(batches), "zstd", built_by)
     decoded = StepRangeSpec.decode(spec.encode())
     assert [(batch.position, batch.keys.tolist()) for batch in decoded.batches] == parts
     assert [list(batch[:4]) for batch in decoded.batches] == [fields] * len(parts)
     assert decoded.encode() == spec.encode()
     assert (decoded.opening, decoded.loader, decoded.compression) == (opening, loader, "zstd")
+    assert decoded.built_by == built_by
 
 
 def test_positions_go_round():
@@ -56,17 +58,18 @@ def test_positions_go_round():
         b"no line",
         b"{}\n",
         b"[]\n",
-        b'["o","",[0,0,0,0,0],[0]]\n',
-        b'["o","",[0,0,0,0],[0],[0]]\n',
-        b'["o","",[0,0,0,0,0.5],[0],[0]]\n',
-        b'["o","",[0,0,0,0,true],[0],[0]]\n',
-        b'[1,"",[0,0,0,0,0],[0],[0]]\n',
-        b'["o","",[0,0,0,0,0],[0],[0,0]]\n',
-        b'["o","",[0,0,0,0,0],[0],["0"]]\n',
-        b'["o","",[0,0,0,0,0],[],[]]\n',
-        b'["o","",[0,0,0,0,0],[1],[0]]\n',
-        b'["o","",[0,0,0,0,0],[2,-1],[0,0]]\n12345678',
-        b'["o","",[0,0,0,0,0],[1],[0]]\n1234567',
+        b'["o","",null,[0,0,0,0,0],[0]]\n',
+        b'["o","",null,[0,0,0,0],[0],[0]]\n',
+        b'["o","",null,[0,0,0,0,0.5],[0],[0]]\n',
+        b'["o","",null,[0,0,0,0,true],[0],[0]]\n',
+        b'[1,"",null,[0,0,0,0,0],[0],[0]]\n',
+        b'["o","",null,[0,0,0,0,0],[0],[0,0]]\n',
+        b'["o","",null,[0,0,0,0,0],[0],["0"]]\n',
+        b'["o","",null,[0,0,0,0,0],[],[]]\n',
+        b'["o","",null,[0,0,0,0,0],[1],[0]]\n',
+        b'["o","",null,[0,0,0,0,0],[2,-1],[0,0]]\n12345678',
+        b'["o","",null,[0,0,0,0,0],[1],[0]]\n1234567',
+        b'["o","","1",[0,0,0,0,0],[0],[0]]\n',
         b"\xff\n",
     ],
 )

@@ -98,10 +98,10 @@ def worker(pool, workers):
     return workers[0]
 
 
-def submit(pool, encoded_spec, client="rank 0", opening=OPENING):
+def submit(pool, encoded_spec, client="rank 0", opening=OPENING, avoided_worker=None):
     """Submit a task; return it, and the queue of its answers."""
     answers = queue.Queue()
-    task = Task(client, opening, encoded_spec, answers.put)
+    task = Task(client, opening, encoded_spec, answers.put, avoided_worker=avoided_worker)
     pool.submit(task)
     return task, answers
 
@@ -132,6 +132,26 @@ def test_a_worker_fills_one_slot_while_the_other_is_sent(pool, worker):
     worker.done(slot, 3)
     assert answers[2].get(timeout=TIMEOUT_S).data[0] == 3
     assert produced[1].data[0] == 1
+
+
+def test_a_batch_is_built_again_by_another_worker(pool, workers):
+    """A task that is to avoid a worker waits for another one; that of another loader is none."""
+    workers += [FakeWorker(pool, number, number, live=["other"]) for number in (1, 2)]
+    workers.append(FakeWorker(pool, 3, 3, opening="other", live=[OPENING]))
+    _, busy = submit(pool, b"a", avoided_worker=1)
+    assert workers[1].next_request()[0] == b"a"
+    submit(pool, b"b", avoided_worker=1)
+    submit(pool, b"c")
+    assert workers[0].next_request()[0] == b"c"
+    workers[1].done(0, 1)
+    assert isinstance(busy.get(timeout=TIMEOUT_S), ServedRange)
+    assert workers[1].next_request()[0] == b"b"
+
+
+def test_the_only_worker_builds_a_batch_again(pool, worker):
+    """If no other worker has the loaders open, the one that should be avoided gets the task."""
+    submit(pool, b"a", avoided_worker=0)
+    assert worker.next_request()[0] == b"a"
 
 
 def test_clients_take_turns(pool, workers):
