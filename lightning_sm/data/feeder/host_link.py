@@ -28,8 +28,9 @@ from lightning_sm.data.protocol.calls import (
 )
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import frames
+from lightning_sm.data.protocol.probe import diagnose
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
-from lightning_sm.data.protocol.tls import closed_hint, fatal_hint
+from lightning_sm.data.protocol.tls import fatal_hint
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireError
 
@@ -59,6 +60,9 @@ _FATAL = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
 )
+# A host that still shows the same reason to refuse the first connection after this time is not just shutting down.
+_CONFIRM_S = 3.0
+_NOT_LISTENING = "Connection refused"
 
 
 class LinkState(Enum):
@@ -128,6 +132,8 @@ class HostLink:
         self._is_stale = False
         self._num_losses = 0
         self._num_silent = 0
+        self._diagnosis = ""  # why the first connection fails
+        self._diagnosed_at = 0.0
         self._usual_period_s = heartbeat_period_s(client.world_size)
         self._period_s = self._usual_period_s
         self._lock = threading.Lock()
@@ -254,7 +260,18 @@ class HostLink:
         is_tolerated = self._call is not None and is_silent and self._num_silent < _MAX_SILENT
         if not self._closed.is_set() and not is_tolerated:
             state = LinkState.SILENT if is_silent else LinkState.CONNECTING
-            self._lose(state, describe(error) + ("" if was_reached else closed_hint(details)))
+            self._lose(state, describe(error) + (f"; {self._diagnosis}" if self._diagnosis else ""))
+            if not was_reached and _NOT_LISTENING not in details:
+                self._diagnose()
+
+    def _diagnose(self) -> None:
+        """Refuse the host if the first connection can never succeed, which takes two probes with the same result."""
+        reason = diagnose(self.address, self._credentials)
+        if reason != self._diagnosis:
+            self._diagnosis, self._diagnosed_at = reason, time.monotonic()
+        elif reason and time.monotonic() - self._diagnosed_at >= _CONFIRM_S and not self._closed.is_set():
+            self._closed.set()
+            self._refuse(DataHostMismatchError(f"data host at {self.address}: {reason}."))
 
     def _open_wanted(self) -> None:
         """Open all wanted loaders that are not open. Then the link is up."""

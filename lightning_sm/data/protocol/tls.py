@@ -15,14 +15,11 @@ _OTHER_NAME = (
 )
 # Errors of gRPC and BoringSSL that no retry can fix.
 _FATAL = {
-    "WRONG_VERSION_NUMBER": "this trainer uses TLS, but the data host does not. Set data_service.tls_* on all hosts",
     "CERTIFICATE_VERIFY_FAILED": "the data host's certificate is not signed by data_service.tls_authority or, without "
     "one, is not data_service.tls_certificate",
     "Hostname Verification Check failed": _OTHER_NAME,
     "is not in peer certificate": _OTHER_NAME,
 }
-# Errors of a host that rejects the handshake, but also of one that is shutting down.
-_CLOSED = ("Socket closed", "Connection reset", "End of TCP stream")
 
 
 @dataclass(frozen=True)
@@ -79,11 +76,13 @@ def fatal_hint(details: str) -> str:
     return next((f": {hint}." for text, hint in _FATAL.items() if text in details), "")
 
 
-def closed_hint(details: str) -> str:
-    """Return why a data host may have closed the first connection, with this gRPC error; "" if it did not."""
-    if not any(text in details for text in _CLOSED):
-        return ""
-    return "; it may require TLS, or a certificate signed by its data_service.tls_authority"
+def settings_text(credentials: Credentials) -> str:
+    """Return which TLS files are set, for messages."""
+    if credentials.tls_certificate is None:
+        return "no data_service.tls_certificate"
+    authority = credentials.tls_authority
+    rest = "no data_service.tls_authority" if authority is None else f"data_service.tls_authority={authority}"
+    return f"data_service.tls_certificate={credentials.tls_certificate} and {rest}"
 
 
 def _certificates(path: str, setting: str) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from lightning_sm.data.protocol.tls import closed_hint, fatal_hint, read_tls
+from lightning_sm.data.protocol.tls import fatal_hint, read_tls
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataSettingsError
 
@@ -75,6 +75,5 @@ def test_what_is_wrong_with_a_file_is_said_with_its_setting(files, names, messag
 def test_hints_are_only_given_for_what_tls_settings_may_mend():
     """A host that is not there yet, or just leaving, is no reason to give up."""
     refused = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:7: Connection refused"
-    assert fatal_hint(refused) == closed_hint(refused) == fatal_hint("Socket closed") == ""
+    assert fatal_hint(refused) == fatal_hint("Socket closed") == ""
     assert "SubjectAlternativeName" in fatal_hint("Hostname Verification Check failed.")
-    assert "may require TLS" in closed_hint("ipv4:10.0.0.1:7: Socket closed")
