@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
+import os
+import resource
 import select
 import socket
 import struct
@@ -15,6 +18,8 @@ from enum import IntEnum
 from functools import cache, partial
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
+logger = logging.getLogger(__name__)
+
 _LENGTHS = struct.Struct("<II")
 _MAX_FDS = 8
 
@@ -24,7 +29,7 @@ class Message:
 
     Fields are JSON values, dataclasses of these, and lists and dicts of such dataclasses, with two exceptions. At most
     one field of type ``bytes`` is sent as it is. Descriptors in a field ``fds`` stay open in the sender; the receiver
-    owns its copies.
+    owns its copies. If it has no descriptor left for one of them, it gets none of the message's, and logs an error.
     """
 
     _kinds: ClassVar[dict[str, type[Message]]] = {}
@@ -56,7 +61,7 @@ class MessageSocket:
         self._socket = sock
         self._sending = threading.Lock()
         self._received = bytearray()
-        self._fds: deque[int] = deque()
+        self._fds: deque[list[int]] = deque()  # by message that has descriptors
         self._is_at_end = False
 
     def fileno(self) -> int:
@@ -94,7 +99,7 @@ class MessageSocket:
         while (message := self._next()) is None:
             if self._is_at_end:
                 return None
-            if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
+            if timeout_s is not None and not self._is_readable(timeout_s):
                 raise NothingReceivedError
             self._read()
         return message
@@ -130,13 +135,29 @@ class MessageSocket:
         """Close this end."""
         self._socket.close()
 
+    def _is_readable(self, timeout_s: float) -> bool:
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
     def _read(self) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, 1 << 18, _MAX_FDS)
+            data, fds, flags, _ = socket.recv_fds(self._socket, 1 << 18, _MAX_FDS)
         except ConnectionError:
-            data, fds = b"", []
+            data, fds, flags = b"", [], 0
         self._received += data
-        self._fds.extend(fds)
+        # The kernel ends a read with the data to which descriptors belong: they are all of one message.
+        if flags & socket.MSG_CTRUNC:
+            logger.error(
+                "This process has no descriptor left for a message with descriptors (limit: %d). Raise the limit: "
+                "ulimit -n.",
+                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            )
+            for fd in fds:
+                os.close(fd)
+            self._fds.append([])
+        elif fds:
+            self._fds.append(list(fds))
         self._is_at_end = self._is_at_end or not data
 
     def _next(self) -> Message | None:
@@ -152,7 +173,7 @@ class MessageSocket:
         if kind._bytes_field is not None:
             fields[kind._bytes_field] = bytes(memoryview(self._received)[start:stop])
         if "fds" in kind.__dataclass_fields__:  # type: ignore[attr-defined]  # of each kind
-            fields["fds"] = tuple(self._fds.popleft() for _ in range(num_fds))
+            fields["fds"] = tuple(self._fds.popleft()) if num_fds else ()
         message: Message = _rebuild(kind, fields)
         del self._received[:stop]
         return message

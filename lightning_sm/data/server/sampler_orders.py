@@ -99,10 +99,11 @@ class SamplerOrderCache:
 
     def take(self, output: SamplerOutput) -> None:
         """Keep the order of a sampler."""
-        (fd,) = output.fds
         loader_pass = output.loader_pass
-        order = _StoredOrder(Crashed(output.why)) if output.why else _read(fd)
-        os.close(fd)
+        why = output.why or ("" if output.fds else "sent its order to a process that has no descriptor left")
+        order = _StoredOrder(Crashed(why)) if why else _read(output.fds[0])
+        for fd in output.fds:
+            os.close(fd)
         with self._changed:
             self._orders.pop(loader_pass, None)
             self._orders[loader_pass] = order
