@@ -18,7 +18,7 @@ from lightning_sm.data.trainer.connection import UNNAMED_JOB
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import MAX_RESTARTS
+from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,16 @@ def serve(job: SageMakerJob, topology: Topology, settings: DataServiceSettings) 
         name=job.current_host,
         credentials=Credentials.of(settings, job.name or UNNAMED_JOB),
         may_restart=MAX_RESTARTS.read(os.environ) > 0,
+        trusted=[*(job.addresses.get(host, host) for host in job.hosts), *(settings.trust or ())],
     )
+    if settings.token is None and JOB_SECRET.read(os.environ) is None and settings.tls_authority is None:
+        logger.warning(
+            "This job has no secret: whoever knows its name and can run a process on one of its hosts can read the "
+            "batches of data host %s and run code there. Start the job with lightning-sm submit, or set %s to random "
+            "characters, the same on all hosts.",
+            job.current_host,
+            JOB_SECRET.name,
+        )
     num_trainers = len(topology.trainer_hosts)
     logger.info(
         "Data host %s serves at %s (workers: %d), until %s finished.",

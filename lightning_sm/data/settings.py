@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,14 +80,19 @@ class DataServiceSettings:
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers must present. Default: derived from LIGHTNING_SM_JOB_SECRET; without that from the
             job's name, which is not secret.
+        trust: Addresses, host names and networks ("10.0.0.0/16") that may connect to the data hosts, in addition to the
+            job's hosts and the data host's own machine. Needed only for data hosts that are started by hand, and for
+            trainers whose address differs from that of their host name.
         tls_certificate: PEM file with the certificate of the data hosts; turns TLS on. Its SubjectAlternativeName must
-            have the names by which trainers reach them, for example algo-1 and algo-2.
+            have the names or addresses by which trainers reach them: algo-1, algo-2 and so on in a job, the addresses
+            127.0.0.2, 127.0.0.3 and so on with ``lightning-sm local``.
         tls_key: PEM file with the private key of the certificate.
         tls_authority: PEM file with the certificate authority that signed it. Trainers then present the certificate,
-            too (mutual TLS).
+            too (mutual TLS), and may connect from any address.
 
     Raises:
-        DataSettingsError: A value is out of range, or only one of tls_certificate and tls_key is set.
+        DataSettingsError: A value is out of range, an entry of trust is not valid, or only one of tls_certificate and
+            tls_key is set.
     """
 
     workers: int | None = None
@@ -107,6 +113,7 @@ class DataServiceSettings:
     virtual_shards: int | None = None
     port: int | None = None
     token: str | None = field(default=None, repr=False)
+    trust: list[str] | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
@@ -143,11 +150,25 @@ class DataServiceSettings:
             )
         if not 0 <= self.verify_share <= 1:
             raise DataSettingsError(f"data_service.verify_share={self.verify_share} must be between 0 and 1.")
+        for entry in self.trust or ():
+            _check_trusted(entry)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise DataSettingsError(
                 f"data_service.tls_certificate={self.tls_certificate} and data_service.tls_key={self.tls_key} go "
                 "together: set both, or neither."
             )
+
+
+def _check_trusted(entry: str) -> None:
+    """Check an entry of ``trust``. Names are looked up later, on the data host."""
+    if "/" in entry or ":" in entry:
+        try:
+            ipaddress.ip_network(entry)
+        except ValueError as error:
+            raise DataSettingsError(
+                f"data_service.trust has {entry!r} ({error}). Expected an address, a host name, or a network such as "
+                "10.0.0.0/16, without a port."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -207,6 +228,7 @@ class HostSettings:
         name: Name of the host, for messages.
         credentials: Job, token, TLS files.
         may_restart: Whether trainers that have ended may start again.
+        trusted: Addresses, host names and networks that may connect, in addition to this machine.
     """
 
     address: str
@@ -218,6 +240,7 @@ class HostSettings:
     credentials: Credentials
     may_restart: bool = False
     network_processes: int = 1
+    trusted: list[str] = field(default_factory=list)
 
 
 def default_network_processes(cpus: int) -> int:

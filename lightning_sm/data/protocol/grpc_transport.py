@@ -31,6 +31,12 @@ MAX_REQUESTS_BYTES = 64 << 20
 # would wait for a thread without end: they are refused, and the trainer tries again.
 _MAX_THREADS = 2048
 
+# A trainer rank has one stream for batches, and a few short calls beside it.
+_MAX_STREAMS = 16
+# A trainer sends a heartbeat at least every 10 s.
+_IDLE_TIMEOUT_MS = 60_000
+_HANDSHAKE_TIMEOUT_MS = 10_000
+
 # Values of keys in "-bin" may be any bytes; other values must be ASCII, and lose leading and trailing blanks.
 _VERSION_KEY = "lightning-sm-protocol"
 _JOB_KEY = "lightning-sm-job-bin"
@@ -100,7 +106,8 @@ class _TokenRefusedError(grpc.RpcError):  # type: ignore[misc]  # grpc has no ty
             f"the data host refused the token of this trainer, which belongs to job {credentials.job!r} and has its "
             f"token from {credentials.token_source}. Compare both hosts: they must be of the same job, and have the "
             f"same data_service.token, or none; the same {JOB_SECRET.name}, or none; and the same version of "
-            "lightning_sm"
+            f"lightning_sm. A DataHost makes a secret for its own process if there is none: to train in another one, "
+            f"set the same {JOB_SECRET.name} in both"
         )
         super().__init__(self._text)
 
@@ -143,14 +150,24 @@ def channel_options() -> list[tuple[str, Any]]:
     ]
 
 
-def server_options() -> list[tuple[str, Any]]:
-    """Return the options of a data host's server."""
+def server_options(max_connections: int = 1024, *, shares_port: bool = False) -> list[tuple[str, Any]]:
+    """Return the options of a data host's server.
+
+    Args:
+        max_connections: How many connections may be open; gRPC closes any more.
+        shares_port: Whether another socket of this process listens on the same port.
+    """
     return [
         *_common_options(),
+        # Strangers share the threads with trainers: a few streams of each connection wait for one at a time.
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_connection_idle_ms", _IDLE_TIMEOUT_MS),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_receive_message_length", MAX_REQUESTS_BYTES),
         # What arrives of a request before anybody reads it, such as that of a stranger.
         ("grpc.http2.lookahead_bytes", 1 << 20),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shares_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
     ]
@@ -194,19 +211,23 @@ def open_channel(address: str, credentials: Credentials) -> Any:
     return grpc.intercept_channel(grpc.secure_channel(address, tls, options=options), explainer)
 
 
-def make_server(handlers: Mapping[str, Any], credentials: Credentials, name: str) -> Any:
+def make_server(
+    handlers: Mapping[str, Any], credentials: Credentials, name: str, max_connections: int, *, shares_port: bool
+) -> Any:
     """Return a gRPC server that has not started.
 
     Args:
         handlers: By name of the method.
         credentials: Job and token.
         name: Name of the host, for messages.
+        max_connections: How many connections may be open.
+        shares_port: Whether another socket of this process listens on the same port.
     """
     return grpc.server(
         ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="grpc"),
         handlers=[grpc.method_handlers_generic_handler(SERVICE, handlers)],
         interceptors=[Guard(credentials, name)],
-        options=server_options(),
+        options=server_options(max_connections, shares_port=shares_port),
         maximum_concurrent_rpcs=_MAX_THREADS,
     )
 
@@ -235,8 +256,13 @@ def bind(server: Any, address: str, credentials: Credentials) -> str:
             tls = grpc.ssl_server_credentials(pairs, files.authority, require_client_auth=is_mutual)
             port = server.add_secure_port(address, tls)
     except RuntimeError as error:
-        raise DataSettingsError(
-            f"The data host cannot listen on {address} ({error}). If another process uses the port, set "
-            "data_service.port to a free one."
-        ) from error
+        raise cannot_listen(address, error) from error
     return address if address.startswith("unix") else f"{address.rpartition(':')[0]}:{port}"
+
+
+def cannot_listen(address: str, error: Exception) -> DataSettingsError:
+    """Return the error of a data host that cannot listen on its address."""
+    return DataSettingsError(
+        f"The data host cannot listen on {address} ({error}). If another process uses the port, set data_service.port "
+        "to a free one."
+    )

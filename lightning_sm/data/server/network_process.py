@@ -17,9 +17,10 @@ from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import ShardEnd, StepRangeSpec
+from lightning_sm.data.server.listener import Listener
+from lightning_sm.data.server.peers import TrustedPeers
 from lightning_sm.data.server.stream import FetchMethod
 from lightning_sm.data.server.worker_pool import Answer, ServedRange
 from lightning_sm.data.settings import HostSettings
@@ -46,16 +47,13 @@ class NetworkProcess:
 
     def run(self) -> None:
         """Serve until the server process closes the connection."""
-        server = grpc_transport.make_server(
-            {"Fetch": self._fetch.handler()}, self._settings.credentials, self._settings.name
-        )
-        address = grpc_transport.bind(server, self._settings.address, self._settings.credentials)
-        server.start()
-        self._server.send(host_messages.Listening(address))
+        listener = Listener({"Fetch": self._fetch.handler()}, self._settings, TrustedPeers(self._settings))
+        listener.start()
+        self._server.send(host_messages.Listening(listener.address))
         while (message := self._server.receive()) is not None:
             self._handle(message)
         self._fetch.close()
-        server.stop(_STOP_TIMEOUT_S).wait()
+        listener.stop(_STOP_TIMEOUT_S)
 
     def _handle(self, message: Message) -> None:
         match message:

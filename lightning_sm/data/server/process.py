@@ -17,12 +17,14 @@ from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
-from lightning_sm.data.protocol import calls, grpc_transport
+from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription, StepRangeSpec, snapshot_hash
 from lightning_sm.data.server.leases import Leases
+from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.network import NetworkProcesses
+from lightning_sm.data.server.peers import TrustedPeers
 from lightning_sm.data.server.sampler_orders import SamplerOrderCache
 from lightning_sm.data.server.shard_counts import ShardCounts
 from lightning_sm.data.server.stream import FetchMethod, nothing
@@ -46,6 +48,9 @@ _MAX_OUTCOME_CHARS = 1000
 
 # The main process keeps this many snapshots: those of two DataModules that take turns, with their states.
 _NUM_SNAPSHOTS = 4
+
+# A worker whose descriptors were lost is replaced after this time, in which connections may end.
+_REPLACE_PERIOD_S = 1.0
 
 # Stopping takes at most this long, in which trainers are notified that this host exits.
 _STOP_TIMEOUT_S = 1.0
@@ -82,7 +87,8 @@ class ServerProcess:
         self._network: NetworkProcesses | None = None
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
         self._hosts: dict[str, str] = {}  # by trainer rank
-        handlers = {
+        self._peers = TrustedPeers(settings)
+        self._handlers = {
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
             "Load": grpc.stream_unary_rpc_method_handler(self._load),
             "List": grpc.stream_stream_rpc_method_handler(self._list),
@@ -92,18 +98,18 @@ class ServerProcess:
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Finish": grpc.unary_unary_rpc_method_handler(self._finish),
         }
-        self._server = grpc_transport.make_server(handlers, settings.credentials, settings.name)
 
     def run(self) -> None:
         """Serve until the main process closes the connection."""
         try:
-            address = grpc_transport.bind(self._server, self._settings.address, self._settings.credentials)
+            listener = Listener(self._handlers, self._settings, self._peers)
         except DataSettingsError as error:
             self._send(host_messages.Finished(str(error), is_error=True))
             return
-        self._network = NetworkProcesses(replace(self._settings, address=address), self._start, self._pool.worker_ids)
-        self._server.start()
-        self._send(host_messages.Listening(address))
+        settings = replace(self._settings, address=listener.address)
+        self._network = NetworkProcesses(settings, self._start, self._pool.worker_ids)
+        listener.start()
+        self._send(host_messages.Listening(listener.address))
         while True:
             try:
                 message = self._main.receive(timeout_s=0.5)
@@ -118,11 +124,15 @@ class ServerProcess:
             self._handle(message)
         self._fetch.close()
         self._network.close()
-        self._server.stop(_STOP_TIMEOUT_S).wait()
+        listener.stop(_STOP_TIMEOUT_S)
         self._pool.close()
 
     def _handle(self, message: Message) -> None:
         match message:
+            case host_messages.NewWorker(worker, fds=()):
+                replace_worker = threading.Timer(_REPLACE_PERIOD_S, self._send, [host_messages.KillWorker(worker)])
+                replace_worker.daemon = True
+                replace_worker.start()
             case host_messages.NewWorker():
                 self._forget_replaced_loaders(message.live_openings)
                 self._pool.add(message)
@@ -188,7 +198,8 @@ class ServerProcess:
         return reply.encode()
 
     def _load(self, requests: Iterator[bytes], context: Any) -> bytes:
-        """Take a snapshot of rank 0, and give it to the main process."""
+        """Take a snapshot of rank 0, and give it to the main process, which runs code of it."""
+        self._peers.require_trusted(context)
         head = _parse(calls.LoadRequest.parse, next(requests, b""), context)
         fd = os.memfd_create("lightning_sm_snapshot", os.MFD_CLOEXEC)
         try:

@@ -5,6 +5,7 @@ The test stands in for the main process of the data host, which runs the user's 
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import grpc
@@ -46,14 +47,17 @@ class Server:
         self.main.send(Serve(settings))
         self.main.send(KeptSnapshots([DIGEST]))
         self.address = self.main.receive(TIMEOUT_S).address
-        self._channel = grpc.insecure_channel(self.address)
+        self._channels = contextlib.ExitStack()
 
     def start(self, name, **values):
         """Start a call, and return its future."""
-        kind = self._channel.stream_stream if name == "List" else self._channel.unary_unary
+        # Each rank has a connection, on which a data host accepts only a few calls at a time.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = self._channels.enter_context(grpc.insecure_channel(self.address, options=options))
+        kind = channel.stream_stream if name == "List" else channel.unary_unary
         method, request = kind(grpc_transport.method(name)), json.dumps(values).encode()
-        options = {"metadata": grpc_transport.metadata(credentials()), "timeout": TIMEOUT_S}
-        return method(iter([request]), **options) if name == "List" else method.future(request, **options)
+        limits = {"metadata": grpc_transport.metadata(credentials()), "timeout": TIMEOUT_S}
+        return method(iter([request]), **limits) if name == "List" else method.future(request, **limits)
 
     def end(self, name, **values):
         """Make a call, and return how it ended: code and text."""
@@ -68,7 +72,7 @@ class Server:
 
     def close(self):
         """End the process."""
-        self._channel.close()
+        self._channels.close()
         self.main.close()
         self.process.wait(TIMEOUT_S)
 

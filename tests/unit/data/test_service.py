@@ -1,11 +1,15 @@
 """The data service in a job: what both ends must agree on."""
 
+import dataclasses
+
 import pytest
 
+from lightning_sm.data import service
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import JOB_SECRET
 from tests.fakes.job_folder import make_job
 
 GROUPS = {"gpu": ["algo-1", "algo-2"], "data": ["algo-3"]}
@@ -19,3 +23,25 @@ def test_a_rank_of_mpirun_without_the_name_of_the_job_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(DataSettingsError, match=r"algo-2 without TRAINING_JOB_NAME.*algo-3.*-x TRAINING_JOB_NAME"):
         ServiceConnection.of_job(job, Topology.from_job(job), DataServiceSettings())
+
+
+@pytest.mark.parametrize("secret", [None, "of this job " * 4])
+def test_a_data_host_trusts_the_hosts_of_its_job_and_warns_without_a_secret(monkeypatch, caplog, secret):
+    """Trainers and data hosts, by address or name, and what the user adds."""
+    served = []
+
+    class Main:
+        def __init__(self, settings, _):
+            served.append(settings)
+
+        def serve(self):
+            pass
+
+    monkeypatch.setattr(service, "MainProcess", Main)
+    monkeypatch.delenv(JOB_SECRET.name, raising=False)
+    if secret is not None:
+        monkeypatch.setenv(JOB_SECRET.name, secret)
+    job = dataclasses.replace(make_job(GROUPS, "algo-3"), addresses={"algo-3": "127.0.0.4", "algo-2": "127.0.0.3"})
+    service.serve(job, Topology.from_job(job), DataServiceSettings(trust=["10.0.0.0/16"]))
+    assert sorted(served[0].trusted) == ["10.0.0.0/16", "127.0.0.3", "127.0.0.4", "algo-1"]
+    assert ("This job has no secret" in caplog.text) is (secret is None)

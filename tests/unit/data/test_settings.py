@@ -23,6 +23,11 @@ from lightning_sm.job.variables import JOB_SECRET
         ({"verify": "no"}, r"verify='no' must be one of 'error', 'warn', 'off'"),
         ({"verify_share": 1.5}, r"verify_share=1.5 must be between 0 and 1"),
         ({"verify_share": float("nan")}, r"verify_share=nan must be between 0 and 1"),
+        (
+            {"trust": ["10.0.0.1", "10.0.0.1/8"]},
+            r"trust has '10.0.0.1/8' \(10.0.0.1/8 has host bits set\). Expected an addr",
+        ),
+        ({"trust": ["10.0.0.1:7000"]}, r"trust has '10.0.0.1:7000' .* without a port"),
         ({"tls_key": "key.pem"}, r"tls_certificate=None and data_service.tls_key=key.pem go together"),
     ],
 )
@@ -30,6 +35,12 @@ def test_wrong_settings_are_named(wrong, message):
     """The error names setting and value, and what would be right."""
     with pytest.raises(DataSettingsError, match=message):
         DataServiceSettings(**wrong)
+
+
+def test_addresses_networks_and_names_can_be_trusted():
+    """Of both versions of IP; names are looked up by the data host."""
+    trust = ["10.0.0.1", "10.0.0.0/16", "fd00::1", "::/0", "algo-1.example.com"]
+    assert DataServiceSettings(trust=trust).trust == trust
 
 
 def test_hedging_can_be_turned_off():

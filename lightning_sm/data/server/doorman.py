@@ -1,0 +1,232 @@
+"""The doorman of a data host's port, to whom the kernel passes the connections of strangers: gRPC never sees them.
+
+gRPC for Python cannot refuse a connection: whoever connects may make its parser and its threads grow. Two sockets
+listen on the port (``SO_REUSEPORT``): the doorman's, and gRPC's. For each new connection, a filter in the kernel reads
+the source address, and gives the connection to gRPC only if the data host trusts it. Data takes no detour. The doorman
+tells a stranger that it is refused, logs its address, and closes the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+from lightning_sm.data.protocol.probe import REFUSED
+from lightning_sm.data.server.peers import Network, TrustedPeers
+
+logger = logging.getLogger(__name__)
+
+# asm-generic/socket.h
+_SO_ATTACH_REUSEPORT_CBPF = 51
+# linux/filter.h: instructions of classic BPF, and the offset that stands for the beginning of the IP header.
+_INSTRUCTION = struct.Struct("HBBI")
+_LOAD_BYTE, _LOAD_WORD, _RIGHT_SHIFT, _AND, _JUMP, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x54, 0x05, 0x15, 0x06
+_IP_HEADER = 0xFFF00000
+_SOURCE = {4: 12, 6: 8}  # offset of the source address, by version of IP
+_WORD = 0xFFFFFFFF
+_WHOLE_IPV4 = 3  # instructions of the test for one: load, compare, return
+
+EVERYONE: list[Network] = [ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0")]
+# The kernel limits instructions to 4096, and the memory for them.
+_TOO_LONG = (errno.EINVAL, errno.ENOMEM)
+
+# Place of a socket among those of the port, by which the filter names it: in the order in which they began to listen.
+_DOORMAN, _GRPC = 0, 1
+
+# A flood of strangers fills the queue of the doorman, and the kernel drops the rest.
+_BACKLOG = 16
+_PACE_S = 0.01
+_MAX_LOGGED = 20
+# While names do not resolve, they are looked up even if nobody calls.
+_LOOKUP_PERIOD_S = 5.0
+
+
+class FilterError(Exception):
+    """The kernel has no filters that choose among the sockets of a port."""
+
+
+class Doorman:
+    """The second listener of a port; gRPC must listen there next, with ``SO_REUSEPORT``.
+
+    Args:
+        host: Numeric address or name to listen on.
+        port: Port; 0: any free one.
+        peers: The trusted machines.
+
+    Attributes:
+        address: Where gRPC must listen, too: ``host:port``, with a numeric host.
+
+    Raises:
+        OSError: The address cannot be listened on.
+        FilterError: The kernel has no such filters.
+    """
+
+    def __init__(self, host: str, port: int, peers: TrustedPeers) -> None:
+        self._peers = peers
+        self._logged: set[str] = set()
+        self._networks: list[Network] = []
+        self._closed = threading.Event()
+        self._socket = _like_grpc(host, port)
+        try:
+            self._admit(peers.networks)
+            self._socket.listen(_BACKLOG)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.address = _numeric(self._socket)
+        self._thread = threading.Thread(target=self._receive_strangers, name="doorman", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening. gRPC must have stopped before: the filter would pass strangers to it."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _receive_strangers(self) -> None:
+        self._peers.refresh()
+        while not self._closed.is_set():
+            self._admit(self._peers.networks)
+            self._socket.settimeout(_LOOKUP_PERIOD_S if self._peers.unresolved else None)
+            try:
+                connection, address = self._socket.accept()
+            except TimeoutError:
+                self._peers.refresh()
+                continue
+            except OSError as error:
+                # Descriptors are short, or the caller has gone. The connection may stay readable: wait before the next.
+                logger.debug("The doorman cannot accept a connection: %s", error)
+            else:
+                with connection:
+                    self._turn_away(connection, str(address[0]))
+            self._closed.wait(_PACE_S)
+
+    def _turn_away(self, connection: socket.socket, caller: str) -> None:
+        """Close a connection. If its address turns out to be trusted, the caller's next one goes to gRPC."""
+        address = caller.removeprefix("::ffff:")
+        if self._peers.admits(address):
+            return
+        # Unless that is final, a trainer tries again.
+        if not self._peers.unresolved:
+            with contextlib.suppress(OSError):
+                connection.settimeout(0)
+                connection.send(REFUSED)
+        if address not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(address)
+            logger.warning("Refused a connection: %s", self._peers.refusal(address))
+
+    def _admit(self, networks: Sequence[Network]) -> None:
+        """Let the kernel pass connections from networks to gRPC, and all others to the doorman."""
+        if list(networks) == self._networks:
+            return
+        try:
+            _attach(self._socket, program(networks))
+        except OSError as error:
+            if error.errno not in _TOO_LONG:
+                raise FilterError(error.strerror) from error
+            logger.warning(
+                "The kernel's filter has no room for the %d addresses that this data host trusts: it accepts "
+                "connections from all addresses. Only the job's token protects it from strangers; mutual TLS "
+                "(data_service.tls_authority) would, too.",
+                len(networks),
+            )
+            _attach(self._socket, program(EVERYONE))
+        self._networks = list(networks)
+
+
+def program(networks: Sequence[Network]) -> list[tuple[int, int, int, int]]:
+    """Return the filter as instructions of classic BPF: it returns the place of the socket for a connection.
+
+    Args:
+        networks: The trusted source addresses.
+    """
+    by_version = {}
+    for version in (4, 6):
+        # The tests of whole IPv4 addresses share one load instruction, so they come first.
+        ordered = sorted((one for one in networks if one.version == version), key=lambda one: -one.prefixlen)
+        code: list[tuple[int, int, int, int]] = []
+        is_loaded = False
+        for network in ordered:
+            test = _test(network)
+            code += test[1:] if is_loaded and test[0] == code[0] else test
+            is_loaded = len(test) == _WHOLE_IPV4
+        by_version[version] = [*code, (_RETURN, 0, 0, _DOORMAN)]
+    return [
+        (_LOAD_BYTE, 0, 0, _IP_HEADER),
+        (_RIGHT_SHIFT, 0, 0, 4),
+        (_JUMP_IF_EQUAL, 0, 1, 6),
+        (_JUMP, 0, 0, len(by_version[4])),  # conditional jumps reach only 255 instructions
+        *by_version[4],
+        *by_version[6],
+    ]
+
+
+def _test(network: Network) -> list[tuple[int, int, int, int]]:
+    """Return instructions that end the program if the source address is in a network."""
+    num_words = network.max_prefixlen // 32
+    code: list[tuple[int, int, int, int]] = [(_RETURN, 0, 0, _GRPC)]
+    for place in reversed(range(num_words)):
+        shift = 32 * (num_words - 1 - place)
+        value, mask = (int(each) >> shift & _WORD for each in (network.network_address, network.netmask))
+        if mask:
+            load = (_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE[network.version] + 4 * place)
+            compare = [(_AND, 0, 0, mask)] if mask != _WORD else []
+            code = [load, *compare, (_JUMP_IF_EQUAL, 0, len(code), value), *code]
+    return code
+
+
+def _attach(sock: socket.socket, code: Sequence[tuple[int, int, int, int]]) -> None:
+    """Replace the filter of a port."""
+    memory = ctypes.create_string_buffer(b"".join(_INSTRUCTION.pack(*each) for each in code))
+    pointer = struct.pack("HL", min(len(code), 0xFFFF), ctypes.addressof(memory))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, pointer)
+
+
+def _like_grpc(host: str, port: int) -> socket.socket:
+    """Return a bound socket of the kind that gRPC makes: one for both versions of IP, where the system has IPv6.
+
+    Only sockets of the same kind share a port. This one is bound alone, so that a port that is taken is an error.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    name = str(address[0])
+    if family == socket.AF_INET and _has_ipv6():
+        is_any = ipaddress.ip_address(name).is_unspecified
+        family, address = socket.AF_INET6, ("::" if is_any else f"::ffff:{name}", port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _numeric(sock: socket.socket) -> str:
+    """Return the address of a socket, with the host as gRPC reads it."""
+    host, port, *_ = sock.getsockname()
+    host = host.removeprefix("::ffff:")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _has_ipv6() -> bool:
+    """Return whether gRPC uses IPv6: it tries whether the loopback address can be bound."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,182 @@
+"""The machines that a data host trusts by their address: its own, those of the job, and those of the user's setting."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import grpc
+import psutil
+
+from lightning_sm._text import listed
+from lightning_sm.data.settings import HostSettings
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+# Lookups take at most a twentieth of the time, and are at least this far apart, however many strangers call.
+_LEAST_PERIOD_S = 1.0
+_SHARE_OF_TIME = 0.05
+# A name that the resolver does not know may take 10 s: names are looked up at the same time.
+_NUM_LOOKUPS = 16
+
+
+class TrustedPeers:
+    """The machines that may connect to a data host, and make it take a DataModule.
+
+    Names are looked up again when an unknown address calls: hosts of a job start at different times, and a host that
+    is replaced has another address.
+
+    Args:
+        settings: Names, addresses and networks that the data host trusts, its name and its credentials.
+        look_up: Returns the addresses of a name; raises OSError if there are none.
+        own_addresses: Returns the addresses of this machine.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        settings: HostSettings,
+        look_up: Callable[[str], list[str]] | None = None,
+        own_addresses: Callable[[], list[str]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = f"data host {settings.name}" if settings.name else "the data host"
+        self._trusted = list(dict.fromkeys(settings.trusted))
+        self._has_unix_socket = settings.address.startswith("unix")
+        self._look_up = look_up or _look_up
+        self._own_addresses = own_addresses or _own_addresses
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._found: dict[str, list[Network]] = {}
+        self._own = [_network(address) for address in self._own_addresses()]
+        self._next_refresh = 0.0
+        #: Whether trainers need no trusted address: they show a certificate, or are on this machine.
+        self.are_known_otherwise = settings.credentials.tls_authority is not None or self._has_unix_socket
+
+    @property
+    def networks(self) -> list[Network]:
+        """All trusted addresses that are known now."""
+        return [*self._own, *(network for found in self._found.values() for network in found)]
+
+    @property
+    def unresolved(self) -> list[str]:
+        """Names that have not resolved yet."""
+        return [entry for entry in self._trusted if entry not in self._found]
+
+    def refresh(self) -> None:
+        """Look up all names, unless that has just been done. A name that does not resolve now keeps its addresses."""
+        with self._lock:
+            began = self._clock()
+            if began < self._next_refresh:
+                return
+            self._own = [_network(address) for address in self._own_addresses()]
+            with ThreadPoolExecutor(_NUM_LOOKUPS) as pool:
+                for entry, found in zip(self._trusted, pool.map(self._networks_of, self._trusted), strict=True):
+                    if found:
+                        self._found = {**self._found, entry: found}
+            ended = self._clock()
+            self._next_refresh = ended + max(_LEAST_PERIOD_S, (ended - began) / _SHARE_OF_TIME)
+
+    def admits(self, address: str) -> bool:
+        """Return whether an IP address is trusted, after looking up the names again if it is unknown."""
+        if self._is_known(address):
+            return True
+        self.refresh()
+        return self._is_known(address)
+
+    def is_trusted(self, peer: str, auth_context: Mapping[str, Sequence[bytes]]) -> bool:
+        """Return whether a caller may make this host run code: by its address, its certificate, or its Unix socket.
+
+        Args:
+            peer: The caller as gRPC names it: ``ipv4:10.0.0.1:7000``, ``ipv6:[::1]:7000`` or ``unix:...``.
+            auth_context: What gRPC knows of the connection. It has a certificate only if the host has verified it.
+        """
+        if peer.startswith("unix"):
+            return self._has_unix_socket
+        if auth_context.get("x509_pem_cert"):
+            return True
+        address = address_of(peer)
+        return address is not None and self.admits(address)
+
+    def require_trusted(self, context: Any) -> None:
+        """End a gRPC call unless its caller is trusted: definitely, or for now if names of hosts do not resolve yet.
+
+        Args:
+            context: Context of the call.
+
+        Raises:
+            Exception: What ``context.abort`` raises.
+        """
+        peer = context.peer()
+        if self.is_trusted(peer, context.auth_context()):
+            return
+        address = address_of(peer)
+        is_final = address is None or not self.unresolved
+        code = grpc.StatusCode.PERMISSION_DENIED if is_final else grpc.StatusCode.UNAVAILABLE
+        context.abort(code, self.refusal(address or peer))
+
+    def refusal(self, address: str) -> str:
+        """Return why an address is refused, and what to do."""
+        own = listed([str(network.network_address) for network in self._own])
+        hosts = [
+            entry if entry in _texts(found) else f"{entry} ({listed(_texts(found))})"
+            for entry, found in self._found.items()
+        ]
+        known = f"its own machine ({own})" + (f" and {listed(hosts)}" if hosts else "")
+        missing = self.unresolved
+        late = f" These names do not resolve yet: {listed(missing)}." if missing else ""
+        return (
+            f"{self._name} does not trust {address}. It trusts {known}.{late} If {address} is a trainer, add "
+            "it to data_service.trust of the data hosts, or use mutual TLS (data_service.tls_authority)."
+        )
+
+    def _is_known(self, address: str) -> bool:
+        wanted = _address(address)
+        return any(wanted in network for network in self.networks)
+
+    def _networks_of(self, entry: str) -> list[Network]:
+        try:
+            return [ipaddress.ip_network(entry)]
+        except ValueError:
+            pass  # it is a name
+        try:
+            return [_network(address) for address in self._look_up(entry)]
+        except OSError:
+            return []
+
+
+def address_of(peer: str) -> str | None:
+    """Return the IP address in gRPC's name for a caller; None if it has none."""
+    kind, _, rest = peer.replace("%5B", "[").replace("%5D", "]").partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else None
+
+
+def _address(text: str) -> Address:
+    """Parse an address. On a socket for both versions of IP, that of an IPv4 client looks like one of IPv6."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _network(address: str) -> Network:
+    return ipaddress.ip_network(_address(address))
+
+
+def _texts(networks: Sequence[Network]) -> list[str]:
+    return [str(network.network_address if network.num_addresses == 1 else network) for network in networks]
+
+
+def _look_up(name: str) -> list[str]:
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _own_addresses() -> list[str]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    interfaces = psutil.net_if_addrs().values()
+    return [one.address for addresses in interfaces for one in addresses if one.family in families]

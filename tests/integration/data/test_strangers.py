@@ -1,0 +1,182 @@
+"""Strangers without the token, from an address that a data host does not trust, and from one that it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_sm.data.ipc.host_messages import KillWorker, NewWorker, Serve
+from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.processes import start_module
+from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.protocol.probe import REFUSED
+from lightning_sm.data.server.process import ServerProcess
+from lightning_sm.data.settings import HostSettings
+from tests.fakes.strangers import FLOODS, connect, connect_silently
+from tests.integration.data.fakes import FakeTrainer, credentials
+from tests.integration.hosts import REPOSITORY
+from tests.quick_processes import python_path
+
+pytestmark = pytest.mark.processes
+
+OWN, STRANGER = "127.0.0.1", "127.0.0.66"
+TIMEOUT_S = 20.0
+FLOOD_S = 4.0
+MIB = 1 << 20
+
+
+class Server:
+    """The server process of a data host whose main process is this one.
+
+    Args:
+        num_descriptors: Its limit of open descriptors; None: that of this process.
+    """
+
+    def __init__(self, num_descriptors=None):
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if num_descriptors is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors // 2, limits[1]))
+        self.process, self.main = start_module("lightning_sm.data.server.process")
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if num_descriptors is not None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_descriptors // 2, num_descriptors))
+        self.main.send(Serve(HostSettings("127.0.0.1:0", 2, MIB, None, None, "algo-9", credentials())))
+        self.address = self.main.receive(TIMEOUT_S).address
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.main.close()
+        self.process.wait(TIMEOUT_S)
+
+    def memory(self):
+        """Return the most bytes that it ever had."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+    def num_descriptors(self):
+        """Return how many descriptors are open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def add_worker(self, number):
+        """Send it a worker that never answers, and return the worker's end."""
+        ring = Ring.create(2, MIB)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = (theirs.fileno(), ring.fd)
+            self.main.send(NewWorker(number, 0, "1/fit/train/0", ["1/fit/train/0"], 2, ring.slot_bytes, fds))
+        ring.close()
+        return ours
+
+
+def worst_answer_s(address, seconds):
+    """Return how long a trainer waited for the slowest of its answers; each of its calls must be answered."""
+    ends, worst = time.monotonic() + seconds, 0.0
+    with FakeTrainer(address) as trainer:
+        while (began := time.monotonic()) < ends:
+            trainer.call("Status")
+            worst = max(worst, time.monotonic() - began)
+    return worst
+
+
+@contextlib.contextmanager
+def flood(how, address, source):
+    """Attack in a process of its own."""
+    command = [sys.executable, "-m", "tests.fakes.strangers", how, address, source, "60"]
+    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY)}
+    with subprocess.Popen(command, env=env, cwd=REPOSITORY) as process:
+        try:
+            yield
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("how", FLOODS)
+def test_a_flood_from_an_address_that_is_not_trusted_does_not_reach_grpc(how):
+    """Trainers are answered as if nothing happened, and the server takes no memory."""
+    with Server() as server, flood(how, server.address, STRANGER):
+        assert worst_answer_s(server.address, 1.0) < 1.0
+        before = server.memory()
+        assert worst_answer_s(server.address, FLOOD_S) < 1.0
+        assert server.memory() - before < 8 * MIB
+
+
+@pytest.mark.parametrize("how", ["opened and reset", "opened"])
+def test_a_flood_of_calls_without_the_token_from_a_trusted_address_leaves_trainers_their_share(how):
+    """Streams of one connection take turns: no trainer is refused, or waits for seconds, and memory is bounded."""
+    with Server() as server, flood(how, server.address, OWN):
+        before = server.memory()
+        assert worst_answer_s(server.address, FLOOD_S) < 1.5
+        assert server.memory() - before < 100 * MIB
+
+
+def test_silent_connections_leave_descriptors_for_workers():
+    """The limit is raised as far as it goes; 400 connections at 256 descriptors neither stop the server nor spin."""
+    with Server(num_descriptors=256) as server:
+        made = connect_silently(server.address, OWN, 400)
+        workers = [server.add_worker(number) for number in range(20)]
+        try:
+            # Those who are refused because there are too many see their connection closed.
+            refused = 0
+            for sock in made:
+                sock.settimeout(TIMEOUT_S)
+                try:
+                    refused += not sock.recv(1)
+                except ConnectionError:
+                    refused += 1
+            assert 400 - refused <= 128
+            assert 100 < server.num_descriptors() < 256
+        finally:
+            for sock in [*made, *workers]:
+                sock.close()
+        assert worst_answer_s(server.address, 1.0) < 1.0
+        assert server.process.poll() is None
+
+
+def test_a_worker_whose_descriptors_were_lost_is_replaced():
+    """The server has no descriptor left: it asks for another worker, and lives."""
+    with Server(num_descriptors=256) as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (server.num_descriptors() + 1, 256))
+        with server.add_worker(7):
+            assert server.main.receive(TIMEOUT_S) == KillWorker(7)
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (256, 256))
+        with server.add_worker(8):
+            assert worst_answer_s(server.address, 0.5) < 1.0
+
+
+def test_a_refused_address_is_told_so():
+    """Before any byte of it was read."""
+    with Server() as server, connect(server.address, STRANGER) as sock:
+        assert sock.recv(100) == REFUSED
+
+
+def test_only_a_trusted_machine_may_send_a_snapshot():
+    """Even with the token, and before anything of it is read: also where the kernel has no filters."""
+
+    class Caller:
+        peer = staticmethod(lambda: "ipv4:203.0.113.9:5")
+        auth_context = staticmethod(dict)
+
+        def abort(self, code, details):
+            raise PermissionError(code.name, details)
+
+    def unread():
+        raise AssertionError
+        yield
+
+    settings = HostSettings("127.0.0.1:0", 2, MIB, None, None, "algo-9", credentials())
+    ours, theirs = map(MessageSocket, socket.socketpair())
+    with pytest.raises(PermissionError, match=r"PERMISSION_DENIED.*data host algo-9 does not trust 203\.0\.113\.9"):
+        ServerProcess(ours, settings)._load(unread(), Caller())
+    ours.close()
+    theirs.close()
