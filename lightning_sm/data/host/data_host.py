@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import subprocess
 import sys
+import threading
 from types import TracebackType
 from typing import ClassVar
 
@@ -16,6 +18,9 @@ from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_network_processes
 from lightning_sm.errors import DataServiceError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.secret import new_secret
+from lightning_sm.job.variables import JOB_SECRET
 
 _MAIN_PROCESS = "lightning_sm.data.host"
 
@@ -24,6 +29,8 @@ _LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
+
+_MAKING_SECRET = threading.Lock()
 
 # Name of the job of hosts and trainers that are set up by hand.
 LOCAL_JOB = "local"
@@ -41,6 +48,10 @@ class DataHost:
     functions of the script travel by value; what they look up in ``globals()`` by a name in a string is not there.
 
     Its processes import torch and Lightning, which takes as long as in the script. See ``preload``.
+
+    It accepts connections from its own machine, and from ``settings.trust``. Without a token or a job's secret, it sets
+    ``LIGHTNING_SM_JOB_SECRET`` to random characters in this process, where a ``RemoteDataModule``, and ranks that this
+    process starts, find it. A training in another terminal needs the same ``LIGHTNING_SM_JOB_SECRET`` or token.
 
     Args:
         address: Where to listen: ``host:port`` (port 0: any free port), or ``unix:path``.
@@ -63,6 +74,8 @@ class DataHost:
         name: str = "",
     ) -> None:
         settings = settings or DataServiceSettings()
+        if settings.token is None:
+            _ensure_secret()
         self.address = address
         self._settings = HostSettings(
             address=address,
@@ -73,6 +86,7 @@ class DataHost:
             startup_timeout_s=None,
             name=name,
             credentials=Credentials.of(settings, job),
+            trusted=list(settings.trust or ()),
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: MessageSocket | None = None
@@ -184,3 +198,10 @@ class DataHost:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _ensure_secret() -> None:
+    """Give this process and those that it starts a secret, unless it has one or belongs to a job, which decides."""
+    with _MAKING_SECRET:  # several threads may make data hosts
+        if JOB_SECRET.read(os.environ) is None and SageMakerJob.from_environment() is None:
+            os.environ.update(new_secret())

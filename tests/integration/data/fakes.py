@@ -51,7 +51,7 @@ class FakeHost:
         self.answer = answer
 
     @contextlib.contextmanager
-    def serving(self, known: Credentials | None = None) -> Iterator[str]:
+    def serving(self, known: Credentials | None = None, where: str = "127.0.0.1:0") -> Iterator[str]:
         """Serve in this process, and yield the address."""
         known = known or credentials()
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
@@ -69,7 +69,7 @@ class FakeHost:
                 interceptors=[grpc_transport.Guard(known, "fake")],
                 options=grpc_transport.server_options(),
             )
-            address = grpc_transport.bind(server, "127.0.0.1:0", known)
+            address = grpc_transport.bind(server, where, known)
             server.start()
             try:
                 yield address

@@ -7,9 +7,11 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
+from lightning_sm.job.variables import JOB_SECRET
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.quick_processes import python_path
 
@@ -27,6 +29,8 @@ pytestmark = [
 LONGEST_GAP_S = 3.0
 # TCP tries again in growing steps.
 LONGEST_ADOPTION_S = 20.0
+# As promised for a trainer that a data host does not trust.
+LONGEST_REFUSAL_S = 30.0
 
 
 def ip(*arguments):
@@ -75,11 +79,12 @@ class Network:
         ip("-n", self._switch, "link", "set", f"port{number}", state)
 
     @contextlib.contextmanager
-    def process(self, number, *arguments):
+    def process(self, number, *arguments, stderr=None):
         """Run one end of the data service in a namespace."""
         command = [_IP, "netns", "exec", self._space(number), sys.executable, str(SCRIPTS / "across_the_network.py")]
         env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        env[JOB_SECRET.name] = "of both ends " * 4
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr, "text": True}
         with subprocess.Popen([*command, *arguments], env=env, **pipes) as process:
             try:
                 yield process
@@ -97,7 +102,8 @@ def test_a_cut_network_is_survived_and_healed():
         trainer_number, data_numbers = 0, (1, 2)
         addresses = [network.addresses[number] for number in data_numbers]
         hosts = [
-            stack.enter_context(network.process(number, "serve", network.addresses[number])) for number in data_numbers
+            stack.enter_context(network.process(number, "serve", network.addresses[number], "10.78.0.1"))
+            for number in data_numbers
         ]
         assert [host.stdout.readline() for host in hosts] == ["listening\n"] * 2
         trainer = stack.enter_context(network.process(trainer_number, "train", *addresses))
@@ -122,3 +128,22 @@ def test_a_cut_network_is_survived_and_healed():
         assert name == "DataHostUnreachableError"
         assert 6 <= float(seconds) < 12
         assert all(address in text for address in addresses)
+
+
+def test_a_trainer_from_an_unknown_address_is_refused_by_name():
+    """Within 30 s, on both ends: the trainer names its own address and the setting, the data host what it trusts."""
+    serve = ("serve", "10.78.0.2:7000", "10.78.0.9")
+    with Network(2) as network, network.process(1, *serve, stderr=subprocess.PIPE) as host:
+        assert host.stdout.readline() == "listening\n"
+        began = time.monotonic()
+        with network.process(0, "refused", network.addresses[1]) as trainer:
+            text = trainer.stdout.readline()
+        assert time.monotonic() - began < LONGEST_REFUSAL_S
+        assert text.startswith("DataHostMismatchError: ")
+        assert "does not trust the address of this trainer, 10.78.0.1" in text
+        assert "add 10.78.0.1 to data_service.trust of the data hosts" in text
+        host.stdin.close()
+        log = host.stderr.read()
+    assert "Refused a connection: the data host does not trust 10.78.0.1. It trusts its own machine (127.0.0.1" in log
+    assert "10.78.0.2" in log
+    assert "and 10.78.0.9. If 10.78.0.1 is a trainer, add it to data_service.trust" in log

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
-from lightning_sm.errors import DataHostMismatchError, DataHostUnreachableError, DataSettingsError
+from lightning_sm.errors import DataHostMismatchError, DataSettingsError
 from lightning_sm.job.variables import JOB_SECRET
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Augmented, Data
@@ -26,6 +28,8 @@ pytestmark = pytest.mark.processes
 
 # Far more than an answer takes, far less than a trainer waits for a data host that may still come.
 AT_ONCE_S = 10.0
+# As promised where a trainer must look twice to be sure.
+SURELY_S = 30.0
 
 
 def data():
@@ -39,13 +43,13 @@ def num_batches(address, **settings):
         return sum(1 for _ in module.train_dataloader())
 
 
-def refusal(address, job="local", **settings):
-    """Return the error that tells a trainer at once why it cannot use a data host."""
+def refusal(address, job="local", within_s=AT_ONCE_S, **settings):
+    """Return the error that tells a trainer why it cannot use a data host."""
     module = RemoteDataModule(data(), [address], settings=DataServiceSettings(**settings), job=job)
     began = time.monotonic()
     with pytest.raises(DataHostMismatchError, match="data host") as caught:
         module.setup("fit")
-    assert time.monotonic() - began < AT_ONCE_S
+    assert time.monotonic() - began < within_s
     module.teardown("fit")
     return str(caught.value)
 
@@ -84,8 +88,9 @@ def theirs(tmp_path):
     return Authority(tmp_path, "theirs")
 
 
-def test_only_trainers_of_the_job_with_the_token_are_served():
+def test_only_trainers_of_the_job_with_the_token_are_served(monkeypatch):
     """A wrong token or job is an error at once that says what to compare; the right ones get batches."""
+    monkeypatch.delenv(JOB_SECRET.name, raising=False)
     right, wrong = ({"token": token} for token in ("geheim \N{SNOWMAN} ", "guessed"))
     with DataHost(settings=DataServiceSettings(**right)) as host:
         assert "belongs to job 'local' and has its token from data_service.token. C" in refusal(host.address, **wrong)
@@ -102,6 +107,22 @@ def test_the_secret_of_the_job_is_the_token(monkeypatch):
         for secret, source in ((None, "the job's name"), ("of another job " * 4, JOB_SECRET.name)):
             monkeypatch.delenv(JOB_SECRET.name) if secret is None else monkeypatch.setenv(JOB_SECRET.name, secret)
             assert f"has its token from {source}. Compare both hosts" in refusal(host.address)
+
+
+def test_a_data_host_that_is_started_by_hand_has_a_secret_of_its_own(monkeypatch):
+    """This process and those that it starts have the secret; who knows only the job's name is told what to set."""
+    monkeypatch.delenv(JOB_SECRET.name, raising=False)
+    with ThreadPoolExecutor(4) as threads:
+        hosts = list(threads.map(lambda _: DataHost(), range(4)))
+    secret = os.environ[JOB_SECRET.name]
+    assert len(secret) == 64
+    with hosts[0] as host, hosts[3] as other:
+        assert num_batches(host.address) == num_batches(other.address) == 2
+        monkeypatch.delenv(JOB_SECRET.name)
+        assert f"to train in another one, set the same {JOB_SECRET.name} in both" in refusal(host.address)
+        monkeypatch.setenv(JOB_SECRET.name, secret)
+        DataHost()
+        assert os.environ[JOB_SECRET.name] == secret
 
 
 def stranger(address, metadata, body=b"{}"):
@@ -168,7 +189,8 @@ def test_a_trainer_with_tls_says_at_once_why_it_does_not_trust_a_data_host(ours,
     """A plain data host, another authority and another name end in errors of their own, not in a timeout."""
     mine = ours.settings("127.0.0.1")
     with FakeHost().serving() as address:
-        assert "this trainer uses TLS, but the data host does not" in refusal(address, **mine)
+        error = refusal(address, within_s=SURELY_S, **mine)
+        assert "the data host does not use TLS, but this trainer has data_service.tls_certificate=" in error
     with FakeHost().serving(credentials(**theirs.settings("127.0.0.1"))) as address:
         assert "is not data_service.tls_certificate" in refusal(address, **mine)
     with FakeHost().serving(credentials(**theirs.settings("127.0.0.1", is_mutual=True))) as address:
@@ -187,18 +209,41 @@ def test_a_trainer_with_tls_says_at_once_why_it_does_not_trust_a_data_host(ours,
     ],
 )
 def test_a_data_host_with_tls_refuses_trainers_without_their_part_of_it(ours, theirs, how):
-    """Without TLS, without a certificate, or with one of another authority, a trainer learns what may be wrong."""
+    """Without TLS, without a certificate, or with one of another authority, a trainer learns what differs, soon."""
     mutual = ours.settings("127.0.0.1", is_mutual=True)
-    settings = {
-        "without TLS": {},
-        "without a certificate": {name: mutual[name] for name in ("tls_certificate", "tls_key")},
-        "with a certificate of another authority": {**theirs.settings("127.0.0.1"), "tls_authority": ours.file},
+    settings, expected = {
+        "without TLS": ({}, "the data host uses TLS, but this trainer has no data_service.tls_certificate"),
+        "without a certificate": (
+            {name: mutual[name] for name in ("tls_certificate", "tls_key")},
+            "that its data_service.tls_authority signed, but this trainer has .* and no data_service.tls_authority",
+        ),
+        "with a certificate of another authority": (
+            {**theirs.settings("127.0.0.1"), "tls_authority": ours.file},
+            "that its data_service.tls_authority signed, but this trainer has .* and data_service.tls_authority=",
+        ),
     }[how]
     with FakeHost().serving(credentials(**mutual)) as address:
-        module = RemoteDataModule(data(), [address], settings=DataServiceSettings(startup_timeout_s=2, **settings))
-        with pytest.raises(DataHostUnreachableError, match=r"may require TLS, or a certificate signed by its data_se"):
-            module.setup("fit")
-        module.teardown("fit")
+        assert re.search(expected, refusal(address, within_s=SURELY_S, **settings))
+
+
+def test_a_data_host_that_starts_late_or_leaves_is_no_tls_mismatch(ours):
+    """While nobody listens, and while whoever listens closes each connection, a trainer waits."""
+    settings = ours.settings("127.0.0.1", is_mutual=True)
+    known = credentials(**settings)
+    with socket.create_server(("127.0.0.1", 0)) as leaving:
+        leaving.settimeout(SURELY_S)
+        address = f"127.0.0.1:{leaving.getsockname()[1]}"
+        module = RemoteDataModule(data(), [address], settings=DataServiceSettings(**settings))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(module.setup, "fit")
+            for _ in range(10):
+                leaving.accept()[0].close()
+            leaving.close()
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=1)
+            with FakeHost().serving(known, address):
+                waiting.result(timeout=SURELY_S)
+                module.teardown("fit")
 
 
 def test_a_wrong_tls_file_is_named_before_anything_starts(ours, tmp_path):

@@ -1,4 +1,7 @@
-"""One end of the data service, obeying lines on stdin: ``serve ADDRESS``, or ``train ADDRESS ADDRESS``."""
+"""One end of the data service, obeying lines on stdin.
+
+Arguments: ``serve ADDRESS TRUSTED``, ``train ADDRESS ADDRESS`` or ``refused ADDRESS``.
+"""
 
 import sys
 import time
@@ -14,8 +17,8 @@ NUM_SAMPLES, BATCH_SIZE, BATCH_TIMEOUT_S = 800, 4, 6.0
 CUT, HEAL, END = 20, 100, 200
 
 
-def serve(address):
-    with DataHost(address, workers=1):
+def serve(address, trusted):
+    with DataHost(address, workers=1, settings=DataServiceSettings(trust=[trusted])):
         say("listening")
         sys.stdin.read()
 
@@ -58,6 +61,13 @@ def train(addresses):
     module.close()
 
 
+def refused(address):
+    try:
+        RemoteDataModule(Data(make), [address]).setup("fit")
+    except DataServiceError as error:
+        say(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
 def last_host(module):
     return module._hosts.connection.feeder.snapshot().hosts[-1]
 
@@ -79,6 +89,8 @@ def ask(text):
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(sys.argv[2])
+        serve(*sys.argv[2:])
+    elif sys.argv[1] == "refused":
+        refused(sys.argv[2])
     else:
         train(sys.argv[2:])
