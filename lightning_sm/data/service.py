@@ -40,6 +40,7 @@ def serve(job: SageMakerJob, topology: Topology, settings: DataServiceSettings) 
         name=job.current_host,
         credentials=Credentials.of(settings, job.name or UNNAMED_JOB),
         may_restart=MAX_RESTARTS.read(os.environ) > 0,
+        channels=list(job.channels),
         trusted=[*(job.addresses.get(host, host) for host in job.hosts), *(settings.trust or ())],
     )
     if settings.token is None and JOB_SECRET.read(os.environ) is None and settings.tls_authority is None:

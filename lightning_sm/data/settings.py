@@ -229,6 +229,7 @@ class HostSettings:
         credentials: Job, token, TLS files.
         may_restart: Whether trainers that have ended may start again.
         trusted: Addresses, host names and networks that may connect, in addition to this machine.
+        channels: Names of its input channels.
     """
 
     address: str
@@ -240,6 +241,7 @@ class HostSettings:
     credentials: Credentials
     may_restart: bool = False
     network_processes: int = 1
+    channels: list[str] = field(default_factory=list)
     trusted: list[str] = field(default_factory=list)
 
 

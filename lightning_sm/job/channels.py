@@ -77,22 +77,9 @@ def route(
     return Routing(channel_of, tuple(unused))
 
 
-def channel_for(parameter: str, mapping: Mapping[str, str]) -> str | None:
-    """Name the channel that feeds a parameter of the DataModule, on hosts that have the channel.
-
-    Args:
-        parameter: Name of the parameter.
-        mapping: As in ``route``.
-
-    Returns:
-        The channel; None for a parameter that is not a channel's folder.
-    """
-    for channel, target in mapping.items():
-        if _key(target) == f"data.{parameter}":
-            return channel
-    if parameter in _MAIN_PARAMETERS:
-        return _MAIN_CHANNELS[0]
-    return parameter.removesuffix("_dir") or None if parameter.endswith("_dir") else None
+def may_be_folder(parameter: str) -> bool:
+    """Return whether a channel may go to a parameter of the DataModule because of its name."""
+    return parameter in _MAIN_PARAMETERS or parameter.endswith("_dir")
 
 
 def _identifier(channel: str) -> str:

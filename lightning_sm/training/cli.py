@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from lightning_sm.data.trainer.bare_loaders import bare_loaders
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
-from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.facts import Channel, SageMakerJob
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S
 from lightning_sm.job.topology import Role, Topology
@@ -214,18 +214,25 @@ class SageMakerCLI(LightningCLI):
     def _adapt_to_job(self, job: SageMakerJob, parser: LightningArgumentParser, explicit: Namespace) -> None:
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
+        if self.topology.role is Role.DATA:
+            return  # it makes nothing, and need not have what the arguments of trainers require
         overlay = JobOverlay(config, explicit[subcommand] if subcommand else explicit)
-        is_trainer = self.topology.role is Role.TRAINER
-        if is_trainer:
-            self._setup = TrainerSetup(job, self.environment)
-            overlay.fit_trainer(self.environment)
-            overlay.follow_distribution(job, self.environment.num_nodes)
-            overlay.route_outputs(job, self._parser(subcommand).callback_keys)
+        self._setup = TrainerSetup(job, self.environment)
+        overlay.fit_trainer(self.environment)
+        overlay.follow_distribution(job, self.environment.num_nodes)
+        overlay.route_outputs(job, self._parser(subcommand).callback_keys)
+        if self.topology.data_hosts and overlay.has_free_folders(self._channel_mapping):
+            job = self._with_channels_of_data_hosts(job, config[_DATA_SERVICE])
         overlay.route_channels(job, self._channel_mapping)
-        if is_trainer and self.topology.data_hosts:
-            required = _required_parameters(_class_of(config.get("data"), self.datamodule_class))
-            overlay.fill_missing_folders(job, required, self._channel_mapping)
         self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
+
+    def _with_channels_of_data_hosts(self, job: SageMakerJob, settings: Namespace) -> SageMakerJob:
+        """Return the job with the channels that only the data hosts have: rank 0 makes the DataModule for them."""
+        connection = ServiceConnection.of_job(job, self.topology, DataServiceSettings(**vars(settings)))
+        names = connection.host_channels(is_quiet=self.environment.local_rank() != 0)
+        folder = job.base_dir / "input" / "data"
+        theirs = {name: Channel(name, folder / name) for name in names if name not in job.channels}
+        return replace(job, channels={**job.channels, **theirs})
 
     def _take_data_service_settings(self) -> None:
         """Take the settings, and leave them in the configuration only if not default: LightningCLI cannot read them."""
@@ -294,27 +301,3 @@ def _without_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, list) and not all(isinstance(item, str) for item in value):
         return [_without_secrets(item, name) for item in value]
     return shown(name, value, hidden=None)
-
-
-def _class_of(section: Any, default: Any) -> Any:
-    """Return the class that a section of the configuration names; None if there is none, which the parser reports."""
-    if not isinstance(section, Namespace) or "class_path" not in section:
-        return default
-    try:
-        return pkgutil.resolve_name(section.class_path)
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return None
-
-
-def _required_parameters(maker: Any) -> list[str]:
-    """Return the parameters of a class or function without default; ``**kwargs`` stand for those of the base class."""
-    functions = [maker] if callable(maker) else []
-    if isinstance(maker, type):
-        functions = [vars(base)["__init__"] for base in maker.__mro__ if "__init__" in vars(base)]
-    required: list[str] = []
-    for function in functions:
-        parameters = inspect.signature(function).parameters.values()
-        required += [one.name for one in parameters if one.default is one.empty and one.name not in required]
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            break
-    return required

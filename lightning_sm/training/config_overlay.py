@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
 from lightning_sm.errors import ChannelError
-from lightning_sm.job.channels import channel_for, route
+from lightning_sm.job.channels import may_be_folder, route
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.loggers import comet_arguments, default_logger, is_fixed, log_folder
@@ -77,23 +77,16 @@ class JobOverlay:
                 channel,
             )
 
-    def fill_missing_folders(self, job: SageMakerJob, required: Iterable[str], mapping: Mapping[str, str]) -> None:
-        """Set the DataModule's required folders, on a trainer, to those of channels that only the data hosts have.
-
-        Call it after ``route_channels``.
+    def has_free_folders(self, mapping: Mapping[str, str]) -> bool:
+        """Return whether a channel that this host does not have could be the folder of a DataModule's parameter.
 
         Args:
-            job: The job.
-            required: Parameters of the DataModule without a default.
             mapping: As in ``route_channels``.
         """
-        for parameter in required:
-            key = f"data.{parameter}"
-            channel = channel_for(parameter, mapping)
-            if channel is not None and key not in self._routed and _value(self._config, key) is None:
-                folder = job.base_dir / "input" / "data" / channel
-                self._set(key, str(folder))
-                _log_once("%s = %s: this host does not have the channel; the data hosts read it.", key, folder)
+        data = self._config.get("data")
+        parameters = _arguments_of(data) if isinstance(data, Namespace) else ()
+        free = (one for one in parameters if may_be_folder(one) and not _has(self._explicit, f"data.{one}"))
+        return bool(mapping) or any(free)
 
     def fit_trainer(self, environment: SageMakerEnvironment) -> None:
         """Set ``num_nodes`` and ``devices``.

@@ -15,6 +15,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm import SageMakerCLI
+from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.training import loggers
 from lightning_sm.training.callbacks import spot_checkpoint
 from lightning_sm.training.process import PreparedProcess
@@ -154,12 +155,17 @@ class Host:
     Args:
         base_dir: Its ``/opt/ml``.
         monkeypatch: Restores the variables and the arguments.
+
+    Attributes:
+        channels_of_data_hosts: What the data hosts of its job would say.
     """
 
     def __init__(self, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.base_dir = base_dir
         self.model_dir = base_dir / "model"
         self._monkeypatch = monkeypatch
+        self.channels_of_data_hosts: Sequence[str] = ()
+        monkeypatch.setattr(ServiceConnection, "host_channels", lambda *_, is_quiet: list(self.channels_of_data_hosts))
 
     def configure(
         self,

@@ -21,6 +21,23 @@ def is_local(address: str) -> bool:
 
 
 @dataclass(frozen=True)
+class AskChannels(Message):
+    """A question for the names of the data hosts' channels, for a process that answers with them and exits.
+
+    Attributes:
+        addresses: Addresses of the data hosts.
+        credentials: Credentials for them.
+        timeout_s: How long to wait for the first of them.
+        is_quiet: Whether another rank of this host logs the same.
+    """
+
+    addresses: list[str]
+    credentials: Credentials
+    timeout_s: float
+    is_quiet: bool
+
+
+@dataclass(frozen=True)
 class Configure(Message):
     """The first message.
 
@@ -229,6 +246,13 @@ class Finish(Message):
 
 
 # From the feeder
+
+
+@dataclass(frozen=True)
+class Channels(Message):
+    """The names of the data hosts' channels."""
+
+    names: list[str]
 
 
 @dataclass(frozen=True)

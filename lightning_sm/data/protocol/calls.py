@@ -415,6 +415,7 @@ class HostReport:
         stuck: The worker that may hang, and the call in which it is; empty: there is none.
         figures: The figures of each rank, by its name, if they are wanted.
         hosts: The trainer host of each rank, by the rank's name; in answers to Status only.
+        channels: Names of its input channels; in answers to Status only.
         stream_port: Port for the stream of this rank, if it is another than that of the data host; 0: it is not.
     """
 
@@ -430,6 +431,7 @@ class HostReport:
     figures: dict[str, RankFigures] = field(default_factory=dict)
     stream_port: int = 0
     hosts: dict[str, str] = field(default_factory=dict)
+    channels: list[str] = field(default_factory=list)
 
     def encode(self) -> bytes:
         """Return the bytes of an answer."""

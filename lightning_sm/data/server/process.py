@@ -303,7 +303,7 @@ class ServerProcess:
         """Answer a call that only looks: it needs no lease, and grants none."""
         with self._leasing:
             figures, hosts = dict(self._figures), dict(self._hosts)
-        return replace(self._report(figures), hosts=hosts).encode()
+        return replace(self._report(figures), hosts=hosts, channels=self._settings.channels).encode()
 
     def _report(self, figures: dict[str, RankFigures], stream_port: int = 0) -> calls.HostReport:
         # As many workers as configured: the first heartbeat comes before any is forked, and trainers decide by it how

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning_sm.data.host.data_host import DataHost
-from lightning_sm.data.ipc.feeder_messages import LoaderPlace
+from lightning_sm.data.ipc.feeder_messages import AskChannels, Channels, Failed, LoaderPlace
+from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.plan.shards import max_slots_in_block
 from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.spec import LoaderDescription
@@ -138,6 +139,31 @@ class ServiceConnection:
             is_quiet=is_quiet,
         )
         weakref.finalize(self, self._feeder.close, "the process ended", is_success=True)
+
+    def host_channels(self, *, is_quiet: bool) -> list[str]:
+        """Return the names of the data hosts' input channels, once the first of them has run the script.
+
+        Args:
+            is_quiet: Whether another rank of this host logs what all of them would.
+
+        Raises:
+            DataServiceError: No data host answered in time, or they refuse this rank.
+        """
+        timeout_s = self.settings.startup_timeout_s
+        credentials = Credentials.of(self.settings, self.job)
+        process, sock = start_module("lightning_sm.data.feeder.ask_channels")
+        try:
+            sock.send(AskChannels(self.addresses, credentials, timeout_s, is_quiet))
+            answer = sock.receive()  # the process has the deadline, and closes the connection when it exits
+        finally:
+            sock.close()
+            process.kill()
+            status = process.wait()
+        if isinstance(answer, Failed):
+            raise answer.exception()
+        if not isinstance(answer, Channels):
+            raise DataServiceError(f"The process that asks data hosts for their channels {describe_exit(status)}.")
+        return answer.names
 
     def close(self, outcome: str, *, is_success: bool) -> None:
         """Disconnect this rank, and stop its feeder process and local workers.

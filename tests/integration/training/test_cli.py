@@ -8,7 +8,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_sm import SageMakerEnvironment
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
-from lightning_sm.errors import DataSettingsError, OutputDirectoryError, TopologyError
+from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.training.callbacks.line_progress import LineProgress
 from lightning_sm.training.cli import SageMakerCLI
 from tests.fakes.small_app import TWO_HOSTS, PairData, PassingData, RootData, SmallData, SmallModel, make_pairs
@@ -240,24 +240,21 @@ class TestCluster:
         environment = host.make(main_port=23456, resolve_timeout_s=1.5).environment
         assert (environment.main_port, environment._resolve_timeout_s) == (23456, 1.5)
 
-    @pytest.mark.parametrize("run", [True, False])
-    def test_a_data_host_needs_its_channel(self, host, capsys, run):
-        """A data host that cannot make the DataModule says which argument is missing, and fails."""
-        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-2")
-        with pytest.raises(SystemExit, match="2"):
-            host.start(data=RootData, run=run, channels={"training": "root"})
-        assert "data.root" in capsys.readouterr().err.splitlines()[-1]
+    def test_loaders_of_the_model_are_fetched_too(self, host):
+        """A script without a DataModule, whose model has the loaders."""
 
-    @pytest.mark.parametrize("name", ["algo-1", "algo-2"])
-    def test_data_hosts_need_a_data_module(self, host, name):
-        """A script without a DataModule has nothing to serve, which is an error on both sides."""
-        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, name)
-        with pytest.raises(DataSettingsError, match=r"has data hosts \(algo-2\), but the script has no LightningData"):
-            host.make(data=None)
+        class WithLoaders(SmallModel):
+            def train_dataloader(self):
+                return SmallData().train_dataloader()
+
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        assert isinstance(host.make(model=WithLoaders, data=None).datamodule, RemoteDataModule)
+        assert host.make(data=None).datamodule is None
 
     def test_a_trainer_need_not_see_the_data(self, host):
         """The channel may be one of the data group only, and its argument required."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        host.channels_of_data_hosts = ["training"]
         cli = host.make(data=RootData, channels={"training": "root"})
         assert isinstance(cli.datamodule, RemoteDataModule)
         assert cli.datamodule.root == str(host.channel("training"))
@@ -267,15 +264,16 @@ class TestCluster:
     @pytest.mark.parametrize(
         ("data", "folders"),
         [
-            (RootData, {"root": "training"}),
+            (RootData, {"root": "train"}),
             (PairData, {"images_dir": "images", "labels_dir": "labels", "mask_dir": None}),
-            (PassingData, {"data_dir": "training", "images_dir": "images", "labels_dir": "labels"}),
+            (PassingData, {"data_dir": "train", "images_dir": "images", "labels_dir": "labels"}),
         ],
     )
-    def test_required_folders_are_filled_on_a_trainer_without_channels(self, host, caplog, mode, data, folders):
-        """All folders without a default are filled, whoever chose the class, and the log says so."""
+    def test_folders_are_those_of_the_channels_of_data_hosts(self, host, caplog, mode, data, folders):
+        """Whatever they are called, and whoever chose the class, also folders with a default; the log says so."""
         caplog.set_level("INFO", "lightning_sm")
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        host.channels_of_data_hosts = ["train", "images", "labels"]
         modes = {
             "class": ([], {"data": data}),
             "subclass": ([f"--data={data.__name__}"], {"data": SmallData, "subclass_mode_data": True}),
@@ -285,20 +283,23 @@ class TestCluster:
         module = host.make(*arguments, **settings).datamodule
         expected = {name: channel and str(host.channel(channel)) for name, channel in folders.items()}
         assert {name: getattr(module, name) for name in folders} == expected
-        lines = "\n".join(text for text in caplog.messages if "this host does not have the channel" in text)
-        assert all(f"data.{name} = {folder}:" in lines for name, folder in expected.items() if folder)
+        lines = "\n".join(text for text in caplog.messages if text.startswith("Channels: "))
+        assert all(f"data.{name} = {folder}" in lines for name, folder in expected.items() if folder)
 
     def test_only_what_is_missing_is_filled(self, host):
         """A folder that the user set or that a channel of the trainer feeds stays."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1", channels=["labels"])
+        host.channels_of_data_hosts = ["training", "images", "labels"]
+        mapping = {"labels": "images_dir", "images": "labels_dir"}
         arguments = ["--data=PassingData", "--data.data_dir=own"]
-        module = host.make(*arguments, data=SmallData, subclass_mode_data=True, channels={"labels": "images_dir"})
+        module = host.make(*arguments, data=SmallData, subclass_mode_data=True, channels=mapping)
         found = (module.datamodule.data_dir, module.datamodule.images_dir, module.datamodule.labels_dir)
-        assert found == ("own", str(host.channel("labels")), str(host.channel("labels")))
+        assert found == ("own", str(host.channel("labels")), str(host.channel("images")))
 
     def test_a_mapped_argument_is_filled_too(self, host):
         """A mapping says which argument is a folder, whatever its name; a function may make the DataModule."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        host.channels_of_data_hosts = ["a", "images"]
         module = host.make(data=make_pairs, channels={"a": "labels_path", "b": "model.weights"}).datamodule
         assert (module.images_dir, module.labels_dir) == (str(host.channel("images")), str(host.channel("a")))
 
