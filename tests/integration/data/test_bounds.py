@@ -41,19 +41,22 @@ MAX_RUNNING = 32
 class Server:
     """The server process of a data host whose main process is this one."""
 
-    def __init__(self):
+    def __init__(self, **settings):
         self.process, self.main = start_module("lightning_sm.data.server.process")
-        settings = HostSettings("127.0.0.1:0", 2, 1 << 20, 60.0, None, "algo-9", credentials())
+        settings = HostSettings("127.0.0.1:0", 2, 1 << 20, 60.0, None, "algo-9", credentials(), **settings)
         self.main.send(Serve(settings))
         self.main.send(KeptSnapshots([DIGEST]))
         self.address = self.main.receive(TIMEOUT_S).address
         self._channels = contextlib.ExitStack()
 
+    def connect(self):
+        """Return a connection: each rank has its own, on which a data host accepts only a few calls at a time."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        return self._channels.enter_context(grpc.insecure_channel(self.address, options=options))
+
     def start(self, name, **values):
         """Start a call, and return its future."""
-        # Each rank has a connection, on which a data host accepts only a few calls at a time.
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        channel = self._channels.enter_context(grpc.insecure_channel(self.address, options=options))
+        channel = self.connect()
         kind = channel.stream_stream if name == "List" else channel.unary_unary
         method, request = kind(grpc_transport.method(name)), json.dumps(values).encode()
         limits = {"metadata": grpc_transport.metadata(credentials()), "timeout": TIMEOUT_S}

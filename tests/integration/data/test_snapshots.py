@@ -1,0 +1,104 @@
+"""What a data host needs of rank 0 before it runs hooks, and what rank 0 asks it before there is a DataModule."""
+
+import json
+import os
+
+import grpc
+import pytest
+
+from lightning_sm.data.ipc.host_messages import NewSnapshot, RunHook
+from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.spec import snapshot_hash
+from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.errors import DataHostMismatchError, DataHostUnreachableError
+from tests.fakes.requests import open_request
+from tests.integration.data.fakes import credentials
+from tests.integration.data.test_bounds import TIMEOUT_S, Server
+
+pytestmark = pytest.mark.processes
+
+CONTENT = bytes(range(256)) * 20_000
+
+
+@pytest.fixture
+def server():
+    """A server that no trainer has called yet."""
+    made = Server(channels=["training", "val"])
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def digest_of(content):
+    """Return the name of a snapshot."""
+    digest = snapshot_hash()
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def load(server, content, digest, num_bytes):
+    """Send a snapshot in pieces; return the status of the call."""
+    method = server.connect().stream_unary(grpc_transport.method("Load"))
+    head = json.dumps({"digest": digest, "num_bytes": num_bytes}).encode()
+    pieces = [head, *(content[start : start + 1_000_000] for start in range(0, len(content), 1_000_000))]
+    try:
+        method(iter(pieces), metadata=grpc_transport.metadata(credentials()), timeout=TIMEOUT_S)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def opened(server, **values):
+    """Return the answer to a request for loaders."""
+    return json.loads(server.start("Open", **{**open_request(), **values}).result(TIMEOUT_S))
+
+
+def test_a_host_asks_for_the_snapshots_that_it_lacks(server):
+    """It runs no hook before it has them; other ranks wait until rank 0 has asked."""
+    digest = digest_of(CONTENT)
+    assert opened(server, datamodule="") == {"Missing": {"snapshots": []}}
+    assert opened(server, datamodule=digest, state="s") == {"Missing": {"snapshots": [digest, "s"]}}
+    assert load(server, CONTENT, digest, len(CONTENT)) is grpc.StatusCode.OK
+    new = server.main.receive(TIMEOUT_S)
+    assert isinstance(new, NewSnapshot)
+    assert os.pread(new.fds[0], 2 * len(CONTENT), 0) == CONTENT
+    os.close(new.fds[0])
+    call = server.start("Open", **{**open_request(), "datamodule": digest})
+    assert isinstance(server.main.receive(TIMEOUT_S), RunHook)
+    call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("sent", "digest", "num_bytes"),
+    [
+        (CONTENT[:-1], digest_of(CONTENT), len(CONTENT)),
+        (CONTENT + b"x", digest_of(CONTENT), len(CONTENT)),
+        (CONTENT[:-1] + b"x", digest_of(CONTENT), len(CONTENT)),
+        (b"", digest_of(b"x"), 1),
+    ],
+    ids=["too short", "too long", "other bytes", "nothing"],
+)
+def test_a_broken_snapshot_is_not_taken(server, sent, digest, num_bytes):
+    """Nothing of it reaches the main process, which would unpickle it."""
+    assert load(server, sent, digest, num_bytes) is grpc.StatusCode.DATA_LOSS
+    assert opened(server, datamodule=digest) == {"Missing": {"snapshots": [digest]}}
+
+
+def connection(address, **settings):
+    """The connection of a trainer."""
+    return ServiceConnection([address], DataServiceSettings(startup_timeout_s=1.0, **settings), "local")
+
+
+def test_a_trainer_learns_the_channels_of_data_hosts(server):
+    """It has none of them, and rank 0 makes the DataModule that reads them."""
+    assert connection(server.address).host_channels(is_quiet=True) == ["training", "val"]
+
+
+def test_a_trainer_that_learns_nothing_says_why(server):
+    """A host that is not there is awaited for the time that the setting says; a wrong token is an error at once."""
+    with pytest.raises(DataHostUnreachableError, match=r"within 1 s \(data_service.startup_timeout_s\) which channels"):
+        connection("127.0.0.1:1").host_channels(is_quiet=True)
+    with pytest.raises(DataHostMismatchError, match="refused the token"):
+        connection(server.address, token="x").host_channels(is_quiet=True)  # noqa: S106
