@@ -97,7 +97,11 @@ def test_a_host_whose_name_resolves_late_is_let_in_then():
         assert reaches_grpc(address, STRANGER)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "[::1]", "[::]"])  # noqa: S104 - a filter
+# Containers often have no IPv6.
+HOSTS = ["127.0.0.1", "0.0.0.0", "localhost", *(["[::1]", "[::]"] if doorman._has_ipv6() else [])]  # noqa: S104
+
+
+@pytest.mark.parametrize("host", HOSTS)
 def test_grpc_shares_the_port_on_every_kind_of_address(host):
     """One for IPv4, one for IPv6, and any: all connections of trusted machines reach gRPC."""
     with listening(address=f"{host}:0") as address:
