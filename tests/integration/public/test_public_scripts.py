@@ -169,7 +169,7 @@ def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plain
         if case in SEEN:
             if case not in plainly_seen:
                 test_plainly(plain_runs, work, data, plainly_seen, case)
-            assert seen_in(ended.stdout) == plainly_seen[case]
+            assert seen_in(ended.stdout) == plainly_seen[case], ended.stdout
     else:
         assert ended.returncode == 1, ended.stdout + ended.stderr
         assert script.refused in reason_of(ended.stdout)

@@ -140,7 +140,7 @@ class VarNet(LightningModule):
         self.log("val_loss", self.step(batch, "val"), batch_size=len(batch.fname), sync_dist=True)
 
     def on_train_end(self):
-        print("seen", self.seen, flush=True)
+        print(f"seen {self.seen}\n", end="", flush=True)  # one write: other lines cannot come between
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), self.hparams.lr)

@@ -78,7 +78,7 @@ class GraphSAGE(LightningModule):
         self.log("val_loss", self.step(batch, "val"), batch_size=batch.batch_size, sync_dist=True)
 
     def on_train_end(self):
-        print("seen", self.seen, flush=True)
+        print(f"seen {self.seen}\n", end="", flush=True)  # one write: other lines cannot come between
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), self.hparams.lr)
