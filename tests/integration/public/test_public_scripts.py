@@ -199,10 +199,10 @@ def run_job(jobs, work, script, folder, groups, *options):
 
 
 def seen_in(output):
-    """The samples that the ranks of a script saw in each stage, sorted: which, not how often."""
+    """The samples that the ranks of a script saw in each stage, sorted."""
     runs = [ast.literal_eval(text) for text in re.findall(r"seen (\{.*\})", output)]
     assert runs, output
-    return {stage: sorted({repr(sample) for run in runs for sample in run[stage]}) for stage in ("train", "val")}
+    return {stage: sorted(repr(sample) for run in runs for sample in run[stage]) for stage in ("train", "val")}
 
 
 def reason_of(output):
