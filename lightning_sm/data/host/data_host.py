@@ -17,7 +17,7 @@ from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_network_processes
-from lightning_sm.errors import DataServiceError
+from lightning_sm.errors import DataServiceError, DataSettingsError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.variables import JOB_SECRET
@@ -59,6 +59,9 @@ class DataHost:
         settings: Limits, credentials.
         job: Name of the job; trainers must use the same name.
         name: Name of the host in messages. Default: its address.
+
+    Raises:
+        DataSettingsError: ``address`` is a DataModule.
     """
 
     # Main processes that wait for their settings.
@@ -73,6 +76,11 @@ class DataHost:
         job: str = LOCAL_JOB,
         name: str = "",
     ) -> None:
+        if not isinstance(address, str):
+            raise DataSettingsError(
+                f"DataHost got a {type(address).__name__} as its address. It needs no DataModule: rank 0 sends its own. "
+                "Write DataHost(workers=4), and give RemoteDataModule the DataModule."
+            )
         settings = settings or DataServiceSettings()
         if settings.token is None:
             _ensure_secret()

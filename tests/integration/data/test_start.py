@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import DataHost, RemoteDataModule
 from lightning_sm.data.host import data_host
-from lightning_sm.errors import DataServiceError
+from lightning_sm.errors import DataServiceError, DataSettingsError
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Data
 from tests.integration.emulators import until
@@ -50,6 +50,12 @@ def alarm():
     yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+
+
+def test_a_data_host_needs_no_datamodule():
+    """Who gives it one learns at once where it belongs."""
+    with pytest.raises(DataSettingsError, match="DataHost got a Data as its address. It needs no DataModule"):
+        DataHost(Data(make))
 
 
 def test_a_preloaded_process_serves_the_next_data_host():
