@@ -78,7 +78,7 @@ class DataHost:
     ) -> None:
         if not isinstance(address, str):
             raise DataSettingsError(
-                f"DataHost got a {type(address).__name__} as its address. It needs no DataModule: rank 0 sends its own. "
+                f"DataHost got a {type(address).__name__} as its address. It needs no DataModule: rank 0 sends one. "
                 "Write DataHost(workers=4), and give RemoteDataModule the DataModule."
             )
         settings = settings or DataServiceSettings()

@@ -54,7 +54,7 @@ def alarm():
 
 def test_a_data_host_needs_no_datamodule():
     """Who gives it one learns at once where it belongs."""
-    with pytest.raises(DataSettingsError, match="DataHost got a Data as its address. It needs no DataModule"):
+    with pytest.raises(DataSettingsError, match=r"DataHost got a Data as its address\. It needs no DataModule"):
         DataHost(Data(make))
 
 
