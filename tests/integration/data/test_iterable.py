@@ -78,7 +78,7 @@ def widening(*rows):
 def one_of(world_size, rank, hosts, **settings):
     """Connect as one of several ranks."""
     with remote(hosts, **settings) as module:
-        module._hosts._data_ranks = lambda _: (rank, world_size)
+        module._hosts._data_ranks = lambda *_: (rank, world_size)
         yield module
 
 

@@ -47,8 +47,8 @@ def test_ranks_share_each_epoch_exactly(hosts):
     """What two ranks take in a step is what one rank with twice the batch size takes; the last step is shared, too."""
     ranks = []
     for rank in (0, 1):
-        with remote(hosts[:2]) as module:
-            module._hosts._data_ranks = lambda _, rank=rank: (rank, 2)
+        with remote(hosts[:2], tail="exact") as module:
+            module._hosts._data_ranks = lambda *_, rank=rank: (rank, 2)
             loader = module.train_dataloader()
             ranks.append([batch["index"].tolist() for batch in loader])
             assert len(loader) == len(ranks[-1])
