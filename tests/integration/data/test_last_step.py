@@ -23,9 +23,11 @@ TIMEOUT_S = 120
 def ranks(request, tmp_path_factory):
     """What each of some ranks saw."""
     folder = tmp_path_factory.mktemp("seen")
-    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1", "SEEN": str(folder)}
+    variables = {"PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1", "SEEN": str(folder)}
+    variables["RANKS"] = str(request.param)
     with DataHost(workers=2) as host:
-        env |= {"ADDRESSES": host.address, "RANKS": str(request.param)}
+        # The host sets the secret that the ranks need.
+        env = {**os.environ, **variables, "ADDRESSES": host.address}
         command = [sys.executable, str(SCRIPTS / "train_uneven.py")]
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, env=env)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -153,7 +153,6 @@ OF_OTHERS = {
     "data/host/trainer_stand_in.py": {"_getframe"},  # Python
     "data/host/spawned_worker.py": {"_inheriting"},  # multiprocessing's Process
     "data/trainer/last_step.py": {"_getframe"},  # Python
-    "data/trainer/position.py": {"_replace"},  # named tuples
     "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
     "training/loggers.py": {"_file_name", "_get_file_writer"},  # tensorboard and torch's SummaryWriter
