@@ -13,6 +13,7 @@ from lightning_sm.data.host.generators import HeldGenerators, get_state, seed_ge
 
 KINDS = {
     "NumPy": lambda: np.random.default_rng(1),
+    "NumPy, bits of another kind": lambda: np.random.Generator(np.random.PCG64DXSM(1)),
     "NumPy, other bits": lambda: np.random.Generator(np.random.MT19937(1)),
     "NumPy's legacy": lambda: np.random.RandomState(1),
     "NumPy's legacy, other bits": lambda: np.random.RandomState(np.random.PCG64(1)),
@@ -228,6 +229,21 @@ def test_objects_that_cannot_be_looked_at_are_passed_over():
     """The user's class may do anything when its attributes are read."""
     owner = Holder(guarded=Guarded(np.random.default_rng(1)), rng=np.random.default_rng(2))
     assert list(HeldGenerators(owner)) == [owner.rng]
+
+
+def test_seeds_give_unrelated_numbers():
+    """Neighboring seeds and derived ones give numbers that are spread evenly, and a number kept for later goes."""
+    rng = np.random.default_rng(1)
+    drawn = []
+    for seed in range(4000):
+        seed_generator(rng, seed)
+        drawn.append(rng.random())
+        rng.integers(2, dtype=np.uint32)  # keeps half of 64 bits
+    counts = np.histogram(drawn, bins=20, range=(0, 1))[0]
+    assert ((counts - 200) ** 2 / 200).sum() < 44  # chi-squared, 19 degrees of freedom, p = 0.001
+    assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.06
+    seed_generator(rng, 3999)
+    assert rng.random() == drawn[-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
