@@ -78,7 +78,10 @@ _MODULE_OF = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
-        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+        try:
+            return getattr(importlib.import_module(_MODULE_OF[name]), name)
+        except AttributeError as error:  # "from lightning_sm import" would only say that there is no such name
+            raise ImportError(f"Cannot import {_MODULE_OF[name]}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

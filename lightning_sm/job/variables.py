@@ -320,6 +320,15 @@ RECORD_DIR = Setting[Path | None](
     meaning="Folder for what this attempt of the job writes down of its run.",
     is_internal=True,
 )
+DATA_CHANNELS = Setting[tuple[str, ...] | None](
+    name="LIGHTNING_SM_DATA_CHANNELS",
+    parse=_names,
+    default=None,
+    default_text="the data hosts are asked",
+    meaning="Input channels of the data hosts, where a trainer's command line is checked before there are any hosts.",
+    is_internal=True,
+    accepts_empty=True,
+)
 
 SETTINGS: tuple[Setting[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
 USER_SETTINGS = tuple(setting for setting in SETTINGS if not setting.is_internal)

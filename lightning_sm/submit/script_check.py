@@ -21,6 +21,7 @@ from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.instance_types import num_gpus
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import DATA_CHANNELS
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.preflight import Findings
 from lightning_sm.submit.script_parser import PARSED
@@ -86,6 +87,7 @@ def _run(job: Job, script: Path, arguments: list[str], folder: Path, findings: F
         "SM_NUM_GPUS": str(num_gpus(trainer.instance_type) or 0),
         "CUDA_VISIBLE_DEVICES": "",  # imports that touch a GPU would take it from its user
         "TRAINING_JOB_NAME": job.name,
+        DATA_CHANNELS.name: ",".join(job.channels),
     }
     directory = job.source_dir if job.source_dir is not None and job.local_script is None else script.parent
     process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from lightning_sm.job.facts import Channel, SageMakerJob
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S
 from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import DATA_CHANNELS
 from lightning_sm.training.config_overlay import JobOverlay
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.group_exit import leave_at_exit
@@ -228,8 +230,10 @@ class SageMakerCLI(LightningCLI):
 
     def _with_channels_of_data_hosts(self, job: SageMakerJob, settings: Namespace) -> SageMakerJob:
         """Return the job with the channels that only the data hosts have: rank 0 makes the DataModule for them."""
-        connection = ServiceConnection.of_job(job, self.topology, DataServiceSettings(**vars(settings)))
-        names = connection.host_channels(is_quiet=self.environment.local_rank() != 0)
+        names = DATA_CHANNELS.read(os.environ)
+        if names is None:
+            connection = ServiceConnection.of_job(job, self.topology, DataServiceSettings(**vars(settings)))
+            names = connection.host_channels(is_quiet=self.environment.local_rank() != 0)
         folder = job.base_dir / "input" / "data"
         theirs = {name: Channel(name, folder / name) for name in names if name not in job.channels}
         return replace(job, channels={**job.channels, **theirs})

@@ -34,11 +34,18 @@ _EXCEPTIONS = {
         "_BANNER.search(line.text)": "as above",
         "_HOST.findall(reason)": _SERVICE,
     },
-    "data/feeder/host_link.py": {"'larger than max' in detail": "gRPC has no code of its own for it"},
+    "data/feeder/host_link.py": {
+        "'larger than max' in detail": "gRPC has no code of its own for it",
+        "_NOT_LISTENING not in details": "as above",
+    },
     "data/host/worker_stack.py": {
         "_FRAME": "faulthandler, which a hanging process needs, writes lines",
         "stacks.partition('Current thread')": "as above",
     },
+    "data/protocol/probe.py": {
+        "first.startswith(REFUSED)": "a message of the protocol"
+    },
+    "data/server/peers.py": {"text.partition('%')": "the zone of an address"},
     "doctor/checks/network.py": {"re.fullmatch('[0-9]{1,5}', text)": _SETTING},
     "emulator/faults.py": {
         "_PATTERNS[kind].fullmatch(text, len(name))": _SETTING,
@@ -149,11 +156,11 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
             known = _constants(_tree(path)) if path.is_file() else {}
             found |= {alias.asname or alias.name: known[alias.name] for alias in node.names if alias.name in known}
         elif isinstance(node, ast.Assign):
-            (target,) = node.targets
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                found |= {one.id: value for one, value in zip(target.elts, node.value.elts, strict=True)}
-            elif isinstance(target, ast.Name):
-                found[target.id] = node.value
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    found |= {one.id: value for one, value in zip(target.elts, node.value.elts, strict=True)}
+                elif isinstance(target, ast.Name):
+                    found[target.id] = node.value
     return {name: value for name, value in found.items() if isinstance(value, _VALUES)}
 
 

@@ -10,11 +10,10 @@ import faulthandler
 import mmap
 import os
 import re
-import signal
 import sysconfig
 
-# On this signal a worker writes its stacks. Signals without a name are the least likely to be used by a library.
-_SIGNAL = signal.SIGRTMIN + 5
+from lightning_sm.job.control_folder import STACKS_SIGNAL
+
 _CAPACITY = 1 << 18
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -37,12 +36,12 @@ class WorkerStack:
 
     def write_on_signal(self) -> None:
         """Write the stacks of all threads of this process whenever ``ask`` names it. Call it in the worker."""
-        faulthandler.register(_SIGNAL, file=self.fd)
+        faulthandler.register(STACKS_SIGNAL, file=self.fd)
 
     @staticmethod
     def ask(pid: int) -> None:
         """Let a worker write its stacks, which takes it milliseconds."""
-        os.kill(pid, _SIGNAL)
+        os.kill(pid, STACKS_SIGNAL)
 
     def take(self) -> str:
         """Return what the worker has written since the last call; empty: nothing yet.

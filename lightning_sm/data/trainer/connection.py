@@ -140,7 +140,7 @@ class ServiceConnection:
         )
         weakref.finalize(self, self._feeder.close, "the process ended", is_success=True)
 
-    def host_channels(self, *, is_quiet: bool) -> list[str]:
+    def host_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
         """Return the names of the data hosts' input channels, once the first of them has run the script.
 
         Args:
@@ -163,7 +163,7 @@ class ServiceConnection:
             raise answer.exception()
         if not isinstance(answer, Channels):
             raise DataServiceError(f"The process that asks data hosts for their channels {describe_exit(status)}.")
-        return answer.names
+        return tuple(answer.names)
 
     def close(self, outcome: str, *, is_success: bool) -> None:
         """Disconnect this rank, and stop its feeder process and local workers.

@@ -245,6 +245,8 @@ def test_memory_is_bounded_by_the_message():
     mutator = Mutator(make_corpus(), SEED + 1)
     messages = [mutator.message() for _ in range(min(NUM_MUTATIONS, 2000))]
     messages += [(json.dumps(["lsm-batch", 1, 0, ["l", *([node] * 5000)]]).encode(), b"") for node in (["d"], ["l"], 1)]
+    for header, data in messages:  # torch imports modules of its own when it is first needed
+        try_message(header, np.frombuffer(bytearray(data), np.uint8))
     tracemalloc.start()
     try:
         for header, data in messages:
