@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_sm.data.host.datamodule import ServedModule
-from lightning_sm.data.trainer.pickler import pickle_object
+from lightning_sm.data.host.pickler import pickle_object
 from tests.fakes.requests import DIGEST
 
 
@@ -19,5 +19,5 @@ def served(datamodule: Any, digest: str = DIGEST, module: ServedModule | None = 
     """
     module = module or ServedModule()
     pickled = pickle_object(datamodule, by_name=False)
-    module.keep(digest, pickled.write(), pickled.num_bytes, [digest, *module.snapshots])
+    module.keep(digest, pickled.write(), [digest, *module.snapshots])
     return module

@@ -36,7 +36,7 @@ class ServedModule:
     def __init__(self) -> None:
         self.loaders: dict[str, list[ServedLoader]] = {}
         self.replies: dict[str, SetUp | Loaders] = {}
-        self._snapshots: dict[str, tuple[int, int]] = {}  # by digest: descriptor and size
+        self._snapshots: dict[str, int] = {}  # descriptors by digest
         self._module: _LiveModule | None = None
         self._trainer_run: int | None = None
         self._stage: str | None = None
@@ -47,19 +47,18 @@ class ServedModule:
         """Digests of the snapshots that it has."""
         return list(self._snapshots)
 
-    def keep(self, digest: str, fd: int, num_bytes: int, kept: Sequence[str]) -> None:
+    def keep(self, digest: str, fd: int, kept: Sequence[str]) -> None:
         """Take a snapshot of rank 0.
 
         Args:
             digest: Its digest.
             fd: Its memory.
-            num_bytes: Its size.
             kept: Digests of the snapshots that may still be requested.
         """
         for old in [digest, *(self._snapshots.keys() - set(kept))]:
             if old in self._snapshots:
-                os.close(self._snapshots.pop(old)[0])
-        self._snapshots[digest] = fd, num_bytes
+                os.close(self._snapshots.pop(old))
+        self._snapshots[digest] = fd
 
     def open(self, request: OpenRequest) -> SetUp | Loaders | Problem:
         """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, each unless it has run already.
@@ -145,7 +144,7 @@ class ServedModule:
         return module
 
     def _load(self, digest: str) -> Any:
-        return load_object(*self._snapshots[digest])
+        return load_object(self._snapshots[digest])
 
 
 class _LiveModule:

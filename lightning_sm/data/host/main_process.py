@@ -235,8 +235,8 @@ class MainProcess:
                     # If the server process restarts, trainers must find it at the same address.
                     self._settings = replace(self._settings, address=address)
                     self._listening(address)
-                case host_messages.NewSnapshot(digest, num_bytes, kept, (fd,)):
-                    self._module.keep(digest, fd, num_bytes, kept)
+                case host_messages.NewSnapshot(digest, kept, (fd,)):
+                    self._module.keep(digest, fd, kept)
                 case host_messages.RunHook(request):
                     self._server_starts = 0
                     self._open(request)
@@ -315,7 +315,7 @@ class MainProcess:
             self._pickled.pop(opening).close()
         for opening in openings:
             if opening not in self._pickled and any(loader.start_method != "fork" for loader in live[opening]):
-                self._pickled[opening] = PickledLoaders(live[opening])
+                self._pickled[opening] = PickledLoaders(opening, live[opening], self._host_name, self._settings.workers)
             # A hook may return an empty list, which needs no workers.
             for number in range(self._settings.workers if live[opening] else 0):
                 self._start_worker(opening, number)
@@ -330,10 +330,7 @@ class MainProcess:
         if pickled is None:
             pid, sock = self._fork_worker(opening, number, ring, mark, stack)
         else:
-            start = host_messages.StartWorker(
-                opening, self._host_name, number, self._settings.workers, ring.num_slots, ring.slot_bytes
-            )
-            process, sock = pickled.start_worker(start, ring, mark, stack)
+            process, sock = pickled.start_worker(number, ring, mark, stack)
             pid = process.pid
         self._send(
             host_messages.NewWorker(

@@ -1,4 +1,4 @@
-"""Snapshots: the DataModule of rank 0 as bytes, from which a data host rebuilds it."""
+"""Snapshots: an object as bytes, from which another process rebuilds it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ NUMBER = struct.Struct("<Q")
 ALIGNMENT = 64
 
 
-def load_object(fd: int, num_bytes: int) -> Any:
+def load_object(fd: int) -> Any:
     """Rebuild an object from its snapshot.
 
     Its arrays and tensors alias the memory of the snapshot, which all processes share until one of them writes to it.
 
     Args:
         fd: The descriptor of the memory; it may be closed afterwards.
-        num_bytes: Size of the snapshot.
 
     Raises:
         DataSettingsError: This process lacks a module, class or function of the object.
     """
-    memory = memoryview(mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+    memory = memoryview(mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     (num_parts,) = NUMBER.unpack_from(memory)
     end = NUMBER.size * (num_parts + 1)
     parts = []
@@ -36,7 +35,7 @@ def load_object(fd: int, num_bytes: int) -> Any:
         end = start + size
         parts.append(memory[start:end])
     try:
-        return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job
+        return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job, or the parent
     except (AttributeError, ImportError) as error:
         raise DataSettingsError(
             f"This data host cannot rebuild the DataModule of rank 0: {error}. A data host runs the script up to its "

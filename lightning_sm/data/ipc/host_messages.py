@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import LoaderPass, Loaders, OpenRequest, Problem, SetUp
@@ -59,7 +60,6 @@ class NewSnapshot(Message):
     """To the main process: a snapshot of rank 0, of which ``fds`` has the memory, and which snapshots to keep."""
 
     digest: str
-    num_bytes: int
     kept: list[str]
     fds: tuple[int, ...]
 
@@ -163,7 +163,8 @@ class StartWorker(Message):
         num_workers: Workers on the host.
         num_slots: Slots of its ring.
         slot_bytes: Capacity of a slot.
-        fds: Its ring, its mark, the memory for its stack, and the pickled loaders.
+        preparation: What multiprocessing tells a process that it spawns: how to import the script.
+        fds: Its ring, its mark, the memory for its stack, and the snapshot of the loaders.
     """
 
     opening: str
@@ -172,7 +173,8 @@ class StartWorker(Message):
     num_workers: int
     num_slots: int
     slot_bytes: int
-    fds: tuple[int, ...] = ()
+    preparation: dict[str, Any]
+    fds: tuple[int, ...]
 
 
 @dataclass(frozen=True)

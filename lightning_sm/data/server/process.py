@@ -217,7 +217,7 @@ class ServerProcess:
             with self._changed:
                 others = [known for known in self._snapshots if known != head.digest]
                 self._snapshots = [*others[1 - _NUM_SNAPSHOTS :], head.digest]
-                self._send(host_messages.NewSnapshot(head.digest, head.num_bytes, self._snapshots, (fd,)))
+                self._send(host_messages.NewSnapshot(head.digest, self._snapshots, (fd,)))
         finally:
             os.close(fd)
         return b"{}"

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from lightning_sm._lightning import CombinedLoader, IndexBatchSamplerWrapper, LightningDataModule
+from lightning_sm.data.host.pickler import pickle_object
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders
 from lightning_sm.data.plan.shards import default_num_shards
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest, SetUp
@@ -19,7 +20,6 @@ from lightning_sm.data.trainer.bare_loaders import ModelLoaders
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.pickler import pickle_object
 from lightning_sm.data.trainer.position import Progress, position_of, reach, step_limit
 from lightning_sm.data.trainer.travel import TravellingModule
 from lightning_sm.errors import DataSettingsError

@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
 
 from lightning_sm import errors
+from lightning_sm.data.host.pickler import PickledObject
 from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, NothingReceivedError, Released
 from lightning_sm.data.ipc.processes import describe_exit, start_module
@@ -21,7 +22,6 @@ from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, SetUp
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials, Verify
-from lightning_sm.data.trainer.pickler import PickledObject
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import weakref
 from typing import Any, ClassVar
 
 from lightning_sm._lightning import LightningDataModule
+from lightning_sm.data.host.pickler import PickledObject, is_value, pickle_object
 from lightning_sm.data.protocol.calls import SetUp
 from lightning_sm.data.protocol.plain_values import plain_json, plain_value
-from lightning_sm.data.trainer.pickler import PickledObject, is_value, pickle_object
 from lightning_sm.errors import WireError
 
 logger = logging.getLogger(__name__)

@@ -93,7 +93,7 @@ def connection(address, **settings):
 
 def test_a_trainer_learns_the_channels_of_data_hosts(server):
     """It has none of them, and rank 0 makes the DataModule that reads them."""
-    assert connection(server.address).host_channels(is_quiet=True) == ["training", "val"]
+    assert connection(server.address).host_channels(is_quiet=True) == ("training", "val")
 
 
 def test_a_trainer_that_learns_nothing_says_why(server):

@@ -140,7 +140,7 @@ def test_functions_of_the_script_reach_workers_that_are_no_forks(pool):
 def test_what_cannot_be_pickled_is_named(pool):
     """As a local DataLoader fails, but with the path of the object; the host goes on serving."""
     expected = (
-        r"train_dataloader\(\)\['a'\]\.dataset\.cache\['files'\]\[0\] \(a lock\) cannot be pickled \(TypeError: .*\)\. "
+        r"train_dataloader\(\)\['a'\]\.dataset\.cache\['files'\]\[0\] is a lock, which cannot be pickled: .*\. "
         r"With multiprocessing_context='spawn', "
     )
     with (

@@ -68,7 +68,7 @@ class Pair:
         pickled = self.module.pickled(by_name=False)
         for one in [pickled] if pickled.digest not in self.host.snapshots else []:
             self.sent.append(one.digest)
-            self.host.keep(one.digest, one.write(), one.num_bytes, [one.digest])
+            self.host.keep(one.digest, one.write(), [one.digest])
         own = {**open_request(loaders), "trainer_run": self.run, "stage": stage, "datamodule": pickled.digest}
         own |= {"values": self.module.values(), "kept": self.module.kept(), "earlier": list(self.module.earlier)}
         return OpenRequest(**{**own, "opening": f"{self.run}/{stage}/{loaders}/{len(CALLS)}"})

@@ -1,4 +1,4 @@
-"""The pickler of rank 0, which turns the DataModule into a snapshot for the data hosts."""
+"""Pickles objects into snapshots: the DataModule of rank 0 for the data hosts, and loaders for spawned workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 import torch
@@ -33,6 +33,13 @@ _SCALARS = (type(None), bool, int, float, str)
 _MAX_TEXT_CHARS = 1_000
 
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+
+_TO_DATA_HOSTS = (
+    "Data hosts get the DataModule (or the loaders) of rank 0, pickled, and run its hooks. Create what cannot be "
+    "pickled in setup(), which runs on the data hosts, or when the dataset first uses it."
+)
+
+StateOf: TypeAlias = Callable[[Any], dict[str, Any] | None]
 
 _NUMPY_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -91,15 +98,23 @@ def is_value(value: object) -> bool:
 
 
 def pickle_object(
-    value: Any, state_of: Callable[[Any], dict[str, Any] | None] = lambda _: None, *, by_name: bool
+    value: Any,
+    state_of: StateOf = lambda _: None,
+    *,
+    by_name: bool,
+    named: Mapping[str, Any] | None = None,
+    advice: str = _TO_DATA_HOSTS,
 ) -> PickledObject:
     """Pickle an object. A Trainer in it becomes the data host's stand-in.
 
     Args:
         value: The object.
         state_of: Returns the attributes of an object that are to be pickled, instead of all; None: pickle all.
-        by_name: Whether data hosts have run this script: its classes and functions are then theirs, so that
+        by_name: Whether the recipients have run this script: its classes and functions are then theirs, so that
             ``isinstance`` and ``globals()`` see what they see here. Otherwise, they travel by value.
+        named: Parts of the object by the names under which its user knows them, for the error; None: the object itself,
+            by its class.
+        advice: End of the error: who gets the object, and what to do.
 
     Raises:
         DataSettingsError: Something in it cannot be pickled.
@@ -109,7 +124,11 @@ def pickle_object(
     try:
         _Pickler(file, buffers, state_of, by_name=by_name).dump(value)
     except Exception as error:
-        raise _not_picklable(value, state_of, error, by_name=by_name) from error
+        roots = {type(value).__name__: value} if named is None else named
+        path, culprit, reason = _Search(state_of, by_name=by_name).culprit(roots, error)
+        raise DataSettingsError(
+            f"{path} is a {type(culprit).__name__}, which cannot be pickled: {reason}. {advice}"
+        ) from error
     return PickledObject([file.getbuffer(), *(buffer.raw() for buffer in buffers)])
 
 
@@ -120,7 +139,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self,
         file: io.BytesIO,
         buffers: list[pickle.PickleBuffer],
-        state_of: Callable[[Any], dict[str, Any] | None],
+        state_of: StateOf,
         *,
         by_name: bool,
     ) -> None:
@@ -179,51 +198,58 @@ def _main_name(obj: Any) -> str | None:
     return obj.__qualname__ if found is obj else None
 
 
-def _not_picklable(
-    value: Any, state_of: Callable[[Any], dict[str, Any] | None], error: Exception, *, by_name: bool
-) -> DataSettingsError:
-    """Return the error for an object of which some part cannot be pickled, with the path to that part."""
+class _Search:
+    """The search for what cannot be pickled, by trying out the parts of objects."""
 
-    def problem_of(part: Any) -> Exception | None:
+    def __init__(self, state_of: StateOf, *, by_name: bool) -> None:
+        self._state_of = state_of
+        self._is_by_name = by_name
+
+    def culprit(self, roots: Mapping[str, Any], error: Exception) -> tuple[str, Any, Exception]:
+        """Return the path to the innermost part that cannot be pickled, the part, and why.
+
+        Args:
+            roots: Where to begin, by path.
+            error: What the pickler raised for all of them together.
+        """
+        path, culprit = "", None
+        seen: set[int] = set()
+        parts: Iterator[tuple[str, Any]] = iter(roots.items())
+        for _ in range(_MAX_DEPTH):
+            for step, part in islice(parts, _MAX_PARTS):
+                if id(part) not in seen and (problem := self._problem_of(part)) is not None:
+                    seen.add(id(part))
+                    path, culprit, error = path + step, part, problem
+                    break
+            else:
+                break
+            parts = self._parts_of(culprit)
+        return path, culprit, error
+
+    def _problem_of(self, part: Any) -> Exception | None:
         try:
-            _Pickler(io.BytesIO(), [], state_of, by_name=by_name).dump(part)
+            _Pickler(io.BytesIO(), [], self._state_of, by_name=self._is_by_name).dump(part)
         except Exception as problem:  # noqa: BLE001  # what the user's classes raise
             return problem
         return None
 
-    path, culprit, seen = type(value).__name__, value, {id(value)}
-    for _ in range(_MAX_DEPTH):
-        for step, part in islice(_parts_of(culprit, state_of), _MAX_PARTS):
-            if id(part) not in seen and (problem := problem_of(part)) is not None:
-                seen.add(id(part))
-                path, culprit, error = path + step, part, problem
-                break
-        else:
-            break
-    return DataSettingsError(
-        f"{path} is a {type(culprit).__name__}, which cannot be sent to the data hosts: {error}. They get the "
-        "DataModule (or the loaders) of rank 0, pickled, and run its hooks. Create what cannot be pickled in setup(), "
-        "which runs on the data hosts, or when the dataset first uses it."
-    )
-
-
-def _parts_of(value: Any, state_of: Callable[[Any], dict[str, Any] | None]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an object that its pickle has, and how code reaches them."""
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"[{number}]", item) for number, item in enumerate(value))
-    if isinstance(value, MethodType):
-        yield ".__self__", value.__self__
-    if isinstance(value, FunctionType) and value.__closure__:
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
-            yield f" ({name} in its closure)", cell.cell_contents
-    if isinstance(value, partial):
-        yield ".func", value.func
-        yield ".args", value.args
-        yield ".keywords", value.keywords
-    state = state_of(value)
-    if state is None:
-        state = getattr(value, "__dict__", {})
-    if not isinstance(value, (type, FunctionType)):
-        yield from ((f".{name}", item) for name, item in state.items())
+    def _parts_of(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the parts of an object that its pickle has, and how code reaches them."""
+        if isinstance(value, Mapping):
+            yield from ((f"[{key!r}]", item) for key, item in value.items())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            yield from ((f"[{number}]", item) for number, item in enumerate(value))
+        if isinstance(value, MethodType):
+            yield ".__self__", value.__self__
+        if isinstance(value, FunctionType) and value.__closure__:
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
+                yield f" ({name} in its closure)", cell.cell_contents
+        if isinstance(value, partial):
+            yield ".func", value.func
+            yield ".args", value.args
+            yield ".keywords", value.keywords
+        state = self._state_of(value)
+        if state is None:
+            state = getattr(value, "__dict__", {})
+        if not isinstance(value, (type, FunctionType)):
+            yield from ((f".{name}", item) for name, item in state.items())

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm._lightning import Trainer
+from lightning_sm.data.host.pickler import is_value, pickle_object
 from lightning_sm.data.host.snapshot import load_object
 from lightning_sm.data.host.trainer_stand_in import stand_in
-from lightning_sm.data.trainer.pickler import is_value, pickle_object
 from lightning_sm.errors import DataSettingsError
 
 
@@ -23,7 +23,7 @@ def travelled(value, *, by_name=False):
     fd = pickled.write()
     assert os.fstat(fd).st_size == pickled.num_bytes
     try:
-        return load_object(fd, pickled.num_bytes)
+        return load_object(fd)
     finally:
         os.close(fd)
 
@@ -68,7 +68,7 @@ def test_memory_is_writable_and_aligned_and_belongs_to_the_copy():
     array, tensor = np.arange(20_000), torch.arange(20_000.0)
     pickled = pickle_object((array, tensor), by_name=False)
     fd = pickled.write()
-    first, second = (load_object(fd, pickled.num_bytes) for _ in range(2))
+    first, second = (load_object(fd) for _ in range(2))
     os.close(fd)
     first[0][0] = first[1][0] = -1
     assert (second[0][0], second[1][0], array[0]) == (0, 0, 0)
@@ -125,7 +125,7 @@ FILE = sys.__stdin__
 )
 def test_what_cannot_be_sent_is_named_by_its_path(value, path):
     """With what to do about it."""
-    with pytest.raises(DataSettingsError, match=rf"{path}.*cannot be sent to the data hosts.*Create .* in setup\(\)"):
+    with pytest.raises(DataSettingsError, match=rf"{path}.*cannot be pickled.*Create .* in setup\(\)"):
         pickle_object(value, by_name=False)
 
 
