@@ -121,6 +121,8 @@ def prepare_to_abort(stacks: int) -> None:
     Args:
         stacks: Descriptor of the file.
     """
+    # Where it is enabled already, enable() changes the file only, although a Trainer that has ended has reset handlers.
+    faulthandler.disable()
     faulthandler.enable(stacks)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 

@@ -34,9 +34,9 @@ def test_slow_transforms_are_told_from_a_slow_network(pool, tmp_path, caplog):
     Before, the time since the host was started counted, and the advice was to look at the network.
     """
     caplog.set_level(logging.INFO, "lightning_sm")
-    host = pool.serve(lambda: DataLoader(Augmented(16, delay_s=0.15), batch_size=1), list)[0]
+    slow = Data(lambda: DataLoader(Augmented(16, delay_s=0.15), batch_size=1), list)
     trainer = quiet_trainer(tmp_path, max_epochs=1)
-    trainer.fit(Indices(), datamodule=RemoteDataModule(Data(list), [host.address]))
+    trainer.fit(Indices(), datamodule=RemoteDataModule(slow, [pool.hosts[0].address]))
     (line,) = [message for message in caplog.messages if "data_wait=" in message]
     wait, text = re.match(r"epoch=1/1 data_wait=([\d.]+)% \| Training waits \d+% of the time (.*)", line).groups()
     assert float(wait) > 50

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -108,7 +109,7 @@ class Model(LightningModule):
 def main():
     folder, addresses = Path(sys.argv[1]), sys.argv[2:]
     show_log_lines()
-    module = RemoteDataModule(Data(list), addresses)
+    module = RemoteDataModule(Data(partial(make, folder)), addresses)
     module._hosts.connection.closes_on_teardown = False
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     for name, situation in SITUATIONS.items():
