@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -214,9 +215,9 @@ class ServedLoader:
 
     @property
     def start_method(self) -> str:
-        """How its workers start: "fork", "spawn" or "forkserver"."""
-        context: Any = self._loader.multiprocessing_context
-        return "fork" if context is None else str(context.get_start_method())
+        """How its workers start: "fork", "spawn" or "forkserver", by the loader or by the script's own default."""
+        context: Any = self._loader.multiprocessing_context or multiprocessing
+        return context.get_start_method(allow_none=True) or "fork"
 
     def worker_parts(self) -> dict[str, Any]:
         """Return what a worker needs of the user's loader: what a worker of ``DataLoader`` gets."""

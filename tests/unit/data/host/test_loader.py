@@ -340,6 +340,16 @@ def test_a_loader_says_how_its_workers_start(method):
         assert served(DataLoader(Numbers(), num_workers=1, multiprocessing_context=context)).start_method == method
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_start_method_of_the_script_is_that_of_its_workers(method, request):
+    """As of DataLoader's own; a loader may say otherwise."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    request.addfinalizer(lambda: multiprocessing.set_start_method(before, force=True))
+    multiprocessing.set_start_method(method, force=True)
+    assert served(DataLoader(Numbers())).start_method == method
+    assert served(DataLoader(Numbers(), num_workers=1, multiprocessing_context="fork")).start_method == "fork"
+
+
 class Own:
     """An object with a generator, as an augmentation has."""
 
