@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -63,7 +64,6 @@ CASES = {
         data=datasets.image_folders,
         folder="--model.data_path",
         is_channel=False,
-        refused="but the script has no LightningDataModule for them to serve",
     ),
     "bolts": Script("bolts_mnist", 8, (*ONCE, "--model.num_classes=10", "--data.batch_size=8"), datasets.mnist),
     "text": Script("text_classifier", 16),
@@ -82,7 +82,7 @@ CASES = {
     "segmentation": Script("segmentation", 8),
     "mri": Script("accelerated_mri", 32),
 }
-# They print the samples of a run, and check the types of their batches.
+# They print the samples of a run, each with what became of it, and check the types of their batches.
 SEEN = ("graphs", "segmentation", "mri")
 # What only data hosts take differently.
 WITH_DATA_HOST = {
@@ -98,6 +98,10 @@ WITH_DATA_HOST = {
 }
 
 
+# By stage: each sample, and what transforms and random numbers made of it, in an order of their own.
+Seen: TypeAlias = dict[str, list[tuple[Any, Any]]]
+
+
 @pytest.fixture(scope="module")
 def plain_runs() -> Iterator[PlainRuns]:
     """Runs scripts off SageMaker."""
@@ -106,8 +110,14 @@ def plain_runs() -> Iterator[PlainRuns]:
 
 
 @pytest.fixture(scope="module")
-def plainly_seen() -> dict[str, dict[str, list[str]]]:
+def plainly_seen() -> dict[str, Seen]:
     """The samples that scripts saw off SageMaker."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def served_seen() -> dict[str, Seen]:
+    """The samples that scripts saw on two trainers with a data host."""
     return {}
 
 
@@ -157,7 +167,7 @@ def test_on_two_trainers(tmp_path, work, data, case):
 
 
 @pytest.mark.parametrize("case", WITH_DATA_HOST)
-def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plainly_seen, case):
+def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plainly_seen, served_seen, case):
     """A data host builds the batches of the same script, or the job ends with what the script lacks for that."""
     script = WITH_DATA_HOST[case]
     # One trainer is told as much as two.
@@ -169,10 +179,26 @@ def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plain
         if case in SEEN:
             if case not in plainly_seen:
                 test_plainly(plain_runs, work, data, plainly_seen, case)
-            assert seen_in(ended.stdout) == plainly_seen[case], ended.stdout
+            seen = served_seen[case] = seen_in(ended.stdout)
+            # Random numbers, and so what training samples become, are not those of a local DataLoader.
+            assert samples(seen["train"]) == samples(plainly_seen[case]["train"]), ended.stdout
+            assert seen["val"] == plainly_seen[case]["val"], ended.stdout
     else:
         assert ended.returncode == 1, ended.stdout + ended.stderr
         assert script.refused in reason_of(ended.stdout)
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_with_other_hosts(tmp_path, plain_runs, work, data, plainly_seen, served_seen, case):
+    """One trainer with two data hosts sees the same samples, augmented by the same random numbers."""
+    if case not in served_seen:
+        test_on_two_trainers_and_a_data_host(
+            tmp_path / "first", plain_runs, work, data, plainly_seen, served_seen, case
+        )
+    groups = ("--group", "trainer=1", "--group", "data=2")
+    ended = run_job(tmp_path / "jobs", work, CASES[case], data(CASES[case]), groups)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert seen_in(ended.stdout) == served_seen[case], ended.stdout
 
 
 def test_template_continues_after_an_interruption(tmp_path, work):
@@ -199,10 +225,15 @@ def run_job(jobs, work, script, folder, groups, *options):
 
 
 def seen_in(output):
-    """The samples that the ranks of a script saw in each stage, sorted."""
+    """What the ranks of a script saw in each stage."""
     runs = [ast.literal_eval(text) for text in re.findall(r"seen (\{.*\})", output)]
     assert runs, output
-    return {stage: sorted(repr(sample) for run in runs for sample in run[stage]) for stage in ("train", "val")}
+    return {stage: sorted((seen for run in runs for seen in run[stage]), key=repr) for stage in ("train", "val")}
+
+
+def samples(seen):
+    """The samples alone."""
+    return sorted((sample for sample, _ in seen), key=repr)
 
 
 def reason_of(output):

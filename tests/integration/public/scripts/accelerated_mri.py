@@ -127,9 +127,7 @@ class VarNet(LightningModule):
         assert type(batch.fname) is tuple
         keys = zip(batch.fname, batch.slice_num.tolist(), strict=True)
         values = zip(batch.mask.sum(1).tolist(), batch.max_value.tolist(), strict=True)
-        self.seen[stage] += [
-            [*key, *value] if stage == "val" else list(key) for key, value in zip(keys, values, strict=True)
-        ]
+        self.seen[stage] += zip(keys, values, strict=True)
         image = torch.fft.ifft2(batch.masked_kspace).abs()
         return torch.nn.functional.l1_loss(self.net(image[:, None])[:, 0], batch.target)
 

@@ -64,9 +64,7 @@ class GraphSAGE(LightningModule):
         assert batch._store._parent() is batch
         out, mean = self(batch.x, batch.edge_index)
         seeds = zip(batch.input_id.tolist(), batch.degree.tolist(), mean.sum(1).tolist(), strict=False)
-        self.seen[stage] += [
-            [node, degree, round(value, 4)] if stage == "val" else node for node, degree, value in seeds
-        ]
+        self.seen[stage] += [(node, (degree, round(value, 4))) for node, degree, value in seeds]
         return torch.nn.functional.cross_entropy(out[: batch.batch_size], batch.y[: batch.batch_size])
 
     def training_step(self, batch, batch_idx):

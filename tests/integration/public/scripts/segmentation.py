@@ -183,8 +183,7 @@ class Segmentation(LightningModule):
         assert image.meta["filename_or_obj"] == [f"case {number}.nii" for number in batch["id"].tolist()]
         assert [len(operations) for operations in image.applied_operations] == [stage == "train"] * len(image)
         sums = image.as_subclass(torch.Tensor).sum((1, 2, 3)).tolist()
-        ids = batch["id"].tolist()
-        self.seen[stage] += ids if stage == "train" else [list(pair) for pair in zip(ids, sums, strict=True)]
+        self.seen[stage] += zip(batch["id"].tolist(), sums, strict=True)
         out = self.net(image.as_subclass(torch.Tensor))
         return torch.nn.functional.binary_cross_entropy_with_logits(out, label.as_subclass(torch.Tensor))
 
