@@ -64,9 +64,9 @@ def test_the_script_runs_on_the_laptop(folder):
 def test_an_interrupted_cluster_resumes(folder):
     """The second attempt starts from the step at which the first one was interrupted, and reaches the last step."""
     output = run(the("lightning-sm local", "--fault"), folder)[1]
-    # The signal comes in step 10, or in the next one where steps are short.
+    # Ranks agree on a step once a second; the six that are left may take less.
     (step,) = {int(step) for step in re.findall(r"Interrupted: step (\d+) is saved", output)}
-    assert 10 <= step < 16
+    assert 10 <= step <= 16
     assert re.search(rf"Resuming from \S+step={step}\.ckpt", output)
     assert "epoch=2/2 step=16" in output
 

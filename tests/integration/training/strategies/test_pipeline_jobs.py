@@ -21,7 +21,8 @@ CONFIG = str(REPOSITORY / "app/configs/transformer.yaml")
 HYBRID = str(REPOSITORY / "app/configs/hybrid.yaml")
 # Plain SGD: AdamW makes steps of size lr of gradients that are rounding noise.
 SGD = ("--optimizer=SGD", "--optimizer.lr=0.1")
-STEPS = 20
+# Seconds, because ranks agree on the step of an interruption once a second.
+STEPS = 80
 
 
 def train(folder: Path, cluster: str, *options: str) -> str:
@@ -33,7 +34,7 @@ def train(folder: Path, cluster: str, *options: str) -> str:
         options: More options of the script.
     """
     folder.mkdir(exist_ok=True)
-    arguments = [TEXT, "fit", "--config", CONFIG, f"--trainer.max_steps={STEPS}", "--trainer.max_epochs=1", *SGD]
+    arguments = [TEXT, "fit", "--config", CONFIG, f"--trainer.max_steps={STEPS}", "--trainer.max_epochs=4", *SGD]
     ended = local(folder, folder, *cluster.split(), "--", *arguments, *options, timeout_s=240, OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -61,7 +62,7 @@ def test_an_interrupted_pipeline_resumes_at_its_step(interrupted: tuple[Path, st
     assert len(dict(saved)) == 2  # a line for each host
     assert len(set(dict(saved).values())) == 1
     assert f"/checkpoints/{saved[0][1]}, the latest valid checkpoint of the job." in output
-    assert f"finished: epochs=1 step={STEPS} " in output
+    assert f" step={STEPS} " in output
 
 
 def test_the_table_says_which_ranks_have_which_stages(interrupted: tuple[Path, str]):
