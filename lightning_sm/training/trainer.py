@@ -139,28 +139,51 @@ class SageMakerTrainer(Trainer):
             serve(self._job, self._topology, self._data_service)
             sys.exit(0)
         connection = ServiceConnection.of_job(self._job, self._topology, self._data_service)
-        names = {name: stage or _STAGES[method] for name, stage in _LOADERS.items() if given.get(name) is not None}
-        datamodule = given.get("datamodule")
-        # Lightning also accepts a DataModule in place of the loaders.
-        for name in list(names):
-            if isinstance(given[name], LightningDataModule) and datamodule is None:
-                datamodule = given[name]
-                del names[name]
-        if isinstance(datamodule, RemoteDataModule) or (datamodule is not None and names):
-            return given  # Lightning refuses a DataModule together with loaders
-        if datamodule is None and not names and method != "fit" and getattr(self, "datamodule", None):
-            return given  # Lightning reuses the DataModule of fit
-        owner = datamodule
-        if datamodule is None:
-            model = given.get("model", self.lightning_module)
-            datamodule = bare_loaders(model, {stage: given[name] for name, stage in names.items()})
-            owner = datamodule if names else model
+        return remote_arguments(self, method, given, connection, self._remote)
+
+
+def remote_arguments(
+    trainer: Trainer,
+    method: str,
+    given: dict[str, Any],
+    connection: ServiceConnection,
+    remote: dict[int, tuple[Any, RemoteDataModule]],
+) -> dict[str, Any]:
+    """Return the arguments with which a method of the Trainer fetches its batches from data hosts.
+
+    Args:
+        trainer: The Trainer.
+        method: "fit", "validate", "test" or "predict".
+        given: The arguments that the script gave, by name.
+        connection: The connection to the data hosts.
+        remote: What fetches the batches of this Trainer, by the id of the DataModule or model that makes them,
+            together with that object. New entries are added.
+
+    Returns:
+        ``given`` itself where Lightning decides: there are no loaders, or too many.
+    """
+    names = {name: stage or _STAGES[method] for name, stage in _LOADERS.items() if given.get(name) is not None}
+    datamodule = given.get("datamodule")
+    # Lightning also accepts a DataModule in place of the loaders.
+    for name in list(names):
+        if isinstance(given[name], LightningDataModule) and datamodule is None:
+            datamodule = given[name]
+            del names[name]
+    if isinstance(datamodule, RemoteDataModule) or (datamodule is not None and names):
+        return given  # Lightning refuses a DataModule together with loaders
+    if datamodule is None:
+        owner = given.get("model", trainer.lightning_module)
+        datamodule = bare_loaders(owner, {stage: given[name] for name, stage in names.items()})
         if datamodule is None:
             return given  # Lightning says what is missing
-        if id(owner) not in self._remote:
-            self._remote[id(owner)] = owner, RemoteDataModule(datamodule, connection)
-        rest = {name: value for name, value in given.items() if name not in _LOADERS}
-        return {**rest, "datamodule": self._remote[id(owner)][1]}
+    else:
+        owner = datamodule
+    if names:  # others, perhaps, than in the last call
+        fetched = RemoteDataModule(datamodule, connection)
+    else:
+        _, fetched = remote.setdefault(id(owner), (owner, RemoteDataModule(datamodule, connection)))
+    rest = {name: value for name, value in given.items() if name not in _LOADERS}
+    return {**rest, "datamodule": fetched}
 
 
 class SageMakerFabric(Fabric):

@@ -78,7 +78,6 @@ class Group:
         name: Its name.
         stock: "passed", "failed" or "skipped", by test, in stock Lightning.
         remote: The same through data hosts.
-        counts: What was served.
         seconds: How long it ran.
     """
 

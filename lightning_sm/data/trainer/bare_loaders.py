@@ -5,40 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_sm._lightning import LightningDataModule, LightningModule
+from lightning_sm._lightning import LightningDataModule
 
 STAGES = ("train", "val", "test", "predict")
 
 
 class BareLoaders(LightningDataModule):
-    """The DataModule of loaders that a script has made.
+    """The DataModule of a script without one. As in Lightning, the model's hooks make what the script has not made.
+
+    The hooks run here: data hosts do not have the model.
 
     Args:
-        loaders: The loaders by stage: "train", "val", "test" or "predict".
+        given: The loaders that the script has made, by stage: "train", "val", "test" or "predict".
+        model: The model.
     """
 
-    def __init__(self, loaders: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], model: Any) -> None:
         super().__init__()
-        for stage, own in loaders.items():
-            setattr(self, f"{stage}_dataloader", _Hook(own))
-
-
-class ModelLoaders(BareLoaders):
-    """The DataModule of loaders that the hooks of a LightningModule make, here: their data hosts do not have the model.
-
-    Args:
-        model: The LightningModule.
-        stages: The stages whose hooks it has.
-    """
-
-    def __init__(self, model: LightningModule, stages: tuple[str, ...]) -> None:
-        super().__init__(dict.fromkeys(stages))
         self._model = model
+        self._stages_of_model = [
+            stage for stage in STAGES if stage not in given and has_hook(model, f"{stage}_dataloader")
+        ]
+        for stage in (*given, *self._stages_of_model):
+            setattr(self, f"{stage}_dataloader", _Hook(given.get(stage)))
 
     def make(self, stage: str) -> None:
-        """Call the model's hook of a stage."""
-        name = f"{stage}_dataloader"
-        setattr(self, name, _Hook(getattr(self._model, name)()))
+        """Call the model's hook of a stage, unless the script has made the loaders."""
+        if stage in self._stages_of_model:
+            name = f"{stage}_dataloader"
+            setattr(self, name, _Hook(getattr(self._model, name)()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the model out."""
@@ -56,7 +51,7 @@ class _Hook:
 
 
 def bare_loaders(model: Any, given: Mapping[str, Any]) -> LightningDataModule | None:
-    """Return the DataModule of loaders that a method of the Trainer got, or else of the model's own hooks.
+    """Return the DataModule of loaders that a method of the Trainer got, and of those of the model's own hooks.
 
     Args:
         model: The LightningModule.
@@ -65,13 +60,17 @@ def bare_loaders(model: Any, given: Mapping[str, Any]) -> LightningDataModule | 
     Returns:
         None if there are neither.
     """
-    if given:
-        return BareLoaders(given)
-    stages = tuple(
-        stage for stage in STAGES if _is_own(model, f"{stage}_dataloader") and isinstance(model, LightningModule)
+    return (
+        BareLoaders(given, model) if given or any(has_hook(model, f"{stage}_dataloader") for stage in STAGES) else None
     )
-    return ModelLoaders(model, stages) if stages else None
 
 
-def _is_own(model: Any, hook: str) -> bool:
-    return getattr(type(model), hook, None) is not getattr(LightningModule, hook) or hook in vars(model)
+def has_hook(owner: Any, name: str) -> bool:
+    """Return whether a LightningModule or a DataModule, or its class, has a ``*_dataloader`` hook of its own.
+
+    Args:
+        owner: The object.
+        name: Name of the hook.
+    """
+    hook = getattr(owner, name, None)  # None: a script has switched it off
+    return callable(hook) and getattr(hook, "__func__", hook) is not getattr(LightningDataModule, name)

@@ -16,7 +16,7 @@ from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders
 from lightning_sm.data.plan.shards import default_num_shards
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.spec import TRAINER_VALUES, LoaderDescription
-from lightning_sm.data.trainer.bare_loaders import ModelLoaders
+from lightning_sm.data.trainer.bare_loaders import BareLoaders
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.loader import RemoteLoader
@@ -109,7 +109,7 @@ class DataHosts:
 
     def _request_loaders(self, loaders: str) -> SetUp | Loaders:
         """Let the data hosts open their loaders of a stage, or only run ``setup`` if ``loaders`` is empty."""
-        if loaders and isinstance(self.module.datamodule, ModelLoaders):
+        if loaders and isinstance(self.module.datamodule, BareLoaders):
             self.module.datamodule.make(loaders)
         message = self._open_message(loaders)
         return self.connection.feeder.open_loaders(message, self.connection.settings.startup_timeout_s)

@@ -10,6 +10,7 @@ from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.data.trainer.bare_loaders import has_hook
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.data_hosts import DataHosts
 from lightning_sm.data.trainer.travel import COPIED, TravellingModule
@@ -58,12 +59,7 @@ class RemoteDataModule(LightningDataModule):
         check_same_distribution(own)
         if addresses is None and ServiceConnection.of_this_job(settings) is None:
             return datamodule
-        hooks = {
-            name: _loader_hook(name)
-            for name in _LOADER_HOOKS
-            # ``LightningDataModule.from_datasets`` sets hooks on the instance.
-            if getattr(own, name, None) is not getattr(LightningDataModule, name) or name in vars(datamodule)
-        }
+        hooks = {name: _loader_hook(name) for name in _LOADER_HOOKS if has_hook(datamodule, name)}
         # Checkpoints store the state of a DataModule under its class name, which must not depend on data hosts. The
         # private module hides the class from jsonargparse, which searches DataModules by name.
         names = {"__qualname__": own.__qualname__, "__module__": f"{__name__}._wrapped", "__doc__": own.__doc__}

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 SCRIPT = str(SCRIPTS / "train_many_ways.py")
 WAYS = (
     *("new DataModules", "attributes between fits", "two classes", "levels", "epochs", "guarded setup"),
-    *("classes of the script", "from_datasets", "bare loaders", "own loaders", "resumed"),
+    *("classes of the script", "from_datasets", "bare loaders", "own loaders", "both", "switched off", "resumed"),
 )
 
 

@@ -295,6 +295,26 @@ def own_loaders():
     return model.seen
 
 
+def both():
+    """Loaders that are handed over take precedence over the model's own, but only for their stage."""
+    model, own = OwnLoaders(), trainer()
+    own.fit(model, DataLoader(Ids(range(100, 104)), 2))
+    own.fit_loop.epoch_progress.reset()
+    own.fit(model, val_dataloaders=DataLoader(Ids(range(200, 204)), 2))
+    own.validate(model, verbose=False)
+    own.test(model, verbose=False)
+    return model.seen
+
+
+def switched_off():
+    """Hooks that are None, of a model and of a DataModule."""
+    model, data = OwnLoaders(), Guarded()
+    model.val_dataloader = data.test_dataloader = None
+    trainer().fit(model)
+    trainer().fit(model, datamodule=data)
+    return model.seen
+
+
 def resumed():
     folder = Path(sys.argv[1])
     own = trainer(max_epochs=1)
@@ -316,6 +336,8 @@ WAYS = {
     "from_datasets": from_datasets,
     "bare loaders": bare_loaders,
     "own loaders": own_loaders,
+    "both": both,
+    "switched off": switched_off,
     "resumed": resumed,
 }
 
