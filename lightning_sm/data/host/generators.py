@@ -59,7 +59,8 @@ def seed_generator(generator: Any, seed: int) -> None:
         bits.state = _state_of_pcg64(seed) if type(bits) is np.random.PCG64 else type(bits)(seed).state
     elif generator is np.random or isinstance(generator, np.random.RandomState):
         try:
-            generator.seed(seed & 0xFFFFFFFF)
+            # Not the last 32 bits, which torch takes: from equal seeds, both would draw the same bits.
+            generator.seed((seed * _STEP >> 32) & 0xFFFFFFFF)
         except TypeError:  # it is no Mersenne Twister
             bits = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])(seed)
             generator.set_state(np.random.RandomState(bits).get_state(legacy=False))

@@ -60,6 +60,8 @@ class RemoteLoader:
         self.order: SamplerOrderId | None = None
         self.num_passes = 0
         self._by_hand = -1, 0  # epoch, index of the user's last own pass in it
+        # The last evaluation, and the index of the last pass in it.
+        self._in_evaluation: tuple[Callable[[], object], int] = (lambda: None), 0
         self._shards = (
             ShardPasses(description.name, place, self._count_on_host) if description.order == "shards" else None
         )
@@ -173,7 +175,7 @@ class RemoteLoader:
         """Leave out what belongs to this process: a copy in another process gives no batches."""
         own = (
             *("_client", "_position", "slots", "limit", "reach", "on_epoch", "on_batch", "on_indices"),
-            "last_step",
+            *("last_step", "_in_evaluation"),
         )
         return {name: value for name, value in vars(self).items() if name not in own}
 
@@ -186,6 +188,17 @@ class RemoteLoader:
         last_epoch, last = self._by_hand
         self._by_hand = epoch, last + 1 if epoch == last_epoch else 0
         return FIRST_BY_HAND + self._by_hand[1]
+
+    def next_pass_in(self, evaluation: object) -> int:
+        """Return the index of the next pass in an evaluation: a CombinedLoader that cycles restarts a short loader.
+
+        Args:
+            evaluation: The iterator of the CombinedLoader.
+        """
+        last, index = self._in_evaluation
+        index = index + 1 if last() is evaluation else 0
+        self._in_evaluation = weakref.ref(evaluation), index
+        return index
 
     def _start_position(self, own: _PassIterator) -> Position:
         position = self._position(self, own)

@@ -137,7 +137,8 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
         return Position(epoch, loader.next_manual_pass(epoch), is_manual_iteration=True, earlier_stop_step=earlier)
     if loader.place.stage != "train":
         stop_step = _evaluation_limit(loader, combined, trainer)
-        return Position(epoch, 0, 0, stop_step, earlier_stop_step=step_limit(loader, trainer))
+        pass_index = loader.next_pass_in(combined._iterator)
+        return Position(epoch, pass_index, 0, stop_step, earlier_stop_step=step_limit(loader, trainer))
     limit = trainer.num_training_batches
     taken = batches_taken(trainer)
     if loader.num_passes == 0 and limit == float("inf"):

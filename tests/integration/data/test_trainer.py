@@ -86,6 +86,16 @@ def test_loaders_of_different_lengths_train_together(cluster, train, num_steps):
             assert first != second
 
 
+def test_a_loader_that_restarts_in_a_validation_has_another_order(cluster):
+    """And other random numbers, as in training; the validation of an epoch repeats that of its sanity check."""
+    model, _ = cluster.fit("sequential", "max_size_cycle", max_epochs=1, num_sanity_val_steps=-1)
+    sanity, validation = model.batches("sanity"), model.batches("val 0")
+    assert sanity == validation
+    short = [index for batch in validation for index in batch["b"]]
+    assert sorted(short[:9]) == sorted(short[9:]) == list(range(SECOND, SECOND + 9))
+    assert short[:9] != short[9:]
+
+
 @pytest.mark.parametrize(
     ("limit", "num_train", "num_test"),
     [(0.5, 3, 1), widening(2, 2, 2), widening(1, 1, 1), widening(1.0, 6, 2)],
