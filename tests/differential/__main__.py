@@ -6,42 +6,72 @@ import argparse
 import json
 import logging
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_sm import DataHost
 from tests.differential.cases import case
 from tests.differential.comparison import REASONS, Deviation, deviations
-from tests.differential.fits import Twice
+from tests.differential.fits import Runner, Seen
+from tests.differential.randomness import changes, repeated_draws
 from tests.differential.ranks import Ranks
+
+# Workers of the data hosts that run a case, and of those that run it again.
+_WORKERS = {"ours": (2,), "again": (1, 1)}
+
+
+class Runs(NamedTuple):
+    """What each rank of a case saw.
+
+    Attributes:
+        stock: By stock Lightning.
+        ours: With data hosts.
+        again: With others.
+    """
+
+    stock: list[Seen]
+    ours: list[Seen]
+    again: list[Seen]
+
+    def deviations(self, number: int) -> list[Deviation]:
+        """Return what differs.
+
+        Args:
+            number: Number of the case.
+        """
+        found = [*deviations(number, self.stock, self.ours), *changes(self.ours, self.again)]
+        return [*found, *repeated_draws(number, self.ours)]
 
 
 @contextmanager
-def compared(num_workers: int = 2) -> Iterator[Callable[[int], list[Deviation]]]:
-    """Yield a function that runs a case twice and returns what differs."""
+def runner() -> Iterator[Callable[[int], Runs]]:
+    """Yield a function that runs a case by stock Lightning and twice with data hosts."""
     logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "case"
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+
+        def hosts() -> dict[str, list[str]]:
+            return {
+                name: [stack.enter_context(DataHost(workers=workers)).address for workers in own]
+                for name, own in _WORKERS.items()
+            }
+
         # A data host serves one run at a time.
-        hosts = [stack.enter_context(DataHost(workers=num_workers)) for _ in range(2)]
-        alone = stack.enter_context(closing(Twice(path, hosts[0].address)))
-        ranks = stack.enter_context(closing(Ranks(path, hosts[1].address)))
+        alone = stack.enter_context(closing(Runner(hosts())))
+        ranks = stack.enter_context(closing(Ranks(hosts())))
 
-        def compare(number: int) -> list[Deviation]:
-            path.write_text(str(number))
+        def run(number: int) -> Runs:
+            names = (None, *_WORKERS)
             if case(number).world_size > 1:
-                return list(deviations(number, *ranks.run(number)))
-            return list(deviations(number, [alone.stock(number)], [alone.ours(number)]))
+                return Runs(*(ranks.run(number, name) for name in names))
+            return Runs(*([alone.run(number, name)] for name in names))
 
-        yield compare
+        yield run
 
 
 def main() -> None:
@@ -54,9 +84,9 @@ def main() -> None:
     explained: Counter[str] = Counter()
     unexplained = []
     began = time.monotonic()
-    with compared() as compare:
+    with runner() as run:
         for number in range(args.first, args.first + args.cases):
-            found = compare(number)
+            found = run(number).deviations(number)
             reasons = {deviation.reason for deviation in found}
             num_cases[f"{case(number).world_size} ranks"] += 1
             num_cases["without a deviation" if not found else "with one"] += 1

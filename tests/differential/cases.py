@@ -1,167 +1,44 @@
-"""Random cases: loaders of all kinds, and settings of the Trainer. A case is a function of its number."""
+"""Random cases: loaders, settings of the Trainer, and what a script does. A case is a function of its number."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
-    get_worker_info,
+    default_convert,
 )
 
-KINDS = ("number", "tensor", "array", "dict", "tuple", "named", "nested", "text")
+from tests.differential.draws import GLOBAL_KINDS, HELD_KINDS, PLACES, Dice
+from tests.differential.samplers import (
+    Backwards,
+    Buckets,
+    Counting,
+    EveryOther,
+    Oversampled,
+    Shifted,
+    Strided,
+    distributed,
+)
+from tests.differential.samples import KINDS, Lists, Mixing, Samples, Stream, collate_twice, keep_list
 
 # Every eighth case has two ranks; starting the others costs less.
 _RANKS_EVERY = 8
 
-
-class Point(NamedTuple):
-    """A sample with names."""
-
-    x: torch.Tensor
-    index: int
-
-
-def sample(kind: str, index: int) -> Any:
-    """A sample that has its index in all of its parts."""
-    makers = {
-        "number": lambda: index,
-        "tensor": lambda: torch.full((2, 3), index),
-        "array": lambda: np.full((3,), index, np.float32),
-        "dict": lambda: {"index": index, "x": torch.full((4,), float(index))},
-        "tuple": lambda: (torch.full((3,), float(index)), index),
-        "named": lambda: Point(torch.full((2,), index), index),
-        "nested": lambda: {"index": index, "more": [torch.tensor(index), {"half": index / 2}]},
-        "text": lambda: {"index": index, "text": f"sample {index}"},
-    }
-    return makers[kind]()
-
-
-class Samples(Dataset):
-    """A map-style dataset."""
-
-    def __init__(self, length: int, first: int, kind: str) -> None:
-        self.length, self.first, self.kind = length, first, kind
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        return sample(self.kind, self.first + int(index))
-
-
-class Lists(Samples):
-    """A dataset that fetches lists of samples."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
-class Stream(IterableDataset):
-    """An iterable dataset, split over ranks, as ``split_dataset_by_node`` does it, and over workers."""
-
-    def __init__(self, length: int, first: int, kind: str) -> None:
-        self.length, self.first, self.kind = length, first, kind
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        has_ranks = torch.distributed.is_initialized()
-        rank, num_ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if has_ranks else (0, 1)
-        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        for index in range(rank * num_workers + worker, self.length, num_ranks * num_workers):
-            yield sample(self.kind, self.first + index)
-
-
-class EveryOther(Sampler):
-    """A sampler of the user's, with a fixed order and a length."""
-
-    def __init__(self, length: int, is_sized: bool) -> None:
-        self.order = [*range(0, length, 2), *range(1, length, 2)]
-        if is_sized:
-            self.__class__ = SizedEveryOther
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-
-class SizedEveryOther(EveryOther):
-    """The same, with a length."""
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-
-class Counting(Sampler):
-    """A sampler that begins elsewhere in each pass, by a counter of its own."""
-
-    def __init__(self, length: int) -> None:
-        self.length, self.num_passes = length, 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.num_passes += 1
-        return iter([(index + self.num_passes) % self.length for index in range(self.length)])
-
-    def __len__(self) -> int:
-        return self.length
-
-
-class Buckets:
-    """A batch sampler of the user's, with batches of many sizes."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = sizes
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = 0
-        for size in self.sizes:
-            yield list(range(first, first + size))
-            first += size
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-
-class Shifted(Buckets):
-    """A batch sampler that has random numbers of its own."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        super().__init__(sizes)
-        self.random = random.Random(0)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = list(super().__iter__())
-        self.random.shuffle(batches)
-        return iter(batches)
-
-
-def keep_list(samples: list[Any]) -> Any:
-    """A collate function of the user's that collates nothing."""
-    return {"samples": samples, "count": len(samples)}
-
-
-def collate_twice(samples: list[Any]) -> Any:
-    """A collate function of the user's around torch's own."""
-    return default_collate(samples), [default_collate(samples[::-1])]
+# Samples have the numbers of their part: of the hooks, of the stage, and of the loader.
+_OF_HOOKS, _OF_EVALUATION, _OF_PART, _OF_CONCATENATED = 100_000, 10_000, 1000, 500
 
 
 @dataclass
@@ -212,6 +89,39 @@ class Loaders:
         """Whether a word describes one of them."""
         return any(part.has(word) for part in self.parts)
 
+    @staticmethod
+    def index_of(sample: int) -> int:
+        """Number of the loader to which the number of a sample belongs."""
+        return sample % _OF_EVALUATION // _OF_PART
+
+
+class Hooks(NamedTuple):
+    """The loaders of a DataModule's hooks.
+
+    Attributes:
+        train: Loaders for training.
+        evaluation: Loaders for validation, test and prediction.
+    """
+
+    train: Loaders
+    evaluation: Loaders
+
+
+class Act(NamedTuple):
+    """A call of a method of the Trainer.
+
+    Attributes:
+        method: Its name: ``fit``, ``validate``, ``test`` or ``predict``.
+        hooks: Which of the case's hooks has the loaders.
+        holder: What has these: ``datamodule``, ``other datamodule``, ``bare`` (loaders without one) or ``model``.
+        trainer: ``new``, ``same``, or ``continued``: the same, for one more epoch.
+    """
+
+    method: str
+    hooks: int
+    holder: str
+    trainer: str
+
 
 @dataclass
 class Case:
@@ -220,25 +130,36 @@ class Case:
     Attributes:
         number: What it is made from.
         world_size: Number of ranks.
-        train: Loaders for training.
-        evaluation: Loaders for validation, test and prediction.
+        hooks: Loaders: the DataModule's, and what they are once the script has changed an attribute of it.
         trainer: Arguments of the Trainer.
-        runs: What it calls of the Trainer.
+        acts: What it calls of the Trainer.
     """
 
     number: int
     world_size: int
-    train: Loaders
-    evaluation: Loaders
+    hooks: list[Hooks]
     trainer: dict[str, Any]
-    runs: tuple[str, str]
+    acts: list[Act]
 
     @property
     def words(self) -> str:
         """What it is, for people."""
-        return (
-            f"{self.world_size} ranks, train: {self.train.words}; evaluation: {self.evaluation.words}; {self.trainer}"
+        acts = ", ".join(f"{one.method} {one.hooks} ({one.holder}, {one.trainer} trainer)" for one in self.acts)
+        loaders = "; ".join(
+            f"{number}: train: {one.train.words}; evaluation: {one.evaluation.words}"
+            for number, one in enumerate(self.hooks)
         )
+        return f"{self.world_size} ranks; {acts}; {loaders}; {self.trainer}"
+
+    def loaders(self, act: int, stage: str) -> Loaders:
+        """The loaders of a stage.
+
+        Args:
+            act: Which call of the Trainer.
+            stage: ``train``, or another.
+        """
+        hooks = self.hooks[self.acts[act].hooks]
+        return hooks.train if stage == "train" else hooks.evaluation
 
 
 class _Maker:
@@ -247,22 +168,26 @@ class _Maker:
     Args:
         rng: Decides.
         world_size: Number of ranks.
+        splits: Whether the Trainer splits the data over the ranks.
     """
 
-    def __init__(self, rng: random.Random, world_size: int) -> None:
-        self._rng, self._world_size = rng, world_size
+    def __init__(self, rng: random.Random, world_size: int, *, splits: bool) -> None:
+        self._rng, self._world_size, self._splits = rng, world_size, splits
 
-    def loaders(self, first: int, *, is_training: bool) -> Loaders:
-        """Make the value of a hook.
+    def hooks(self, number: int) -> Hooks:
+        """Make the loaders of hooks.
 
         Args:
-            first: The number of the first sample.
-            is_training: Whether it is for training.
+            number: Which ones of the case.
         """
+        first = number * _OF_HOOKS
+        return Hooks(self._loaders(first, is_training=True), self._loaders(first + _OF_EVALUATION, is_training=False))
+
+    def _loaders(self, first: int, *, is_training: bool) -> Loaders:
         shape = self._rng.choice(["one", "one", "one", "list", "dict", "combined"])
         mode = "max_size_cycle" if is_training else "sequential"
         if shape == "one":
-            part = self._part(first, may_stream=True)
+            part = self._part(first, may_stream=True, is_training=is_training)
             return Loaders(part.loader, [part], mode)
         if shape == "combined":
             mode = self._rng.choice(["max_size_cycle", "max_size", "min_size", "sequential"])
@@ -270,7 +195,10 @@ class _Maker:
         num_parts = self._rng.choice([1, 2, 3])
         # Where ranks have a different number of samples, loaders that are read together have no common steps.
         is_even = self._world_size > 1 and mode != "sequential"
-        parts = [self._part(first + 1000 * number, is_even=is_even) for number in range(num_parts)]
+        parts = [
+            self._part(first + _OF_PART * number, is_even=is_even, is_training=is_training)
+            for number in range(num_parts)
+        ]
         value: Any = [part.loader for part in parts]
         if shape == "dict":
             value = {f"loader {number}": loader for number, loader in enumerate(value)}
@@ -278,78 +206,120 @@ class _Maker:
             value = CombinedLoader(value, mode)
         return Loaders(value, parts, mode, shape)
 
-    def _part(self, first: int, *, may_stream: bool = False, is_even: bool = False) -> Part:
+    def _part(self, first: int, *, is_training: bool, may_stream: bool = False, is_even: bool = False) -> Part:
         rng = self._rng
         kind = rng.choice(KINDS)
         lengths = [2, 4, 8, 14, 20, 32] if is_even else [1, 2, 3, 5, 8, 13, 20, 31]
         # Stock Lightning cannot predict fewer samples than there are ranks: one rank fails, and the other waits for it.
         length = rng.choice([size for size in lengths if size >= self._world_size])
-        options: dict[str, Any] = {}
         if may_stream and rng.random() < 0.2:
             return self._stream(kind, length, first)
-        if rng.random() < 0.25:
-            options["collate_fn"] = rng.choice([keep_list, collate_twice])
-        dataset: Any = rng.choice([Samples, Lists])(length, first, kind)
-        words = [f"{type(dataset).__name__} of {length} {kind}", *(one.__name__ for one in options.values())]
+        dataset: Any = rng.choice([Samples, Lists])(length, first, kind, self._dice())
+        words = [f"{type(dataset).__name__} of {length} {kind}"]
+        if dataset.transform is not None:
+            words.append(f"random by {dataset.transform.words}")
         wrapped = rng.random()
         if wrapped < 0.1 and not is_even and length > 2:
             dataset = Subset(dataset, list(range(length))[:: rng.choice([1, 2])])
             words.append("Subset")
         elif wrapped < 0.2:
-            dataset = ConcatDataset([dataset, Samples(4 if is_even else 3, first + 500, kind)])
+            own = dataset.transform and Dice(dataset.transform.kinds, rng.choice(PLACES))
+            more = Samples(4 if is_even else 3, first + _OF_CONCATENATED, kind, own)
+            dataset = ConcatDataset([dataset, more])
             words.append("ConcatDataset")
-        ways = ["plain", "shuffle", "sampler", "none"]
+        ways = ["plain", "shuffle", "sampler", "sampler", "none"]
         # Stock Lightning replaces them on several ranks, so that they have other numbers of steps.
         ways += [] if is_even else ["batch_sampler"]
         how = rng.choice(ways)
+        collate = self._collate(first, words, takes_list=how != "none")
         if how == "none":
             words.append("batch_size=None")
-            if options.get("collate_fn") is collate_twice:
-                del options["collate_fn"]  # it takes a list
-            return Part(DataLoader(dataset, batch_size=None, **options), True, True, len(dataset), words)
+            return Part(DataLoader(dataset, batch_size=None, collate_fn=collate), True, True, len(dataset), words)
         if how == "batch_sampler":
-            return self._with_batch_sampler(dataset, options, words)
+            return self._with_batch_sampler(dataset, collate, words)
         size = rng.choice([1, 2, 3, 4, 8])
         drop_last = rng.random() < 0.25
         words.append(f"batch_size={size}" + (", drop_last" if drop_last else ""))
-        options |= {"batch_size": size, "drop_last": drop_last}
+        options: dict[str, Any] = {"batch_size": size, "drop_last": drop_last, "collate_fn": collate}
         if how == "plain":
             return Part(DataLoader(dataset, **options), True, True, len(dataset), words)
         if how == "shuffle":
             words.append("shuffle")
             return Part(DataLoader(dataset, shuffle=True, **options), False, True, len(dataset), words)
-        name, sampler, is_ordered, is_complete, size = rng.choice(self._samplers(dataset, is_even=is_even))
+        samplers = self._samplers(dataset, is_even=is_even, is_training=is_training)
+        name, sampler, is_ordered, is_complete, size = rng.choice(samplers)
         words.append(name)
         return Part(DataLoader(dataset, sampler=sampler, **options), is_ordered, is_complete, size, words)
 
+    def _dice(self, share: float = 0.6) -> Dice | None:
+        """Make what augments the samples of a share of the loaders."""
+        rng = self._rng
+        is_random = rng.random() < share
+        kinds = rng.sample([*GLOBAL_KINDS, *HELD_KINDS], rng.choice([1, 2, 3]))
+        place = rng.choice(PLACES)
+        return Dice(kinds, place) if is_random else None
+
+    def _collate(self, first: int, words: list[str], *, takes_list: bool) -> Any:
+        rng = self._rng
+        collate: Any = None
+        if rng.random() < 0.25:
+            collate = rng.choice([keep_list, collate_twice])
+            if collate is collate_twice and not takes_list:
+                collate = None
+        dice = self._dice(0.2)
+        if dice is not None:
+            collate = Mixing(collate or (default_collate if takes_list else default_convert), first, dice)
+        if collate is not None:
+            words.append(collate.__name__)
+        return collate
+
     def _stream(self, kind: str, length: int, first: int) -> Part:
-        size = self._rng.choice([None, 1, 2, 4])
+        rng = self._rng
+        size = rng.choice([None, 1, 2, 4])
         # Ranks of stock Lightning must have the same number of batches.
         length += -length % (self._world_size * (size or 1)) if self._world_size > 1 else 0
         words = [f"stream of {length} {kind}", f"batch_size={size}"]
-        loader: Any = DataLoader(Stream(length, first, kind), batch_size=size)
+        transforms = None
+        if rng.random() < 0.6:
+            of_all = Dice(rng.sample(GLOBAL_KINDS, rng.choice([1, 2])), "attribute")
+            transforms = of_all, Dice(rng.sample(HELD_KINDS, rng.choice([1, 2])), rng.choice(PLACES))
+            words += [f"random by {one.words}" for one in transforms]
+        loader: Any = DataLoader(Stream(length, first, kind, transforms), batch_size=size)
         return Part(loader, False, True, length, words)
 
-    def _samplers(self, dataset: Any, *, is_even: bool) -> list[tuple[str, Any, bool, bool, int]]:
+    def _samplers(self, dataset: Any, *, is_even: bool, is_training: bool) -> list[tuple[str, Any, bool, bool, int]]:
         length = len(dataset)
+        is_uneven = length % self._world_size != 0
+        skewed = [1.0 + 9.0 * (index % 3 == 0) for index in range(length)]
+        often = Oversampled(length, is_even=is_even)
         samplers = [
             ("SequentialSampler", SequentialSampler(dataset), True, True, length),
-            ("own sampler", EveryOther(length, is_sized=True), True, True, length),
-            ("own sampler without length", EveryOther(length, is_sized=False), True, True, length),
-            ("sampler that counts its passes", Counting(length), True, True, length),
             ("RandomSampler with replacement", RandomSampler(dataset, replacement=True), False, False, length),
             ("SubsetRandomSampler", SubsetRandomSampler(range(length)), False, True, length),
-            ("WeightedRandomSampler", WeightedRandomSampler([1.0] * length, length), False, False, length),
+            ("WeightedRandomSampler", WeightedRandomSampler(skewed, 2 * length), False, False, 2 * length),
             ("RandomSampler with generator", RandomSampler(dataset, generator=torch.Generator()), False, True, length),
-            ("DistributedSampler", _distributed(dataset, shuffle=True), False, True, length),
-            ("DistributedSampler in order", _distributed(dataset, shuffle=False), True, True, length),
+            ("DistributedSampler", distributed(dataset, shuffle=True), False, True, length),
+            ("DistributedSampler in order", distributed(dataset, shuffle=False), True, True, length),
+            ("DistributedSampler that drops", distributed(dataset, shuffle=True, drop_last=True), False, True, length),
+            ("reversed DistributedSampler", distributed(dataset, Backwards), not is_uneven, True, length),
         ]
+        # Stock Lightning splits by rank a second time what such a sampler yields.
+        if self._world_size == 1 or not self._splits:
+            samplers.append(("sampler with rank", Strided(length), True, True, length))
+        # Without a split by the Trainer, training with a sampler that knows no rank is an error.
+        if self._splits or self._world_size == 1 or not is_training:
+            samplers += [
+                ("own sampler", EveryOther(length, is_sized=True), True, True, length),
+                ("own sampler without length", EveryOther(length, is_sized=False), True, True, length),
+                ("own sampler that repeats", often, True, False, len(often)),
+                ("sampler that counts its passes", Counting(length), True, True, length),
+            ]
         if not is_even:
             half = max(1, length // 2)
             samplers.append(("RandomSampler of a part", RandomSampler(dataset, num_samples=half), False, False, half))
         return samplers
 
-    def _with_batch_sampler(self, dataset: Any, options: dict[str, Any], words: list[str]) -> Part:
+    def _with_batch_sampler(self, dataset: Any, collate: Any, words: list[str]) -> Part:
         rng = self._rng
         length = len(dataset)
         sizes: list[int] = []
@@ -361,15 +331,28 @@ class _Maker:
             size = rng.randint(1, 4)
             words.append(f"of {size}")
             sampler: Any = BatchSampler(EveryOther(length, is_sized=True), size, drop_last=False)
-            return Part(DataLoader(dataset, batch_sampler=sampler, **options), True, True, length, words)
-        sampler = Buckets(sizes) if which == "own" else Shifted(sizes)
-        return Part(DataLoader(dataset, batch_sampler=sampler, **options), which == "own", True, length, words)
+        else:
+            sampler = Buckets(sizes) if which == "own" else Shifted(sizes)
+        loader: Any = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+        return Part(loader, which != "own with random numbers", True, length, words)
 
 
-def _distributed(dataset: Any, *, shuffle: bool) -> Any:
-    """A sampler as in PyTorch's tutorials, which asks the process group for the ranks where there is one."""
-    ranks = {} if torch.distributed.is_initialized() else {"num_replicas": 1, "rank": 0}
-    return DistributedSampler(dataset, shuffle=shuffle, **ranks)
+def _acts(rng: random.Random) -> list[Act]:
+    """Make up what a script does: it fits, and then evaluates or fits again, with the same or other loaders."""
+    acts = [Act("fit", 0, rng.choice(["datamodule", "datamodule", "bare", "model"]), "new")]
+    for _ in range(rng.choice([1, 1, 2])):
+        last = acts[-1]
+        method = rng.choice(["fit", "validate", "test", "predict"])
+        hooks = rng.choice([last.hooks, rng.randrange(2)])
+        trainer = rng.choice(["new", "same"])
+        holder = rng.choice([last.holder, last.holder, "datamodule", "other datamodule", "bare", "model"])
+        if method == "fit" and last.method == "fit" and rng.random() < 0.3:
+            trainer, holder = "continued", last.holder
+        elif method == "fit":
+            trainer = "new"
+        # It has other data than the first DataModule.
+        acts.append(Act(method, 2 if holder == "other datamodule" else hooks % 2, holder, trainer))
+    return acts
 
 
 def case(number: int) -> Case:
@@ -392,9 +375,9 @@ def case(number: int) -> Case:
     for name, values in choices.items():
         if rng.random() < (0.05 if name == "overfit_batches" else 0.15):
             trainer[name] = rng.choice(values)
-    if world_size > 1 and rng.random() < 0.15:
+    if world_size > 1 and rng.random() < 0.25:
         trainer["use_distributed_sampler"] = False
-    maker = _Maker(rng, world_size)
-    train, evaluation = maker.loaders(0, is_training=True), maker.loaders(10_000, is_training=False)
-    runs = ("fit", rng.choice(["validate", "test", "predict"]))
-    return Case(number, world_size, train, evaluation, trainer, runs)
+    acts = _acts(rng)
+    maker = _Maker(rng, world_size, splits=trainer.get("use_distributed_sampler", True))
+    hooks = [maker.hooks(index) for index in range(1 + max(act.hooks for act in acts))]
+    return Case(number, world_size, hooks, trainer, acts)

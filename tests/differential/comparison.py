@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.differential.cases import Case, Loaders, Part, case
-from tests.differential.fits import Seen, plain
+from tests.differential.cases import Act, Case, Loaders, Part, case
+from tests.differential.fits import Pass, Seen, plain
 
 # Documented in docs/heterogeneous-clusters.md, or refused by stock Lightning.
 REASONS = {
     "unsized": "a sampler without length: stock refuses fractions, or does not validate; data hosts count its batches",
     "batch sampler refused": "stock refuses a batch sampler that is not a BatchSampler under DDP and overfit_batches",
+    "own sampler not split": "use_distributed_sampler=False with a sampler that knows no rank: data hosts refuse it",
     "batch sampler replaced": "stock replaces the sampler or the batch size of a torch BatchSampler; data hosts do not",
     "batch sampler not shared": "a batch sampler of another class: in stock, each rank predicts all of its batches",
     "overfit_batches": "a random batch sampler: stock trains on other batches in each epoch, data hosts on the same",
@@ -61,35 +62,54 @@ def deviations(number: int, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iter
     script = case(number)
     yield from _failures(script, stock, ours)
     for key in sorted({key for seen in (*stock, *ours) for key in seen.batches}):
-        if any(key.split()[0] in seen.errors for seen in (*stock, *ours)):
+        if any(key.act in seen.errors for seen in (*stock, *ours)):
             continue
         old, new = ([_by_part(script, key, seen) for seen in ranks] for ranks in (stock, ours))
-        for index, part in enumerate(_loaders_of(script, key).parts):
-            place = _Place(script, key, part, index)
+        for index, part in enumerate(script.loaders(key.act, key.stage).parts):
+            place = Place(script, key, part, index)
             of_stock, of_ours = [parts[index] for parts in old], [parts[index] for parts in new]
-            is_split = script.trainer.get("use_distributed_sampler", True) or part.has("stream")
-            if script.world_size > 1 and (is_split or part.has("DistributedSampler")):
+            if script.world_size > 1 and place.is_split:
                 yield from _Together(place).compare(of_stock, of_ours)
             else:
                 for one_stock, one_ours in zip(of_stock, of_ours, strict=True):
                     yield from _Alone(place).compare(one_stock, one_ours)
 
 
-def _loaders_of(script: Case, key: str) -> Loaders:
-    return script.train if key.split()[1] == "train" else script.evaluation
-
-
 def _failures(script: Case, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iterator[Deviation]:
-    for name in script.runs:
-        old = next((seen.errors[name] for seen in stock if name in seen.errors), None)
-        new = next((seen.errors[name] for seen in ours if name in seen.errors), None)
+    for number, act in enumerate(script.acts):
+        old = next((seen.errors[number] for seen in stock if number in seen.errors), None)
+        new = next((seen.errors[number] for seen in ours if number in seen.errors), None)
         if (old is None) != (new is None):
-            reason = None if old is None else _reason_of_refusal(script, name, old)
-            yield Deviation(name, "one fails", old, new, reason)
+            is_ours = new is not None
+            reason = (
+                _reason_of_our_refusal(script, number, str(new))
+                if is_ours
+                else _reason_of_refusal(script, number, str(old))
+            )
+            yield Deviation(f"{number} {act.method}", "one fails", old, new, reason)
 
 
-def _reason_of_refusal(script: Case, name: str, error: str) -> str | None:
-    used = [script.train, script.evaluation] if name == "fit" else [script.evaluation]
+def _reason_of_our_refusal(script: Case, number: int, error: str) -> str | None:
+    train = script.loaders(_failed_act(script, number), "train")
+    is_unsplit = script.world_size > 1 and not script.trainer.get("use_distributed_sampler", True)
+    has_own = any(
+        part.has(word) for part in train.parts for word in ("own", "torch's batch sampler", "counts its passes")
+    )
+    is_refused = "leaves the split over" in error and is_unsplit and has_own
+    return "own sampler not split" if is_refused else None
+
+
+def _failed_act(script: Case, number: int) -> int:
+    """Return the call of a Trainer that failed: later calls of the same Trainer have its error."""
+    while script.acts[number].trainer != "new":
+        number -= 1
+    return number
+
+
+def _reason_of_refusal(script: Case, number: int, error: str) -> str | None:
+    act = script.acts[_failed_act(script, number)]
+    hooks = script.hooks[act.hooks]
+    used = [hooks.train, hooks.evaluation] if act.method == "fit" else [hooks.evaluation]
     # On several ranks, data hosts also count the batches of a stream.
     unsized = ("without length", "stream") if script.world_size > 1 else ("without length",)
     if any(loaders.has(word) for loaders in used for word in unsized) and (
@@ -106,11 +126,11 @@ def _reason_of_refusal(script: Case, name: str, error: str) -> str | None:
     return None
 
 
-def _by_part(script: Case, key: str, seen: Seen) -> list[list[Any]]:
+def _by_part(script: Case, key: Pass, seen: Seen) -> list[list[Any]]:
     """The batches of each loader."""
-    loaders = _loaders_of(script, key)
+    loaders = script.loaders(key.act, key.stage)
     parts: list[list[Any]] = [[] for _ in loaders.parts]
-    for dataloader_idx, batch in seen.batches.get(key, []):
+    for dataloader_idx, batch, *_ in seen.batches.get(key, []):
         if loaders.mode == "sequential" or loaders.shape == "one":
             parts[dataloader_idx].append(batch)
             continue
@@ -122,36 +142,35 @@ def _by_part(script: Case, key: str, seen: Seen) -> list[list[Any]]:
 
 
 @dataclass
-class _Place:
+class Place:
     """One loader in one stage of a run.
 
     Attributes:
         script: The case.
-        key: Run, stage and epoch.
+        key: What its batches are for.
         part: The loader.
         index: Its number.
     """
 
     script: Case
-    key: str
+    key: Pass
     part: Part
     index: int
 
     @property
     def loaders(self) -> Loaders:
         """The loader, and those beside it."""
-        return _loaders_of(self.script, self.key)
+        return self.script.loaders(self.key.act, self.key.stage)
+
+    @property
+    def act(self) -> Act:
+        """The call of the Trainer."""
+        return self.script.acts[self.key.act]
 
     @property
     def stage(self) -> str:
         """train, sanity, val, test or predict."""
-        return self.key.split()[1]
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the training; after it, the number of epochs."""
-        words = self.key.split()
-        return int(words[2]) if self.is_fit else int(self.script.trainer["max_epochs"])
+        return self.key.stage
 
     @property
     def is_validation(self) -> bool:
@@ -166,7 +185,7 @@ class _Place:
     @property
     def is_fit(self) -> bool:
         """Whether the Trainer fits."""
-        return self.key.startswith("fit")
+        return self.act.method == "fit"
 
     @property
     def is_overfit(self) -> bool:
@@ -199,14 +218,28 @@ class _Place:
         return 0 < num_left < world_size or (num_full == 0 and num_left % world_size > 0)
 
     @property
+    def may_repeat(self) -> bool:
+        """Whether a rank may repeat a sample or a batch of another."""
+        is_whole = self.part.has("batch sampler") or self.part.has("batch_size=None")
+        return not self.part.has("stream") and (is_whole or self.repeats_samples)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each rank gets a part."""
+        is_by_trainer = self.script.trainer.get("use_distributed_sampler", True)
+        return is_by_trainer or any(map(self.part.has, ("stream", "DistributedSampler", "sampler with rank")))
+
+    @property
     def reason_of_validations(self) -> str | None:
         """Why there are others in an epoch: it depends on the number of batches for training."""
         reasons = {"without length": "unsized", "stream": "shards"}
-        return next((reason for word, reason in reasons.items() if self.script.train.has(word)), None)
+        train = self.script.loaders(self.key.act, "train")
+        return next((reason for word, reason in reasons.items() if train.has(word)), None)
 
     def deviation(self, what: str, stock: Any, ours: Any, reason: str | None = None) -> Deviation:
         """Describe a difference."""
-        return Deviation(f"{self.key}, loader {self.index}", what, stock, ours, reason)
+        where = f"{self.key.act} {self.act.method}, {self.stage} {self.key.epoch}, loader {self.index}"
+        return Deviation(where, what, stock, ours, reason)
 
     @property
     def num_batches(self) -> int:
@@ -220,19 +253,23 @@ class _Place:
     def num_passes(self) -> int:
         """Passes before this one that count: epochs since its loader was made, if its sampler counts."""
         every = self.script.trainer.get("reload_dataloaders_every_n_epochs", 0)
-        age = self.epoch % every if every else self.epoch
+        age = self.key.epoch % every if every else self.key.epoch
         return age if self.part.has("counts its passes") else 0
 
     def new_loader(self, num_passes: int = 0) -> Any:
         """The loader itself, after a number of passes over its sampler."""
-        loader: Any = _loaders_of(case(self.script.number), self.key).parts[self.index].loader
+        loader: Any = case(self.script.number).loaders(self.key.act, self.stage).parts[self.index].loader
         for _ in range(num_passes):
             list(loader.batch_sampler or loader.sampler)
         return loader
 
-    def local_pass(self) -> list[Any]:
-        """The batches of a local pass; of a sampler that counts, those that data hosts promise for this epoch."""
-        return [plain(batch) for batch in self.new_loader(self.num_passes)]
+    def local_pass(self, number: int = 0) -> list[Any]:
+        """The batches of a local pass; of a sampler that counts, those that data hosts promise for this epoch.
+
+        Args:
+            number: Passes before it in the same epoch.
+        """
+        return [plain(batch) for batch in self.new_loader(self.num_passes + number)]
 
 
 class _Alone:
@@ -242,7 +279,7 @@ class _Alone:
         place: The loader.
     """
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
 
     def compare(self, stock: list[Any], ours: list[Any]) -> Iterator[Deviation]:
@@ -250,7 +287,7 @@ class _Alone:
         place, part = self._place, self._place.part
         if stock == ours:
             return
-        if part.is_ordered or (place.is_overfit and not part.has("own")):
+        if part.is_ordered or (place.is_overfit and not part.has("own") and not part.has("stream")):
             yield place.deviation("batches", stock, ours, self._reason(stock, ours))
         elif part.has("stream"):
             yield from self._streams(stock, ours)
@@ -262,21 +299,32 @@ class _Alone:
             yield place.deviation("shapes of batches", _shapes(stock), _shapes(ours))
         elif part.is_complete:
             yield from self._samples(stock, ours)
+        elif not set(_leaves(ours)) <= set(_all_leaves(place)):
+            yield place.deviation("samples", stock, ours)
 
     def _reason(self, stock: list[Any], ours: list[Any]) -> str | None:
         place, part = self._place, self._place.part
         whole = place.local_pass()
-        if part.has("counts its passes") and place.is_validation:
-            is_right = all(batch in whole for batch in ours) if place.is_limited else _is_repeated(ours, whole)
-            return "counting sampler" if is_right else None
+        if part.has("counts its passes") and (place.is_validation or place.stage == "train"):
+            return "counting sampler" if self._counts_epochs(ours) else None
         has_whole_passes = not part.is_ordered or _is_repeated(ours, whole)
         if place.is_fit and place.is_validation and has_whole_passes:
             return place.reason_of_validations
-        if place.stage == "train" and part.has("counts its passes") and place.loaders.mode == "max_size_cycle":
-            return "counting sampler" if ours == (whole * len(ours))[: len(ours)] else None
         if part.has("torch's batch sampler") and (place.stage == "predict" or place.is_overfit):
             return "batch sampler replaced" if _has_all(ours, whole, place) else None
         return None
+
+    def _counts_epochs(self, ours: list[Any]) -> bool:
+        """Whether the first pass is that of its epoch, and a CombinedLoader that restarts the loader goes on."""
+        place = self._place
+        if place.is_validation and not place.is_limited:
+            return _is_repeated(ours, place.local_pass())
+        passes: list[Any] = []
+        for number in range(len(ours)):
+            passes += place.local_pass(number)
+        if place.is_validation:  # there may be several
+            return all(batch in passes for batch in ours)
+        return ours == passes[: len(ours)]
 
     def _streams(self, stock: list[Any], ours: list[Any]) -> Iterator[Deviation]:
         place = self._place
@@ -328,7 +376,7 @@ class _Together:
         place: The loader.
     """
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
 
     def compare(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
@@ -352,6 +400,8 @@ class _Together:
                 yield place.deviation("samples by step", stock, ours, self._reason(old, new))
         elif len(old) != len(new):
             yield place.deviation("number of steps", len(old), len(new), self._reason(old, new))
+        elif not set(sum(new, Counter())) <= set(_all_leaves(place)):
+            yield place.deviation("samples", stock, ours)
         elif part.is_complete and not place.is_limited and not place.drops_last:
             yield from self._samples(stock, ours)
 
@@ -400,7 +450,7 @@ class _Together:
         if place.has_several_passes:
             return "padding" if place.is_limited or set(total) == set(whole) else None
         is_right = _is_within(total, whole) if place.is_limited else total == whole
-        if part.is_complete and not has_repeats and not is_right:
+        if (part.is_complete or part.has("own sampler")) and not has_repeats and not is_right:
             return None
         same = min(len(old), len(new)) - 1
         if part.is_ordered and old[:same] != new[:same]:
@@ -430,12 +480,15 @@ def _steps(ranks: list[list[Any]]) -> list[Counter[str]]:
     return [sum((_leaves(batches[step : step + 1]) for batches in ranks), Counter()) for step in range(longest)]
 
 
-def _all_leaves(place: _Place) -> Counter[str]:
-    """The values of all samples of a loader, those of an incomplete last batch included."""
-    return sum(_leaves_of_samples(place), Counter())
+def _all_leaves(place: Place) -> Counter[str]:
+    """The values of all samples of a pass, those of an incomplete last batch included."""
+    samples = _leaves_of_samples(place)
+    if place.part.has("own sampler"):  # it may repeat some
+        samples = [samples[index] for index in place.new_loader().sampler]
+    return sum(samples, Counter())
 
 
-def _leaves_of_samples(place: _Place) -> list[Counter[str]]:
+def _leaves_of_samples(place: Place) -> list[Counter[str]]:
     loader = place.new_loader()
     if place.part.has("stream"):
         return [_leaves([plain(one)]) for one in loader]
@@ -451,7 +504,7 @@ def _is_repeated(batches: list[Any], once: list[Any]) -> bool:
     return not rest and batches == once * times
 
 
-def _has_all(batches: list[Any], whole: list[Any], place: _Place) -> bool:
+def _has_all(batches: list[Any], whole: list[Any], place: Place) -> bool:
     return _is_within(_leaves(batches), _leaves(whole)) if place.is_limited else _leaves(batches) == _leaves(whole)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,56 +16,124 @@ from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_sm import DataServiceSettings, RemoteDataModule
-from tests.differential.cases import Case, case
+from lightning_sm.data.host.data_host import LOCAL_JOB
+from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.training.trainer import remote_arguments
+from tests.differential.cases import Act, Case, Hooks, case
+from tests.differential.draws import Draw, draws_of, without_draws
 from tests.integration.data.numbers import quiet_trainer
 
 # Where ranks disagree, one of them waits for the other.
 RANKS_TIMEOUT_S = 20
 
 
-class Data(LightningDataModule):
-    """The loaders of the case whose number a file has.
+class Pass(NamedTuple):
+    """What batches are for.
 
-    Args:
-        path: The file.
+    Attributes:
+        act: Which call of a Trainer.
+        stage: train, sanity, val, test or predict.
+        epoch: Epoch of the Trainer.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
+    act: int
+    stage: str
+    epoch: int
+
+
+class Noted(NamedTuple):
+    """A batch.
+
+    Attributes:
+        dataloader_idx: Its loader.
+        batch: Its values without random numbers.
+        draws: Its random numbers.
+        validation: Number of the validation: an epoch may have several.
+    """
+
+    dataloader_idx: int
+    batch: Any
+    draws: list[Draw]
+    validation: int = 0
+
+    @classmethod
+    def of(cls, batch: Any, dataloader_idx: int = 0, validation: int = 0) -> Noted:
+        """Note a batch.
+
+        Args:
+            batch: What a step got.
+            dataloader_idx: Its loader.
+            validation: Number of the validation.
+        """
+        return cls(dataloader_idx, plain(batch), draws_of(batch), validation)
+
+
+class HasHooks:
+    """Hooks that make new loaders in each call, as most do.
+
+    Attributes:
+        number: Number of the case.
+        hooks: Which of its hooks they are.
+    """
+
+    number: int
+    hooks: int
 
     @property
-    def case(self) -> Case:
-        """The case, with loaders that nobody has used: as most hooks, these make new ones in each call."""
-        return case(int(self.path.read_text()))
+    def _loaders(self) -> Hooks:
+        return case(self.number).hooks[self.hooks]
 
     def train_dataloader(self) -> Any:
-        return self.case.train.value
+        return self._loaders.train.value
 
     def val_dataloader(self) -> Any:
-        return self.case.evaluation.value
+        return self._loaders.evaluation.value
 
     def test_dataloader(self) -> Any:
-        return self.case.evaluation.value
+        return self._loaders.evaluation.value
 
     def predict_dataloader(self) -> Any:
-        return self.case.evaluation.value
+        return self._loaders.evaluation.value
+
+
+class Data(HasHooks, LightningDataModule):
+    """The DataModule of a case.
+
+    Args:
+        number: Number of the case.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.hooks = number, 0
+
+
+class OtherData(Data):
+    """Another DataModule."""
 
 
 class Model(LightningModule):
-    """Notes its batches, by run, stage and epoch."""
+    """Notes its batches.
 
-    def __init__(self) -> None:
+    Args:
+        act: Which call of a Trainer it is for.
+    """
+
+    def __init__(self, act: int) -> None:
         super().__init__()
+        self.act = act
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: dict[str, list[tuple[int, Any]]] = {}
+        self.seen: dict[Pass, list[Noted]] = {}
+        self.num_validations = 0
 
     def note(self, stage: str, batch: Any, dataloader_idx: int = 0) -> None:
         """Note a batch."""
-        key = f"{self.trainer.state.fn.value} {stage}"
-        if key.startswith("fit"):
-            key += f" {self.current_epoch}"
-        self.seen.setdefault(key, []).append((dataloader_idx, plain(batch)))
+        validation = self.num_validations if stage in ("val", "sanity") else 0
+        key = Pass(self.act, stage, self.current_epoch)
+        self.seen.setdefault(key, []).append(Noted.of(batch, dataloader_idx, validation))
+
+    def on_validation_start(self) -> None:
+        self.num_validations += 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.note("train", batch)
@@ -82,88 +152,139 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class ModelWithHooks(HasHooks, Model):
+    """A model that has the loaders.
+
+    Args:
+        act: Which call of a Trainer it is for.
+        number: Number of the case.
+        hooks: Which of its hooks.
+    """
+
+    def __init__(self, act: int, number: int, hooks: int) -> None:
+        super().__init__(act)
+        self.number, self.hooks = number, hooks
+
+
 @dataclass
 class Seen:
     """What one rank was given.
 
     Attributes:
-        batches: By run, stage and epoch: the index of the loader, and the batch.
-        errors: By run.
+        batches: By what they are for.
+        errors: By call of a Trainer.
     """
 
-    batches: dict[str, list[tuple[int, Any]]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+    batches: dict[Pass, list[Noted]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 def plain(value: Any) -> Any:
-    """A batch as values that can be compared, with their types."""
+    """A batch as values that can be compared, with their types, and without its random numbers."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return [str(value.dtype), list(value.shape), value.tolist()]
     if isinstance(value, dict):
-        return {"dict": {str(key): plain(part) for key, part in value.items()}}
+        return {"dict": {str(key): plain(part) for key, part in without_draws(value).items()}}
     if isinstance(value, (list, tuple)):
         return {type(value).__name__: [plain(part) for part in value]}
     return value
 
 
-def run(module: Any, number: int, folder: Path) -> Seen:
-    """Run a case.
+class Script:
+    """Runs a case.
 
     Args:
-        module: The DataModule.
         number: Number of the case.
-        folder: Root of what the Trainer writes: nothing.
+        folder: Root of what its Trainers write: nothing.
+        connection: The connection to data hosts; None: stock Lightning.
     """
-    script = case(number)
-    torch.manual_seed(number)
-    settings: dict[str, Any] = {"devices": 1, "num_sanity_val_steps": 2, **script.trainer}
-    if script.world_size > 1:
-        timeout = timedelta(seconds=RANKS_TIMEOUT_S)
-        settings |= {
-            "devices": script.world_size,
-            "strategy": DDPStrategy(process_group_backend="gloo", timeout=timeout),
-        }
-    model, trainer = Model(), quiet_trainer(folder, **settings)
-    errors = {}
-    for name in script.runs:
-        try:
-            getattr(trainer, name)(model, datamodule=module)
-        except Exception as error:  # noqa: BLE001, PERF203  # both may fail; what differs is found later
-            errors[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"
-    return Seen(model.seen, errors)
+
+    def __init__(self, number: int, folder: str, connection: ServiceConnection | None = None) -> None:
+        self._case: Case = case(number)
+        self._folder = folder
+        self._connection = connection
+        self._modules = {"datamodule": Data(number), "other datamodule": OtherData(number)}
+        self._trainer: Any = None
+        self._remote: dict[int, tuple[Any, RemoteDataModule]] = {}
+
+    def run(self) -> Seen:
+        """Run it, and return what it saw."""
+        torch.manual_seed(self._case.number)
+        seen = Seen()
+        for number, act in enumerate(self._case.acts):
+            if act.trainer == "new":
+                self._trainer, self._remote = self._new_trainer(), {}
+            elif number - 1 in seen.errors:
+                seen.errors[number] = seen.errors[number - 1]
+                continue
+            elif act.trainer == "continued":
+                self._trainer.fit_loop.max_epochs += 1
+            has_hooks = act.holder == "model"
+            model = ModelWithHooks(number, self._case.number, act.hooks) if has_hooks else Model(number)
+            try:
+                self._call(act, {"model": model, **self._loaders(act)})
+            except Exception as error:  # noqa: BLE001  # both may fail; what differs is found later
+                seen.errors[number] = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"
+            seen.batches |= model.seen
+        return seen
+
+    def _new_trainer(self) -> Any:
+        settings: dict[str, Any] = {"devices": 1, "num_sanity_val_steps": 2, **self._case.trainer}
+        if self._case.world_size > 1:
+            timeout = timedelta(seconds=RANKS_TIMEOUT_S)
+            settings |= {
+                "devices": self._case.world_size,
+                "strategy": DDPStrategy(process_group_backend="gloo", timeout=timeout),
+            }
+        return quiet_trainer(Path(self._folder), **settings)
+
+    def _call(self, act: Act, arguments: dict[str, Any]) -> None:
+        if self._connection is not None:  # as SageMakerTrainer does in a job
+            arguments = remote_arguments(self._trainer, act.method, arguments, self._connection, self._remote)
+        getattr(self._trainer, act.method)(**arguments)
+
+    def _loaders(self, act: Act) -> dict[str, Any]:
+        """Return the arguments with which a method of the Trainer gets its loaders."""
+        if act.holder in self._modules:
+            module = self._modules[act.holder]
+            module.hooks = act.hooks
+            return {"datamodule": module}
+        if act.holder == "model":
+            return {}
+        hooks = case(self._case.number).hooks[act.hooks]
+        if act.method == "fit":
+            return {"train_dataloaders": hooks.train.value, "val_dataloaders": hooks.evaluation.value}
+        return {"dataloaders": hooks.evaluation.value}
 
 
-class Twice:
-    """Runs cases by stock Lightning, and with a data host.
+class Runner:
+    """Runs cases by stock Lightning, and with data hosts.
 
     Args:
-        path: File from which the DataModules read the number of the case.
-        address: The data host.
+        hosts: Addresses of data hosts, by a name of these hosts.
     """
 
-    def __init__(self, path: Path, address: str) -> None:
-        self._path = path
-        self._module = RemoteDataModule(Data(path), [address], settings=DataServiceSettings(batch_timeout_s=60))
-        self._module._hosts.connection.closes_on_teardown = (
-            False  # as in a job; a feeder takes longer to start than a case to run
-        )
+    def __init__(self, hosts: dict[str, Sequence[str]]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        settings = DataServiceSettings(batch_timeout_s=60)
+        self._connections = {name: ServiceConnection(own, settings, LOCAL_JOB) for name, own in hosts.items()}
+        for connection in self._connections.values():
+            # As in a job; a feeder takes longer to start than a case to run.
+            connection.closes_on_teardown = False
 
-    def stock(self, number: int) -> Seen:
-        """Run a case by stock Lightning.
-
-        Args:
-            number: Number of the case, which the file has already.
-        """
-        return run(Data(self._path), number, self._path.parent)
-
-    def ours(self, number: int) -> Seen:
-        """Run a case with the data host.
+    def run(self, number: int, hosts: str | None = None) -> Seen:
+        """Run a case.
 
         Args:
-            number: Number of the case, which the file has already.
+            number: Number of the case.
+            hosts: Name of the data hosts; None: stock Lightning.
         """
-        return run(self._module, number, self._path.parent)
+        if hosts is None:
+            return Script(number, self._folder.name).run()
+        return Script(number, self._folder.name, self._connections[hosts]).run()
 
     def close(self) -> None:
-        """Disconnect from the data host."""
-        self._module.close()
+        """Disconnect from the data hosts."""
+        for connection in self._connections.values():
+            connection.close("finished", is_success=True)
+        self._folder.cleanup()

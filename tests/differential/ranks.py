@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from tests.differential.fits import RANKS_TIMEOUT_S, Seen, Twice
+from tests.differential.fits import RANKS_TIMEOUT_S, Runner, Seen
 from tests.integration.hosts import REPOSITORY
 from tests.quick_processes import python_path
 
@@ -24,30 +25,29 @@ class Ranks:
     """Ranks on this machine, which a case that hangs or breaks their process group ends.
 
     Args:
-        path: File from which the DataModules read the number of the case.
-        address: The data host.
+        hosts: Addresses of data hosts, by a name of these hosts.
         world_size: How many there are.
     """
 
-    def __init__(self, path: Path, address: str, world_size: int = 2) -> None:
-        self._arguments = [str(path), address]
+    def __init__(self, hosts: dict[str, Sequence[str]], world_size: int = 2) -> None:
+        self._hosts = json.dumps(hosts)
         self._world_size = world_size
         self._ranks: list[tuple[subprocess.Popen[bytes], Connection]] = []
 
-    def run(self, number: int) -> tuple[list[Seen], list[Seen]]:
-        """Run a case on all ranks; return what they saw by stock Lightning, and with the data host.
+    def run(self, number: int, hosts: str | None = None) -> list[Seen]:
+        """Run a case on all ranks; return what they saw.
+
+        Args:
+            number: Number of the case.
+            hosts: Name of the data hosts; None: stock Lightning.
 
         Raises:
             RuntimeError: A rank did not answer.
         """
-        stock, ours = (self._run(number, is_stock) for is_stock in (True, False))
-        return stock, ours
-
-    def _run(self, number: int, is_stock: bool) -> list[Seen]:
         if not self._ranks:
             self._start()
         for _, connection in self._ranks:
-            connection.send((number, is_stock))
+            connection.send((number, hosts))
         try:
             seen = [self._reply(number, rank) for rank in range(self._world_size)]
         except RuntimeError:
@@ -77,7 +77,7 @@ class Ranks:
             env = {**os.environ, "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             env |= {"PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
             with theirs:
-                command = [sys.executable, "-m", "tests.differential.ranks", str(theirs.fileno()), *self._arguments]
+                command = [sys.executable, "-m", "tests.differential.ranks", str(theirs.fileno()), self._hosts]
                 process = subprocess.Popen(
                     command, env=env, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
                 )
@@ -94,20 +94,20 @@ class Ranks:
         return seen
 
 
-def main(descriptor: str, path: str, address: str) -> None:
+def main(descriptor: str, hosts: str) -> None:
     """Run the cases whose numbers come over a socket, until its other end is closed."""
     import torch
 
     warnings.simplefilter("ignore")
     connection: Connection[Any, Any] = Connection(int(descriptor))
-    twice = Twice(Path(path), address)
+    runner = Runner(json.loads(hosts))
     while True:
         try:
-            number, is_stock = connection.recv()
+            number, name = connection.recv()
         except EOFError:
             break
-        connection.send(twice.stock(number) if is_stock else twice.ours(number))
-    twice.close()
+        connection.send(runner.run(number, name))
+    runner.close()
     # A Gloo thread that outlives the interpreter aborts the process.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
