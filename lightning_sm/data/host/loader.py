@@ -139,8 +139,7 @@ class ServedLoader:
             DataSettingsError: The sampler does not end, or yields a part of the data.
         """
         seed, epoch, pass_index = loader_pass.seed, loader_pass.epoch, loader_pass.pass_index
-        if pass_index < FIRST_BY_HAND:  # a CombinedLoader cycles over this loader within the epoch
-            self._sampler.advance([self._pass_of(seed, epoch, number) for number in range(pass_index)])
+        self._sampler.advance(self._passes_within(seed, epoch, pass_index))
         order = self._sampler.arrays(
             self._pass_of(seed, epoch, pass_index),
             loader_pass.stop if not self._is_positional else 0,
@@ -278,12 +277,18 @@ class ServedLoader:
 
     def _run_sampler(self, seed: int, epoch: int, pass_index: int) -> list[Any]:
         one_thread()
-        return self._sampler.order(self._pass_of(seed, epoch, pass_index), self._passes_before(epoch, seed))
+        earlier = [*self._passes_before(epoch, seed), *self._passes_within(seed, epoch, pass_index)]
+        return self._sampler.order(self._pass_of(seed, epoch, pass_index), earlier)
 
     def _passes_before(self, epoch: int, seed: int) -> list[SamplerPass]:
         # "test" and "predict" have a single pass, whatever epoch training has reached.
         first = self._first_epoch if self._stage in ("train", "val") else epoch
         return [self._pass_of(seed, past, 0) for past in range(first, epoch)]
+
+    def _passes_within(self, seed: int, epoch: int, pass_index: int) -> list[SamplerPass]:
+        """Return the earlier passes of the epoch: a CombinedLoader may restart this loader. Those by hand do not count."""
+        num_earlier = pass_index if pass_index < FIRST_BY_HAND else 0
+        return [self._pass_of(seed, epoch, number) for number in range(num_earlier)]
 
     def _pass_of(self, seed: int, epoch: int, pass_index: int) -> SamplerPass:
         return SamplerPass(epoch, SampleSeeds(seed, self._stage, self._index, epoch, pass_index))

@@ -27,7 +27,7 @@ from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.protocol.calls import LoaderPass
-from lightning_sm.data.protocol.spec import BatchSpec
+from lightning_sm.data.protocol.spec import FIRST_BY_HAND, BatchSpec
 from lightning_sm.errors import DataSettingsError
 
 
@@ -100,6 +100,13 @@ class Counting(Sampler):
         return 1
 
 
+class CountingInWords(Counting):
+    """Counts its passes, and yields no numbers."""
+
+    def __iter__(self):
+        return iter([f"pass {number}" for number in super().__iter__()])
+
+
 class Mine(BatchSampler):
     """A batch sampler of the user's."""
 
@@ -132,10 +139,10 @@ def served(loader, stage="train", **options):
     return ServedLoader(loader, f"{stage}_dataloader()", stage, 0, **options)
 
 
-def batch(loader, *keys, epoch=0, position=0, mark=None):
+def batch(loader, *keys, epoch=0, pass_index=0, position=0, mark=None):
     """Return the batch of some keys."""
     arena = Arena(np.zeros(1 << 16, np.uint8))
-    return loader.batch(BatchSpec(0, epoch, 0, 100, position, np.array(keys)), arena, mark or SampleMark())
+    return loader.batch(BatchSpec(0, epoch, pass_index, 100, position, np.array(keys)), arena, mark or SampleMark())
 
 
 def copied(loader):
@@ -143,11 +150,11 @@ def copied(loader):
     return cloudpickle.loads(cloudpickle.dumps(loader))
 
 
-def order(loader, epoch=0):
+def order(loader, epoch=0, pass_index=0):
     """Return the order of a pass, as a data host computes it."""
 
     def run():
-        loader_pass = LoaderPass("1/fit/train/0", 0, 0, epoch, 0)
+        loader_pass = LoaderPass("1/fit/train/0", 0, 0, epoch, pass_index)
         loader.advance_sampler(loader_pass)
         return loader.sampler_order(loader_pass)
 
@@ -270,6 +277,15 @@ def test_a_sampler_is_as_old_as_its_loader():
     assert order(served(loader), epoch=2) == [3]
     assert order(served(loader, epoch=2), epoch=2) == [1]
     assert order(served(loader, "test"), epoch=2) == [1]
+
+
+@pytest.mark.parametrize(("epoch", "pass_index", "expected"), [(0, 0, 1), (2, 0, 3), (2, 3, 6), (2, FIRST_BY_HAND, 3)])
+def test_a_pass_that_a_combined_loader_restarts_goes_on(epoch, pass_index, expected):
+    """Whatever the sampler yields; a pass by hand begins as the Trainer's."""
+    numbers = served(DataLoader(Numbers(), sampler=Counting()))
+    words = served(DataLoader(Numbers(), sampler=CountingInWords(), collate_fn=list))
+    assert order(numbers, epoch, pass_index) == [expected]
+    assert batch(words, 0, epoch=epoch, pass_index=pass_index) == [f"pass {expected}"]
 
 
 def test_samples_see_the_dataset_of_their_loader():
