@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from lightning_sm import DataHost
 from tests.differential.cases import case
-from tests.differential.comparison import REASONS, Deviation, deviations
+from tests.differential.comparison import deviations
+from tests.differential.deviation import REASONS, Deviation
 from tests.differential.fits import Runner, Seen
 from tests.differential.randomness import changes, repeated_draws
 from tests.differential.ranks import Ranks

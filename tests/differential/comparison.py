@@ -11,44 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.differential.cases import Act, Case, Loaders, Part, case
+from tests.differential.deviation import Deviation
+from tests.differential.failures import failures
 from tests.differential.fits import Pass, Seen, plain
 
-# Documented in docs/heterogeneous-clusters.md, or refused by stock Lightning.
-REASONS = {
-    "unsized": "a sampler without length: stock refuses fractions, or does not validate; data hosts count its batches",
-    "batch sampler refused": "stock refuses a batch sampler that is not a BatchSampler under DDP and overfit_batches",
-    "own sampler not split": "use_distributed_sampler=False with a sampler that knows no rank: data hosts refuse it",
-    "batch sampler replaced": "stock replaces the sampler or the batch size of a torch BatchSampler; data hosts do not",
-    "batch sampler not shared": "a batch sampler of another class: in stock, each rank predicts all of its batches",
-    "overfit_batches": "a random batch sampler: stock trains on other batches in each epoch, data hosts on the same",
-    "counting sampler": "a sampler that counts its passes: data hosts count epochs",
-    "shards": "a stream: each virtual shard may end with a smaller batch, so there may be more batches",
-    "shuffled": "a training loader without shuffle, or with an own sampler: stock shuffles it on several ranks",
-    "RandomSampler replaced": "stock's DistributedSampler forgets num_samples of a RandomSampler, data hosts do not",
-    "padding": "ranks that do not divide the samples: stock repeats some, data hosts share the last step",
-    "drop_last": "ranks that do not divide the samples: stock pads first, data hosts drop what does not fill a step",
-}
-
 _REPLACED = {"torch's batch sampler": "batch sampler replaced", "RandomSampler of a part": "RandomSampler replaced"}
-
-
-@dataclass
-class Deviation:
-    """A difference.
-
-    Attributes:
-        where: Run, stage and epoch.
-        what: What differs.
-        stock: By stock Lightning.
-        ours: With data hosts.
-        reason: Key of ``REASONS``; None: it has none.
-    """
-
-    where: str
-    what: str
-    stock: Any
-    ours: Any
-    reason: str | None = None
 
 
 def deviations(number: int, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iterator[Deviation]:
@@ -60,7 +27,9 @@ def deviations(number: int, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iter
         ours: What each rank saw with data hosts.
     """
     script = case(number)
-    yield from _failures(script, stock, ours)
+    yield from failures(script, stock, ours)
+    stock, moved = _at_epochs_of(script, stock, ours)
+    yield from moved
     for key in sorted({key for seen in (*stock, *ours) for key in seen.batches}):
         if any(key.act in seen.errors for seen in (*stock, *ours)):
             continue
@@ -75,55 +44,24 @@ def deviations(number: int, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iter
                     yield from _Alone(place).compare(one_stock, one_ours)
 
 
-def _failures(script: Case, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iterator[Deviation]:
-    for number, act in enumerate(script.acts):
-        old = next((seen.errors[number] for seen in stock if number in seen.errors), None)
-        new = next((seen.errors[number] for seen in ours if number in seen.errors), None)
-        if (old is None) != (new is None):
-            is_ours = new is not None
-            reason = (
-                _reason_of_our_refusal(script, number, str(new))
-                if is_ours
-                else _reason_of_refusal(script, number, str(old))
+def _at_epochs_of(script: Case, stock: Sequence[Seen], ours: Sequence[Seen]) -> tuple[list[Seen], list[Deviation]]:
+    """Return what stock Lightning evaluates as of the epochs of ours, and where these differ."""
+    epochs = {key[:2]: key.epoch for seen in ours for key in seen.batches if script.acts[key.act].method != "fit"}
+    moved: dict[tuple[int, str], Deviation] = {}
+    at_epochs = []
+    for seen in stock:
+        batches = {key._replace(epoch=epochs.get(key[:2], key.epoch)): own for key, own in seen.batches.items()}
+        at_epochs.append(Seen(batches, seen.errors))
+        for key in seen.batches.keys() - batches.keys():
+            fit = next(number for number in range(key.act, -1, -1) if script.acts[number].trainer == "new")
+            # Stock Lightning runs epochs without a batch if it does not know that there is none.
+            is_empty = not any(
+                own.act == fit and own.stage == "train" for rank in (*stock, *ours) for own in rank.batches
             )
-            yield Deviation(f"{number} {act.method}", "one fails", old, new, reason)
-
-
-def _reason_of_our_refusal(script: Case, number: int, error: str) -> str | None:
-    train = script.loaders(_failed_act(script, number), "train")
-    is_unsplit = script.world_size > 1 and not script.trainer.get("use_distributed_sampler", True)
-    has_own = any(
-        part.has(word) for part in train.parts for word in ("own", "torch's batch sampler", "counts its passes")
-    )
-    is_refused = "leaves the split over" in error and is_unsplit and has_own
-    return "own sampler not split" if is_refused else None
-
-
-def _failed_act(script: Case, number: int) -> int:
-    """Return the call of a Trainer that failed: later calls of the same Trainer have its error."""
-    while script.acts[number].trainer != "new":
-        number -= 1
-    return number
-
-
-def _reason_of_refusal(script: Case, number: int, error: str) -> str | None:
-    act = script.acts[_failed_act(script, number)]
-    hooks = script.hooks[act.hooks]
-    used = [hooks.train, hooks.evaluation] if act.method == "fit" else [hooks.evaluation]
-    # On several ranks, data hosts also count the batches of a stream.
-    unsized = ("without length", "stream") if script.world_size > 1 else ("without length",)
-    if any(loaders.has(word) for loaders in used for word in unsized) and (
-        "using an IterableDataset" in error or "using an `IterableDataset`" in error or "`__len__`" in error
-    ):
-        return "unsized"
-    if any(loaders.has("own") for loaders in used) and "inject a (distributed) sampler into your batch" in error:
-        return "batch sampler refused"
-    is_uneven = any(part.size % script.world_size for loaders in used for part in loaders.parts)
-    if is_uneven and "Try at least" in error:  # a fraction of the batches of the rank that has fewer
-        return "padding"
-    if any(loaders.has("torch's batch sampler") for loaders in used) and "overfit_batches" in script.trainer:
-        return "batch sampler replaced"
-    return None
+            is_unsized = is_empty and script.loaders(fit, "train").has("without length")
+            where, new = f"{key.act} {script.acts[key.act].method}", epochs[key[:2]]
+            moved[key[:2]] = Deviation(where, "epoch", key.epoch, new, "unsized" if is_unsized else None)
+    return at_epochs, [*moved.values()]
 
 
 def _by_part(script: Case, key: Pass, seen: Seen) -> list[list[Any]]:
@@ -218,6 +156,12 @@ class Place:
         return 0 < num_left < world_size or (num_full == 0 and num_left % world_size > 0)
 
     @property
+    def keeps_split(self) -> bool:
+        """Whether stock Lightning replaces a sampler that splits the data by one that does not."""
+        is_by_trainer = self.script.trainer.get("use_distributed_sampler", True)
+        return self.is_overfit and not is_by_trainer and self.part.has("DistributedSampler")
+
+    @property
     def may_repeat(self) -> bool:
         """Whether a rank may repeat a sample or a batch of another."""
         is_whole = self.part.has("batch sampler") or self.part.has("batch_size=None")
@@ -233,6 +177,8 @@ class Place:
     def reason_of_validations(self) -> str | None:
         """Why there are others in an epoch: it depends on the number of batches for training."""
         reasons = {"without length": "unsized", "stream": "shards"}
+        if self.has_several_passes and self.script.world_size > 1:
+            reasons |= _REPLACED
         train = self.script.loaders(self.key.act, "train")
         return next((reason for word, reason in reasons.items() if train.has(word)), None)
 
@@ -389,8 +335,20 @@ class _Together:
         if part.has("stream"):
             yield from self._streams(old, new)
         elif place.stage == "predict" and part.has("own") and part.has("batch sampler"):
-            yield from self._predicted_batches(stock, ours)
-        elif place.is_shuffled_by_stock:
+            yield from self._whole_batches(stock, ours)
+        elif part.has("torch's batch sampler") and old != new:
+            yield from self._batches_of_torch(stock, ours)
+        elif place.keeps_split:
+            # Stock Lightning takes the order of the dataset, on each rank.
+            is_right = set(sum(new, Counter())) <= set(_all_leaves(place)) and all(one == stock[0] for one in stock)
+            yield place.deviation("samples by step", stock, ours, "DistributedSampler kept" if is_right else None)
+        else:
+            yield from self._by_step(stock, ours)
+
+    def _by_step(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
+        place, part = self._place, self._place.part
+        old, new = _steps(stock), _steps(ours)
+        if place.is_shuffled_by_stock:
             if not self._is_in_order(new):
                 yield place.deviation("samples by step", stock, ours)
             elif old != new:
@@ -405,7 +363,18 @@ class _Together:
         elif part.is_complete and not place.is_limited and not place.drops_last:
             yield from self._samples(stock, ours)
 
-    def _predicted_batches(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
+    def _batches_of_torch(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
+        """Compare batches of a BatchSampler: they are whole, but for those of the last step."""
+        place = self._place
+        whole, total = place.local_pass(), sum(_steps(ours), Counter())
+        tail = sum((_leaves([batch]) for batch in whole[-place.script.world_size :]), Counter())
+        seen = [batch for batches in ours for batch in batches]
+        are_batches = all(batch in whole or set(_leaves([batch])) <= set(tail) for batch in seen)
+        is_limited = place.is_limited or place.has_several_passes
+        is_right = set(total) <= set(_all_leaves(place)) if is_limited else set(total) == set(_all_leaves(place))
+        yield place.deviation("batches", stock, ours, "batch sampler replaced" if are_batches and is_right else None)
+
+    def _whole_batches(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
         place = self._place
         whole = place.local_pass()
         seen = [batch for batches in ours for batch in batches]
@@ -423,9 +392,10 @@ class _Together:
             return "counting sampler" if is_right else None
         if place.is_fit and place.is_validation and place.reason_of_validations is not None:
             return place.reason_of_validations
-        replaced = next((reason for word, reason in _REPLACED.items() if part.has(word)), None)
-        if replaced is not None:
-            return replaced
+        if part.has("RandomSampler of a part"):
+            num_steps = -(-part.size // ((part.loader.batch_size or 1) * place.script.world_size))
+            is_right = num_steps - place.drops_last <= len(new) <= num_steps
+            return "RandomSampler replaced" if is_right or place.is_limited or place.has_several_passes else None
         if not is_uneven or not 0 <= len(old) - len(new) <= 1:
             return None
         return "drop_last" if place.drops_last else self._padding(old, new)

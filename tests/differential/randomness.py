@@ -8,7 +8,8 @@ from itertools import combinations
 from typing import NamedTuple, TypeAlias
 
 from tests.differential.cases import Case, case
-from tests.differential.comparison import Deviation, Place
+from tests.differential.comparison import Place
+from tests.differential.deviation import Deviation
 from tests.differential.draws import Draw
 from tests.differential.fits import Noted, Pass, Seen
 

@@ -286,7 +286,7 @@ class ServedLoader:
         return [self._pass_of(seed, past, 0) for past in range(first, epoch)]
 
     def _passes_within(self, seed: int, epoch: int, pass_index: int) -> list[SamplerPass]:
-        """Return the earlier passes of the epoch: a CombinedLoader may restart this loader. Those by hand do not count."""
+        """Return the earlier passes of the epoch, if a CombinedLoader restarts this loader; none before one by hand."""
         num_earlier = pass_index if pass_index < FIRST_BY_HAND else 0
         return [self._pass_of(seed, epoch, number) for number in range(num_earlier)]
 
