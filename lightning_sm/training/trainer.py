@@ -172,7 +172,9 @@ def remote_arguments(
     if isinstance(datamodule, RemoteDataModule) or (datamodule is not None and names):
         return given  # Lightning refuses a DataModule together with loaders
     if datamodule is None:
-        owner = given.get("model", trainer.lightning_module)
+        owner = given.get("model")
+        if owner is None:
+            owner = trainer.lightning_module
         datamodule = bare_loaders(owner, {stage: given[name] for name, stage in names.items()})
         if datamodule is None:
             return given  # Lightning says what is missing

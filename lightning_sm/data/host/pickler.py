@@ -17,9 +17,9 @@ import cloudpickle
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_sm._lightning import Trainer
+from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
-from lightning_sm.data.host.trainer_stand_in import stand_in
+from lightning_sm.data.host.trainer_stand_in import TrainerStandIn, stand_in
 from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.errors import DataSettingsError
 
@@ -38,6 +38,9 @@ _TO_DATA_HOSTS = (
     "Data hosts get the DataModule (or the loaders) of rank 0, pickled, and run its hooks. Create what cannot be "
     "pickled in setup(), which runs on the data hosts, or when the dataset first uses it."
 )
+
+# Of what pickle gets of an object whose class leaves it to Python: function, arguments, state, list and dict items.
+_LEN_BY_DEFAULT = 5
 
 StateOf: TypeAlias = Callable[[Any], dict[str, Any] | None]
 
@@ -173,7 +176,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             state = {**vars(obj), "_iterator": None}
         if state is not None:
             return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]  # pickle's own
+        if isinstance(obj, LightningModule) and _is_attached(obj):
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if len(reduced) == _LEN_BY_DEFAULT:
+                return *reduced, _restore_attached
         return super().reducer_override(obj)
+
+
+def _is_attached(model: LightningModule) -> bool:
+    """Return whether a model knows the Trainer, here or on a data host."""
+    try:
+        return isinstance(model.trainer, (Trainer, TrainerStandIn))
+    except RuntimeError:  # "not attached to a Trainer"
+        return False
+
+
+def _restore_attached(model: Any, state: Any) -> None:
+    """Set the state of a model, and its Trainer, which Lightning leaves out of the state: its epoch would be 0."""
+    model.__setstate__(state)
+    model.trainer = stand_in()
 
 
 def _is_plain_tensor(tensor: torch.Tensor) -> bool:

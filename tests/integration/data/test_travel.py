@@ -16,6 +16,7 @@ SCRIPT = str(SCRIPTS / "train_many_ways.py")
 WAYS = (
     *("new DataModules", "attributes between fits", "two classes", "levels", "epochs", "guarded setup"),
     *("classes of the script", "from_datasets", "bare loaders", "own loaders", "both", "switched off", "resumed"),
+    "epochs of the model",
 )
 
 

@@ -227,6 +227,16 @@ class OwnLoaders(Model):
         return DataLoader(Ids(range(30, 33)), 2)
 
 
+class EpochsOfModel(Model):
+    """Makes loaders whose dataset and collate function read the model's own epoch."""
+
+    def collate(self, samples):
+        return torch.cat([torch.stack(samples).flatten(), torch.tensor([self.current_epoch])])
+
+    def train_dataloader(self):
+        return DataLoader(Ids(range(4), self), 2, collate_fn=self.collate)
+
+
 def new_datamodules():
     return [fit(Fold(fold, batch_size=3 + fold)) for fold in range(3)]
 
@@ -295,6 +305,12 @@ def own_loaders():
     return model.seen
 
 
+def epochs_of_model():
+    model = EpochsOfModel()
+    trainer(max_epochs=3).fit(model)
+    return model.seen
+
+
 def both():
     """Loaders that are handed over take precedence over the model's own, but only for their stage."""
     model, own = OwnLoaders(), trainer()
@@ -336,6 +352,7 @@ WAYS = {
     "from_datasets": from_datasets,
     "bare loaders": bare_loaders,
     "own loaders": own_loaders,
+    "epochs of the model": epochs_of_model,
     "both": both,
     "switched off": switched_off,
     "resumed": resumed,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sm._lightning import Trainer
+from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm.data.host.pickler import is_value, pickle_object
 from lightning_sm.data.host.snapshot import load_object
 from lightning_sm.data.host.trainer_stand_in import stand_in
@@ -33,6 +33,35 @@ class Holder:
 
     def __init__(self, **attributes):
         vars(self).update(attributes)
+
+
+class Model(LightningModule):
+    """A model whose collate function reads the epoch, with a part that is a model, too."""
+
+    def __init__(self, part=None):
+        super().__init__()
+        self.part = part
+
+    def collate(self, samples):
+        return samples, self.current_epoch
+
+
+def test_a_model_in_a_loader_keeps_its_trainer():
+    """Lightning pickles a model without it, and ``current_epoch`` would be 0 in all epochs, without a word."""
+    model = Model(Model())
+    model.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    loader = travelled(DataLoader(range(3), collate_fn=model.collate))
+    again = travelled(loader)  # from a data host to a spawned worker
+    stand_in().update({"current_epoch": 7})
+    for arrived in (loader, again):
+        assert arrived.collate_fn([1]) == ([1], 7)
+        assert arrived.collate_fn.__self__.part.trainer is stand_in()
+
+
+def test_a_model_without_a_trainer_gets_none():
+    """A teacher, for example, which is not the model that is trained."""
+    with pytest.raises(RuntimeError, match="not attached"):
+        _ = travelled(Model()).trainer
 
 
 @pytest.mark.parametrize(
