@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ChainDataset, DataLoader, Dataset
 from torch.utils.data._utils import worker as torch_worker
 
 from lightning_sm.data.host.generators import HeldGenerators
@@ -259,18 +259,39 @@ class _Shard:
         """
         if self._loader.worker_init_fn is not None:
             self._loader.worker_init_fn(self._number)
-        samples = iter(self._dataset)
+            samples = iter(self._dataset)  # it may have split the parts of a ChainDataset
+        else:
+            samples = self._iterator(self._dataset)
         first = _next_samples(samples, 1)
+        if first:
+            self._check_is_split(self._dataset)
+        return samples, first
+
+    def _iterator(self, dataset: Any) -> Iterator[Any]:
+        return self._chain(dataset) if type(dataset) is ChainDataset else iter(dataset)
+
+    def _chain(self, dataset: Any) -> Iterator[Any]:
+        """Yield the samples of all parts of a ``ChainDataset``, each of which must split itself."""
+        for part in dataset.datasets:
+            vars(self._info).pop("is_used", None)
+            samples = self._iterator(part)
+            taken = _next_samples(samples, 1)
+            if taken:
+                self._check_is_split(part)
+            while taken:
+                yield from taken
+                taken = _next_samples(samples, 1)
+
+    def _check_is_split(self, dataset: Any) -> None:
         num_shards = self.shard_pass.num_shards
-        if first and num_shards > 1 and not hasattr(self._info, "is_used"):
+        if num_shards > 1 and not hasattr(self._info, "is_used"):
             raise DataSettingsError(
-                f"{type(self._dataset).__qualname__}, the dataset of {self._seeding.name}, yielded a sample without "
+                f"{type(dataset).__qualname__}, the dataset of {self._seeding.name}, yielded a sample without "
                 f"asking for its part of the data. Each of {num_shards} virtual shards (data_service.virtual_shards) "
                 "would yield all samples. In __iter__, before the first sample, read id and num_workers of "
                 "torch.utils.data.get_worker_info(), and yield only that part, as for several workers of a DataLoader. "
                 "Or set data_service.virtual_shards=1, if there is a single trainer rank: then one worker reads all."
             )
-        return samples, first
 
 
 def _next_samples(samples: Iterator[Any], number: int) -> list[Any]:

@@ -302,13 +302,15 @@ UNSPLIT = {
     "asks too late": lambda: DataLoader(AsksTooLate(), batch_size=4),
     "only checks": lambda: DataLoader(OnlyChecks(), batch_size=4),
     "worker_init_fn only seeds": lambda: DataLoader(Unsplit(), batch_size=4, worker_init_fn=only_seeds),
+    "one of two chained": lambda: DataLoader(Nested() + Unsplit(), batch_size=4),
 }
 
 
 @pytest.mark.parametrize("name", UNSPLIT)
 def test_a_dataset_that_does_not_split_itself_is_an_error(pool, name):
     """Every shard would have everything; the error names the dataset and the loader, and says what to do."""
-    cls = type(UNSPLIT[name]().dataset).__name__
+    dataset = UNSPLIT[name]().dataset
+    cls = type(dataset.datasets[1] if isinstance(dataset, ChainDataset) else dataset).__name__
     match = rf"{cls}, the dataset of train_dataloader\(\).* Each of 16 virtual.*get_worker_info(.|\n)*virtual_shards=1"
     with remote(pool.serve(UNSPLIT[name])[:1]) as module, pytest.raises(DataSettingsError, match=match):
         list(module.train_dataloader())
@@ -353,6 +355,21 @@ class Nested(Unsplit):
         return map(int, iter(inner))
 
 
+class Half(Unsplit):
+    """Twelve numbers; each half splits itself.
+
+    Args:
+        start: The first one.
+    """
+
+    def __init__(self, start):
+        self.start = start
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(self.start + info.id, self.start + 12, info.num_workers))
+
+
 def in_a_thread():
     """Ask in a thread, as datasets do that read ahead."""
     with ThreadPoolExecutor(1) as pool:
@@ -363,7 +380,7 @@ SPLIT = {
     "from-import": lambda: Splitting(get_worker_info),
     "by its full name": lambda: Splitting(torch.utils.data.get_worker_info),
     "a nested dataset": Nested,
-    "chained datasets": lambda: ChainDataset([Nested()]),
+    "chained datasets": lambda: ChainDataset([Half(0), Half(12) + ChainDataset([])]),
     "in a thread": lambda: Splitting(in_a_thread),
 }
 
