@@ -31,6 +31,7 @@ from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.bare_loaders import bare_loaders
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.data.trainer.script_state import state_at_first_run
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
 from lightning_sm.job.facts import Channel, SageMakerJob
 from lightning_sm.job.redaction import shown
@@ -151,6 +152,7 @@ class SageMakerCLI(LightningCLI):
         if self.topology.role is Role.DATA:
             serve(self.job, self.topology, self.data_service)
             sys.exit(0)
+        state_at_first_run()
         super().instantiate_classes()
         datamodule = self.datamodule or bare_loaders(self.model, {})
         if datamodule is not None:

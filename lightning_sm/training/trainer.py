@@ -25,6 +25,7 @@ from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.bare_loaders import bare_loaders
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.data.trainer.script_state import state_at_first_run
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.callbacks.outputs import JobOutputs
@@ -138,6 +139,7 @@ class SageMakerTrainer(Trainer):
         if self._topology.role is Role.DATA:
             serve(self._job, self._topology, self._data_service)
             sys.exit(0)
+        state_at_first_run()
         connection = ServiceConnection.of_job(self._job, self._topology, self._data_service)
         return remote_arguments(self, method, given, connection, self._remote)
 

@@ -146,22 +146,38 @@ class HeldGenerators:
                     yield number, generator
 
 
+def reachable(*owners: object, leaves: tuple[type, ...] = ()) -> Iterator[Any]:
+    """Yield some objects and what they hold, wherever they keep it, as far as it is searched for generators.
+
+    Args:
+        *owners: The objects.
+        leaves: Classes whose objects are left out.
+    """
+    yield from owners
+    for _, item in _walk(owners, leaves):
+        if not isinstance(item, leaves):
+            yield item
+
+
 def _find(owners: Iterable[object]) -> Iterator[_Place]:
+    return (place for place, item in _walk(owners) if _is_held(item))
+
+
+def _walk(owners: Iterable[object], leaves: tuple[type, ...] = ()) -> Iterator[tuple[_Place, Any]]:
     queue, functions = deque(owners), deque[Any]()  # functions come last: they lead to whole libraries
     seen: dict[int, object] = {}  # as long as they are kept, no other objects get their ids
     while (queue or functions) and len(seen) < _MAX_OBJECTS:
         value = queue.popleft() if queue else functions.popleft()
         with suppress(Exception):  # of properties and proxies in user code
-            if isinstance(value, _LEAVES) or id(value) in seen:
+            if isinstance(value, _LEAVES + leaves) or id(value) in seen:
                 continue
             seen[id(value)] = value
             for place in _places_in(value):
                 with suppress(Exception):  # or the place is empty
                     get, holder, key = place
                     item = get(holder, key)
-                    if _is_held(item):
-                        yield place
-                    else:
+                    yield place, item
+                    if not _is_held(item):
                         (functions if isinstance(item, _FUNCTIONS) else queue).append(item)
 
 
@@ -204,7 +220,7 @@ def _places_in_class(value: Any, its_class: type) -> Iterator[_Place]:
             if _is_held(item):
                 # By the object, which may get an attribute of its own in its place, as MONAI's transforms do.
                 yield getattr, value, name
-            elif isinstance(item, _FUNCTIONS):
+            elif isinstance(item, _FUNCTIONS) and not (name == "__init__" and value is not its_class):  # it has run
                 yield getitem, vars(cls), name
 
 

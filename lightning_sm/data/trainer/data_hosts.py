@@ -21,6 +21,7 @@ from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.position import Progress, position_of, reach, step_limit
+from lightning_sm.data.trainer.script_state import state_at_first_run
 from lightning_sm.data.trainer.travel import TravellingModule
 from lightning_sm.errors import DataSettingsError
 
@@ -135,9 +136,11 @@ class DataHosts:
         """Give the feeder the DataModule as it is now, and add what the request says of it.
 
         Raises:
-            DataSettingsError: An attribute cannot be pickled.
+            DataSettingsError: An attribute cannot be pickled, or the script has changed what is no attribute.
         """
         module, connection = self.module, self.connection
+        if connection.is_of_job:
+            state_at_first_run().check(module.datamodule)
         datamodule = module.pickled(by_name=connection.is_of_job)
         connection.feeder.share_snapshot(datamodule)
         state = "" if module.state is None else self._share_state(module.state)

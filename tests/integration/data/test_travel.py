@@ -13,6 +13,7 @@ from tests.quick_processes import python_path
 pytestmark = pytest.mark.processes
 
 SCRIPT = str(SCRIPTS / "train_many_ways.py")
+BY_A_GLOBAL = str(SCRIPTS / "train_by_a_global.py")
 WAYS = (
     *("new DataModules", "attributes between fits", "two classes", "levels", "epochs", "guarded setup"),
     *("classes of the script", "from_datasets", "bare loaders", "own loaders", "both", "switched off", "resumed"),
@@ -69,3 +70,24 @@ def test_two_ranks_share_them(on_a_laptop, tmp_path):
     assert len(ranks) == 2
     for way in WAYS:
         assert trained([rank[way] for rank in ranks]) - {3} == trained(on_a_laptop[way]) - {3}, way
+
+
+@pytest.mark.parametrize("groups", [(), ("--group", "trainer=1", "--group", "data=1")])
+def test_a_fold_in_a_global_is_an_error_where_data_hosts_do_not_see_it(groups, tmp_path):
+    """Without data hosts, the folds differ; with them, no second fold trains on the data of the first one."""
+    prefix = ("-m", "lightning_sm", "local", *groups, "--base-dir", str(tmp_path), "--") if groups else ()
+    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, *prefix, BY_A_GLOBAL],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * TIMEOUT_S,
+        env=env,
+        cwd=tmp_path,
+    )
+    text = ended.stdout + ended.stderr
+    assert "fold 0 [0, 3, 6, 9]" in text
+    assert ("fold 1 [1, 4, 7, 10]" in text, "fold 2 [2, 5, 8, 11]" in text) == (not groups, not groups)
+    assert ("__main__.fold, which the code of Data reads, was 0 when" in text) == bool(groups)
+    assert (ended.returncode == 0) == (not groups)
