@@ -59,6 +59,9 @@ class DataHosts:
         self._stage = ""
         # By stage: the name of the request for its loaders, their structure, and the loaders.
         self._opened: dict[str, tuple[str, Any, list[RemoteLoader]]] = {}
+        # The DataModule's plain attributes when the loaders for training were made, and those named in a warning.
+        self._served: dict[str, str] = {}
+        self._warned: set[str] = set()
 
     def set_up(self, stage: str) -> None:
         """Connect, and wait until the data hosts have run the user's ``setup``.
@@ -229,6 +232,7 @@ class DataHosts:
                 loader.on_indices = loader.batch_sampler.seen_batch_indices.append
             loaders.append(loader)
         if stage == "train" and loaders:
+            self._served = self.module.plain()
             loaders[0].on_epoch = self._begin_epoch
             if self._trainer is not None:
                 for loader in loaders:
@@ -319,7 +323,24 @@ class DataHosts:
     def _begin_epoch(self, _: int) -> None:
         """Report the last epoch and resume: Lightning announces an epoch to loaders before it reads its progress."""
         self.connection.reporter.end_epoch(self._trainer)
+        self._warn_of_changes()
         self.progress.resume(self._trainer)
+
+    def _warn_of_changes(self) -> None:
+        """Warn of attributes that were changed since the loaders were made: data hosts have the earlier ones."""
+        if self._trainer is None or not self._trainer.is_global_zero:
+            return
+        now = self.module.plain()
+        for name, text in self._served.items():
+            if now.get(name, text) != text and name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "The attribute %s of %s has changed since train_dataloader() was called. Data hosts get it when "
+                    "loaders are made again. If the dataset or the collate function reads it, set "
+                    "Trainer(reload_dataloaders_every_n_epochs=1), or let them read self.trainer.current_epoch.",
+                    name,
+                    type(self.module.datamodule).__name__,
+                )
 
 
 class _SeenIndices(IndexBatchSamplerWrapper):

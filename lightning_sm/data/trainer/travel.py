@@ -94,6 +94,11 @@ class TravellingModule:
             name: json.loads(plain_json(value) or "null") for name, value in self._state().items() if is_value(value)
         }
 
+    def plain(self) -> dict[str, str]:
+        """Return the attributes that are numbers, strings or containers of these, as JSON, by name."""
+        texts = {name: plain_json(value) for name, value in self._state().items()}
+        return {name: text for name, text in texts.items() if text is not None}
+
     def kept(self) -> list[str]:
         """Return the attributes that were set here since ``setup`` has set them in this run."""
         if not self._is_set_up:

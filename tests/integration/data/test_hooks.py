@@ -161,6 +161,32 @@ def test_a_resumed_datamodule_has_its_state_on_the_data_hosts_as_well(tmp_path):
     assert second.seen == [(1, [number, number + 1]) for number in (0, 2, 4, 6)]
 
 
+class Level(LightningDataModule):
+    """The collate function reads what the model sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.stage = 0
+
+    def collate(self, samples):
+        return torch.tensor([self.stage for _ in samples])
+
+    def train_dataloader(self):
+        return DataLoader(range(4), batch_size=2, collate_fn=self.collate)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_attribute_that_the_model_changes_is_sent_with_the_next_loaders_or_told(address, every, tmp_path, caplog):
+    """Local workers, which start with each epoch, would see it."""
+    model = Model()
+    trainer = quiet_trainer(tmp_path, max_epochs=3, limit_val_batches=0, reload_dataloaders_every_n_epochs=every)
+    trainer.fit(model, datamodule=RemoteDataModule(Level(), [address]))
+    stages = [stage for _, (stage, _) in model.seen]
+    assert stages == ([0, 0, 2, 2, 2, 2] if every else [0] * 6)
+    told = "The attribute stage of Level has changed since train_dataloader() was called."
+    assert caplog.text.count(told) == (0 if every else 1)
+
+
 def test_what_setup_makes_on_the_data_hosts_is_not_none_on_the_trainer(address, journal):
     """A dataset stays there, and who asks for it is told so; a number is copied."""
     module = RemoteDataModule(Data(journal), [address])
