@@ -396,7 +396,14 @@ class _Together:
             num_steps = -(-part.size // ((part.loader.batch_size or 1) * place.script.world_size))
             is_right = num_steps - place.drops_last <= len(new) <= num_steps
             return "RandomSampler replaced" if is_right or place.is_limited or place.has_several_passes else None
-        if not is_uneven or not 0 <= len(old) - len(new) <= 1:
+        return self._reason_if_uneven(old, new) if is_uneven else None
+
+    def _reason_if_uneven(self, old: list[Counter[str]], new: list[Counter[str]]) -> str | None:
+        place = self._place
+        if place.part.has("DistributedSampler that drops") and len(new) == len(old) + 1:
+            has_all = sum(new, Counter()) == _all_leaves(place) or place.repeats_samples
+            return "DistributedSampler drops" if has_all and not place.is_limited else None
+        if not 0 <= len(old) - len(new) <= 1:
             return None
         return "drop_last" if place.drops_last else self._padding(old, new)
 

@@ -19,6 +19,7 @@ REASONS = {
     "shuffled": "a training loader without shuffle, or with an own sampler: stock shuffles it on several ranks",
     "RandomSampler replaced": "stock's DistributedSampler forgets num_samples of a RandomSampler, data hosts do not",
     "padding": "ranks that do not divide the samples: stock repeats some, data hosts share the last step",
+    "DistributedSampler drops": "drop_last of a DistributedSampler: stock leaves samples out, data hosts take all",
     "drop_last": "ranks that do not divide the samples: stock pads first, data hosts drop what does not fill a step",
 }
 
