@@ -24,6 +24,7 @@ import yaml
 _REPOSITORY = Path(__file__).parents[2]
 _REASONS = Path(__file__).with_name("differences.yaml")
 _ADAPTER = "tests.lightning_suite.adapter"
+PROPERTY = "runs_on_data_hosts"
 _NO_SPAWN = "tests.lightning_suite.no_spawn"
 GROUPS = {
     "data": [
@@ -78,13 +79,15 @@ class Group:
         name: Its name.
         stock: "passed", "failed" or "skipped", by test, in stock Lightning.
         remote: The same through data hosts.
+        num_runs: Runs of a Trainer whose loaders were on a data host: calls of ``fit``, ``validate`` and so on.
         seconds: How long it ran.
     """
 
     name: str
     stock: dict[str, str]
     remote: dict[str, str]
-    seconds: float = 0.0
+    num_runs: int
+    seconds: float
     failing: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +112,8 @@ class Group:
     def row(self) -> str:
         """A row of the table."""
         passed = [Counter(outcomes.values())["passed"] for outcomes in (self.stock, self.remote)]
-        return f"| {self.name} | {len(self.stock)} | {passed[0]} | {passed[1]} | {len(self.failing)} | "
+        cells = [self.name, len(self.stock), *passed, len(self.failing), len(self.functions), self.num_runs]
+        return f"| {' | '.join(map(str, cells))} | {self.seconds:.0f} |"
 
 
 def _function(test: str) -> str:
@@ -150,8 +154,8 @@ class Suite:
     workers: int
     plugins: tuple[str, ...]
 
-    def run(self, selected: Sequence[str], name: str, *, is_remote: bool) -> dict[str, str]:
-        """Run tests; return the outcome of each.
+    def run(self, selected: Sequence[str], name: str, *, is_remote: bool) -> ET.Element:
+        """Run tests; return pytest's report.
 
         Args:
             selected: Arguments of pytest.
@@ -171,7 +175,7 @@ class Suite:
             subprocess.run(command, cwd=self.tests, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
         if not results.is_file():
             raise SystemExit(f"pytest left no results:\n{log.read_text()[-2000:]}")
-        return _outcomes(results)
+        return ET.parse(results).getroot()  # noqa: S314  # pytest's own file
 
     def run_group(self, name: str) -> Group:
         """Run a group both ways.
@@ -182,12 +186,13 @@ class Suite:
         began = time.monotonic()
         stock = self.run(GROUPS[name], f"{name}-stock", is_remote=False)
         remote = self.run(GROUPS[name], f"{name}-remote", is_remote=True)
-        return Group(name, stock, remote, time.monotonic() - began)
+        runs = [int(each.get("value", "")) for each in remote.iterfind(f".//property[@name='{PROPERTY}']")]
+        return Group(name, _outcomes(stock), _outcomes(remote), sum(runs), time.monotonic() - began)
 
 
-def _outcomes(results: Path) -> dict[str, str]:
+def _outcomes(report: ET.Element) -> dict[str, str]:
     outcomes = {}
-    for case in ET.parse(results).iter("testcase"):  # noqa: S314  # pytest's own file
+    for case in report.iter("testcase"):
         path, _, cls = str(case.get("classname", "")).removeprefix("tests_pytorch.").partition(".Test")
         name = f"{path.replace('.', '/')}.py::{f'Test{cls}::' if cls else ''}{case.get('name')}"
         kinds = {child.tag for child in case}
@@ -213,15 +218,15 @@ def main() -> None:
         tests = copy_tests(args.source.resolve(), args.keep or Path(temporary))
         suite = Suite(tests, args.workers, (_NO_SPAWN,) if args.no_spawn else ())
         sys.stdout.write(f"{_versions(args.source)}\n\n")
-        _write_row("group", "tests", "stock pass", "remote pass", "newly failing", "functions", "seconds")
-        _write_row(*["---"] * 7)
+        _write_row("group", "tests", "stock pass", "remote pass", "newly failing", "functions", "runs", "seconds")
+        _write_row(*["---"] * 8)
         for name in args.group or GROUPS:
             group = suite.run_group(name)
             groups.append(group)
-            sys.stdout.write(f"{group.row()}{len(group.functions)} | {group.seconds:.0f} |\n")
+            sys.stdout.write(f"{group.row()}\n")
             sys.stdout.flush()
-    for group in groups:
-        sys.stdout.write("".join(f"{name}: {reasons.texts.get(_function(name))}\n" for name in group.failing))
+    counts = Counter(reasons.texts.get(_function(name)) for group in groups for name in group.failing)
+    sys.stdout.write("".join(f"{count} tests: {reason}\n" for reason, count in counts.most_common()))
     unexplained = [name for group in groups for name in group.unexplained(reasons)]
     stale = [name for group in groups for name in group.stale(reasons)]
     sys.stdout.write(f"without a reason: {unexplained}\nwith a reason, but they pass: {stale}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import secrets
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +18,13 @@ from lightning_sm import DataHost, DataServiceSettings
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.training.trainer import remote_arguments
+from tests.lightning_suite.__main__ import PROPERTY
 
 # A token: without one, a data host sets a variable of the environment, and Lightning's tests look for such leaks.
 # One shard: iterable datasets of the tests do not split themselves, which is an error with more.
-_SETTINGS = DataServiceSettings(batch_timeout_s=40.0, startup_timeout_s=40.0, virtual_shards=1, token="no secret")  # noqa: S106
+_SETTINGS = DataServiceSettings(
+    batch_timeout_s=40.0, startup_timeout_s=40.0, virtual_shards=1, token=secrets.token_hex()
+)
 # The longest test takes half a minute on an idle machine.
 _TEST_TIMEOUT_S = 180
 _METHODS = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict")}
@@ -32,16 +36,33 @@ _ORIGINALS = {
 }
 
 
-def _adapted(name: str, connection: ServiceConnection, remote: WeakKeyDictionary[Trainer, Any]) -> Callable[..., Any]:
-    """Return a method of Trainer as ``SageMakerTrainer`` has it in a job with data hosts."""
-    method = _METHODS[name]
+class _Connected:
+    """The methods of Trainer as ``SageMakerTrainer`` has them in a job with data hosts.
 
-    def call(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(method).bind(trainer, *args, **kwargs).arguments
-        del given["self"]
-        return method(trainer, **remote_arguments(trainer, name, given, connection, remote.setdefault(trainer, {})))
+    Args:
+        connection: The connection to the data host.
 
-    return call
+    Attributes:
+        num_runs: Calls whose loaders were on the data host.
+    """
+
+    def __init__(self, connection: ServiceConnection) -> None:
+        self.num_runs = 0
+        self._connection = connection
+        self._remote: WeakKeyDictionary[Trainer, Any] = WeakKeyDictionary()
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """Return "fit", "validate", "test" or "predict"."""
+        stock = _METHODS[name]
+
+        def call(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(stock).bind(trainer, *args, **kwargs).arguments
+            del given["self"]
+            arguments = remote_arguments(trainer, name, given, self._connection, self._remote.setdefault(trainer, {}))
+            self.num_runs += arguments is not given
+            return stock(trainer, **arguments)
+
+        return call
 
 
 @contextlib.contextmanager
@@ -67,15 +88,16 @@ def _data_host() -> Iterator[DataHost]:
 
 
 @pytest.fixture(autouse=True)
-def _on_data_host(_data_host: DataHost) -> Iterator[None]:
+def _on_data_host(_data_host: DataHost, record_property: Callable[[str, object], None]) -> Iterator[None]:
     connection = ServiceConnection([_data_host.address], _SETTINGS, LOCAL_JOB)
-    remote: WeakKeyDictionary[Trainer, Any] = WeakKeyDictionary()
+    connected = _Connected(connection)
     # Its own: the fixture of the same name would end after those of Lightning that look for leaks.
     with _limited(), pytest.MonkeyPatch.context() as monkeypatch:
         for name in _METHODS:
-            monkeypatch.setattr(Trainer, name, _adapted(name, connection, remote))
+            monkeypatch.setattr(Trainer, name, connected.method(name))
         yield
     connection.close("the test has ended", is_success=True)
+    record_property(PROPERTY, connected.num_runs)
     for (cls, name), original in _ORIGINALS.items():
         if original is not None:
             setattr(cls, name, original)
