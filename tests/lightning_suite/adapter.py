@@ -22,9 +22,7 @@ from tests.lightning_suite.__main__ import PROPERTY
 
 # A token: without one, a data host sets a variable of the environment, and Lightning's tests look for such leaks.
 # One shard: iterable datasets of the tests do not split themselves, which is an error with more.
-_SETTINGS = DataServiceSettings(
-    batch_timeout_s=40.0, startup_timeout_s=40.0, virtual_shards=1, token=secrets.token_hex()
-)
+_SETTINGS = DataServiceSettings(virtual_shards=1, token=secrets.token_hex())
 # The longest test takes half a minute on an idle machine.
 _TEST_TIMEOUT_S = 180
 _METHODS = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict")}
