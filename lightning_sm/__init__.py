@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         try:
             return getattr(importlib.import_module(_MODULE_OF[name]), name)
-        except AttributeError as error:  # "from lightning_sm import" would only say that there is no such name
+        except AttributeError as error:  # which "from lightning_sm import ..." would report as a missing name
             raise ImportError(f"Cannot import {_MODULE_OF[name]}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

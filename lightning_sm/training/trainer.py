@@ -182,10 +182,12 @@ def remote_arguments(
             return given  # Lightning says what is missing
     else:
         owner = datamodule
-    if names:  # others, perhaps, than in the last call
+    if names or id(owner) not in remote:  # the loaders may be others than in the last call
         fetched = RemoteDataModule(datamodule, connection)
+        if not names:
+            remote[id(owner)] = owner, fetched
     else:
-        _, fetched = remote.setdefault(id(owner), (owner, RemoteDataModule(datamodule, connection)))
+        _, fetched = remote[id(owner)]
     rest = {name: value for name, value in given.items() if name not in _LOADERS}
     return {**rest, "datamodule": fetched}
 

@@ -144,7 +144,14 @@ class ServedModule:
         return module
 
     def _load(self, digest: str) -> Any:
-        return load_object(self._snapshots[digest])
+        try:
+            return load_object(self._snapshots[digest])
+        except (AttributeError, ImportError) as error:
+            raise DataSettingsError(
+                f"This data host cannot rebuild the DataModule of rank 0: {error}. A data host runs the script up to "
+                "its first fit() (or SageMakerCLI), and needs the same packages: define classes and functions, and "
+                "import modules, before that line, and not only on trainers."
+            ) from error
 
 
 class _LiveModule:

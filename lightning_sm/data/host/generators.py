@@ -166,10 +166,11 @@ def _find(owners: Iterable[object]) -> Iterator[_Place]:
 def _walk(owners: Iterable[object], leaves: tuple[type, ...] = ()) -> Iterator[tuple[_Place, Any]]:
     queue, functions = deque(owners), deque[Any]()  # functions come last: they lead to whole libraries
     seen: dict[int, object] = {}  # as long as they are kept, no other objects get their ids
+    leaves += _LEAVES
     while (queue or functions) and len(seen) < _MAX_OBJECTS:
         value = queue.popleft() if queue else functions.popleft()
         with suppress(Exception):  # of properties and proxies in user code
-            if isinstance(value, _LEAVES + leaves) or id(value) in seen:
+            if isinstance(value, leaves) or id(value) in seen:
                 continue
             seen[id(value)] = value
             for place in _places_in(value):

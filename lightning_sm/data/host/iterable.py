@@ -262,10 +262,7 @@ class _Shard:
             samples = iter(self._dataset)  # it may have split the parts of a ChainDataset
         else:
             samples = self._iterator(self._dataset)
-        first = _next_samples(samples, 1)
-        if first:
-            self._check_is_split(self._dataset)
-        return samples, first
+        return samples, self._first_sample(self._dataset, samples)
 
     def _iterator(self, dataset: Any) -> Iterator[Any]:
         return self._chain(dataset) if type(dataset) is ChainDataset else iter(dataset)
@@ -275,16 +272,16 @@ class _Shard:
         for part in dataset.datasets:
             vars(self._info).pop("is_used", None)
             samples = self._iterator(part)
-            taken = _next_samples(samples, 1)
-            if taken:
-                self._check_is_split(part)
+            taken = self._first_sample(part, samples)
             while taken:
                 yield from taken
                 taken = _next_samples(samples, 1)
 
-    def _check_is_split(self, dataset: Any) -> None:
+    def _first_sample(self, dataset: Any, samples: Iterator[Any]) -> list[Any]:
+        """Return the first sample, if there is one, after which a dataset that splits itself has asked for its part."""
+        first = _next_samples(samples, 1)
         num_shards = self.shard_pass.num_shards
-        if num_shards > 1 and not hasattr(self._info, "is_used"):
+        if first and num_shards > 1 and not hasattr(self._info, "is_used"):
             raise DataSettingsError(
                 f"{type(dataset).__qualname__}, the dataset of {self._seeding.name}, yielded a sample without "
                 f"asking for its part of the data. Each of {num_shards} virtual shards (data_service.virtual_shards) "
@@ -292,6 +289,7 @@ class _Shard:
                 "torch.utils.data.get_worker_info(), and yield only that part, as for several workers of a DataLoader. "
                 "Or set data_service.virtual_shards=1, if there is a single trainer rank: then one worker reads all."
             )
+        return first
 
 
 def _next_samples(samples: Iterator[Any], number: int) -> list[Any]:

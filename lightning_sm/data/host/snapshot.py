@@ -7,8 +7,6 @@ import pickle
 import struct
 from typing import Any
 
-from lightning_sm.errors import DataSettingsError
-
 # A snapshot begins with the number of its parts and their sizes. Parts begin at multiples of ALIGNMENT, as NumPy and
 # torch read aligned memory faster. The first is the pickle, the others are the memory of arrays and tensors.
 NUMBER = struct.Struct("<Q")
@@ -24,7 +22,8 @@ def load_object(fd: int) -> Any:
         fd: The descriptor of the memory; it may be closed afterwards.
 
     Raises:
-        DataSettingsError: This process lacks a module, class or function of the object.
+        AttributeError: This process lacks a class or function of the object.
+        ImportError: It lacks a module.
     """
     memory = memoryview(mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     (num_parts,) = NUMBER.unpack_from(memory)
@@ -34,11 +33,4 @@ def load_object(fd: int) -> Any:
         start = end + -end % ALIGNMENT
         end = start + size
         parts.append(memory[start:end])
-    try:
-        return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job, or the parent
-    except (AttributeError, ImportError) as error:
-        raise DataSettingsError(
-            f"This data host cannot rebuild the DataModule of rank 0: {error}. A data host runs the script up to its "
-            "first fit() (or SageMakerCLI), and needs the same packages: define classes and functions, and import "
-            "modules, before that line, and not only on trainers."
-        ) from error
+    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job, or the parent

@@ -139,7 +139,7 @@ class DataHosts:
         """Give the feeder the DataModule as it is now, and add what the request says of it.
 
         Raises:
-            DataSettingsError: An attribute cannot be pickled, or the script has changed what is no attribute.
+            DataSettingsError: An attribute cannot be pickled, or the script has changed a global that the code reads.
         """
         module, connection = self.module, self.connection
         if connection.is_of_job:

@@ -21,13 +21,23 @@ WAYS = (
 )
 
 
+def ran(folder, *command, timeout_s=3 * TIMEOUT_S):
+    """Run Python with some arguments in a folder, and return how it ended."""
+    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+        env=env,
+        cwd=folder,
+    )
+
+
 def run(folder, *prefix):
     """Run the script, and return what each rank has trained on."""
-    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *prefix, SCRIPT, str(folder)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=3 * TIMEOUT_S, env=env, cwd=folder
-    )
+    ended = ran(folder, *prefix, SCRIPT, str(folder))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [json.loads(path.read_text()) for path in sorted(folder.glob("seen-*.json"))]
 
@@ -76,16 +86,7 @@ def test_two_ranks_share_them(on_a_laptop, tmp_path):
 def test_a_fold_in_a_global_is_an_error_where_data_hosts_do_not_see_it(groups, tmp_path):
     """Without data hosts, the folds differ; with them, no second fold trains on the data of the first one."""
     prefix = ("-m", "lightning_sm", "local", *groups, "--base-dir", str(tmp_path), "--") if groups else ()
-    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, *prefix, BY_A_GLOBAL],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=2 * TIMEOUT_S,
-        env=env,
-        cwd=tmp_path,
-    )
+    ended = ran(tmp_path, *prefix, BY_A_GLOBAL, timeout_s=2 * TIMEOUT_S)
     text = ended.stdout + ended.stderr
     assert "fold 0 [0, 3, 6, 9]" in text
     assert ("fold 1 [1, 4, 7, 10]" in text, "fold 2 [2, 5, 8, 11]" in text) == (not groups, not groups)
