@@ -8,8 +8,9 @@ READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 TOOLKIT := $(VENV)/.toolkit
 SPHINX := $(VENV)/.sphinx
+MUTANTS := $(VENV)/.mutants
 PROOF := $(VENV)/.proof
-SDK3 := .venv-sdk3
+TRANSFORMERS := $(VENV)/.transformers
 SOURCES := lightning_sm app tests benchmarks docker docs
 # uv, where it is installed, downloads and unpacks in parallel; make UV= takes pip all the same.
 UV := $(shell command -v uv)
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The tests in containers form one group, which takes longest and so starts before the other groups.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help train test proof gpu check lint unit docs diagrams format lock sbom clean
+.PHONY: help train test proof gpu mutants check lint unit docs diagrams pictures format lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -34,11 +35,15 @@ train: $(READY) ## set up .venv and train the example app on an emulated cluster
 test: $(TOOLKIT) ## set up .venv and test every property of the product once, with real processes
 	$(PYTEST) -m "not proof" tests/containers tests/integration tests/unit
 
-proof: test $(SDK3)/.ready $(SPHINX) $(PROOF) ## make test, then full matrices, all examples, both SDKs and both Lightnings
+proof: test $(SPHINX) $(PROOF) $(TRANSFORMERS) ## make test, then full matrices, all examples, both SDKs and both Lightnings
 	$(PYTEST) -m proof tests/containers tests/integration tests/unit
 
-gpu: $(DEV) ## what only a GPU shows: page-locked slots, CUDA graphs, the example app on CUDA
+gpu: $(DEV) ## what only a GPU shows: page-locked slots, CUDA graphs, restarts, strategies, the example app on CUDA
+	$(LOCAL) '.[gpu]'
 	$(BIN)/python -m pytest -rs tests/gpu
+
+mutants: $(MUTANTS) ## change the pure rules one by one, and list the changes that none of their tests notices
+	$(BIN)/python -m tests.mutants $(PARTS)
 
 check: $(DEV) ## what every commit must pass: lint and unit tests
 	@$(MAKE) --no-print-directory --output-sync=target -j2 lint unit
@@ -48,7 +53,8 @@ lint: $(DEV) ## format, lint, types, import contracts, Dockerfiles
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.lint.class_names
-	$(BIN)/hadolint docker/Dockerfile tests/containers/stand_in/Dockerfile tests/containers/routes/Dockerfile
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.dlc tests/containers/stand_in/Dockerfile \
+		tests/containers/stand_in/Dockerfile.dlc tests/containers/routes/Dockerfile
 	$(BIN)/mypy
 
 unit: $(DEV) ## unit tests
@@ -60,6 +66,9 @@ docs: $(SPHINX) ## build the pages and the reference into outputs/docs/index.htm
 
 diagrams: $(SPHINX) ## draw changed Mermaid diagrams for the site (needs Node, Chromium and a network)
 	$(BIN)/python docs/diagrams.py
+
+pictures: $(TOOLKIT) ## make the pictures of README and docs from jobs of the emulator (needs Chromium)
+	$(BIN)/python docs/pictures.py
 
 format: $(DEV) ## format the tree and mend what the linter can mend
 	$(BIN)/ruff format $(SOURCES)
@@ -80,12 +89,12 @@ sbom: $(PROOF) ## list all packages of an image (IMAGE=lightning-sm), and find k
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement $(SBOM).requirements.txt $(AUDIT)
 
 clean: ## remove virtual environments and outputs
-	rm -rf $(VENV) $(SDK3) outputs
+	rm -rf $(VENV) outputs
 
 # One resolve in each step for everything that is installed then: another one could change torch. lightning-bolts comes
 # without its dependencies, because it asks for pytorch-lightning<2 (see app/bolts_compat.py).
 LOCAL = $(call install,$(VENV)) --constraint constraints.txt --editable
-WITH_SDK := '.[vision,report,compression,launch]' --group lint --group test
+WITH_SDK := '.[vision,report,compression,completion,submit,local-mode]' --group lint --group test
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -101,26 +110,32 @@ $(READY): pyproject.toml constraints.txt Makefile | $(BIN)/pip
 # pip reads dependency groups from 25.1 on.
 $(DEV): $(READY)
 	$(if $(UV),,$(BIN)/python $(PIP) 'pip>=25.1')
-	$(LOCAL) '.[vision,report,compression]' --group lint --group test
+	$(LOCAL) '.[vision,report,compression,completion,submit]' --group lint --group test
 	@touch $@
 
 # The stock toolkit, against which some tests run, compiles a C extension. Without a compiler those tests are skipped.
 $(TOOLKIT): $(DEV)
-	$(LOCAL) '.[vision,report,compression,launch,container]' --group lint --group test || $(LOCAL) $(WITH_SDK)
+	$(LOCAL) '.[vision,report,compression,completion,submit,local-mode,container]' --group lint --group test || $(LOCAL) $(WITH_SDK)
 	@touch $@
 
 $(SPHINX): $(TOOLKIT)
 	$(LOCAL) $(WITH_SDK) --group docs
 	@touch $@
 
+$(MUTANTS): $(DEV)
+	$(LOCAL) '.[vision,report,compression,completion,submit]' --group lint --group test --group mutants
+	@touch $@
+
 $(PROOF): $(TOOLKIT)
 	$(LOCAL) $(WITH_SDK) --group proof
 	@touch $@
 
-# Versions 2 and 3 of the SageMaker SDK share a distribution name. sagemaker-train is the part of version 3 that trains;
-# the rest is what lightning-sm submit imports (the package itself comes by PYTHONPATH, without torch).
-$(SDK3)/.ready: Makefile
-	@test -x $(SDK3)/bin/pip || $(PYTHON) -m venv $(SDK3)
-	$(call install,$(SDK3)) 'sagemaker-train>=1.27,<2' \
-		'jsonargparse[signatures]>=4.39,<4.54' 'psutil>=5.9,<8' 'rich>=13.7,<16'
+# Where transformers is installed, torchmetrics imports it, and each process with torch starts a second later. So it lies apart,
+# in an environment that has all else from this one.
+$(TRANSFORMERS): $(PROOF)
+	$(BIN)/python -m venv --clear --without-pip $(VENV)/transformers
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(VENV)/transformers/tests.pth
+	mv $(VENV)/transformers/tests.pth $(VENV)/transformers/lib/python3.*/site-packages
+	$(BIN)/python -m pip --python $(VENV)/transformers/bin/python install --quiet --disable-pip-version-check --no-compile \
+		--constraint constraints.txt --group transformers
 	@touch $@

@@ -9,8 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
-from lightning_sm.submit.job_file import read_job
-from lightning_sm.submit.submit import send
+from lightning_sm import submit_job
 
 _LOG = logging.getLogger(__name__)
 _JOB = Path(__file__).parent / "job.yaml"
@@ -19,9 +18,8 @@ _JOB = Path(__file__).parent / "job.yaml"
 def main(learning_rates: list[str]) -> None:
     """Submit a job for each learning rate, without waiting until it ends."""
     for learning_rate in learning_rates:
-        job = read_job(_JOB, [f"--hyperparameters.model.learning_rate={learning_rate}"])
-        description = send(job, wait=False)
-        _LOG.info("learning rate %s: %s", learning_rate, description["TrainingJobName"])
+        job = submit_job(_JOB, {"hyperparameters.model.learning_rate": float(learning_rate)}, wait=False)
+        _LOG.info("learning rate %s: %s", learning_rate, job["TrainingJobName"])
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ from pathlib import Path
 import psutil
 
 from lightning_sm._table import draw_table
-from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster, LocalHost
+from lightning_sm.emulator import own_disk
+from lightning_sm.emulator.cluster import LocalCluster
 from lightning_sm.emulator.guard import guarded
+from lightning_sm.emulator.spec import ClusterSpec, LocalHost
 from lightning_sm.job.emulated_service import GroupSpec
 
 # 64 interpreters start one after the other on few CPUs; a launcher that hangs must not hang the benchmark.
@@ -120,8 +122,8 @@ class ManyLaunchers:
                 raise TimeoutError(f"{name}: the launchers of {missing} have not ended within {_TIMEOUT_S:.0f} s.")
             self._collect()
             time.sleep(_POLL_S)
-        told = [float((host.base_dir / "told").read_text()) for host in self.hosts if (host.base_dir / "told").exists()]
-        lines = [(host.base_dir / "log").read_bytes().count(b"\n") for host in self.hosts]
+        told = [float((host.folder / "told").read_text()) for host in self.hosts if (host.folder / "told").exists()]
+        lines = [(host.folder / "log").read_bytes().count(b"\n") for host in self.hosts]
         codes = [code for _, code in self._ended.values()]
         return Ending(
             name,
@@ -135,9 +137,10 @@ class ManyLaunchers:
 
     @staticmethod
     def _start(host: LocalHost, script: Path, processes: ExitStack) -> subprocess.Popen[bytes]:
-        with (host.base_dir / "log").open("wb") as log:
+        launcher = [sys.executable, "-m", "lightning_sm", "train", str(script)]
+        with (host.folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_sm", "train", str(script)],
+                own_disk.command(host.folder.parent, host.folder, launcher),
                 env=dict(host.env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -165,11 +168,11 @@ class ManyLaunchers:
 
     def _wait_for(self, host: LocalHost, name: str) -> str:
         deadline = self._started + _TIMEOUT_S
-        while not (host.base_dir / name).exists():
+        while not (host.folder / name).exists():
             if self._processes[host.name].poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{host.name} has not started: {(host.base_dir / 'log').read_text()}")
+                raise RuntimeError(f"{host.name} has not started: {(host.folder / 'log').read_text()}")
             time.sleep(_POLL_S)
-        return (host.base_dir / name).read_text()
+        return (host.folder / name).read_text()
 
 
 CAUSES: Mapping[str, Callable[[ManyLaunchers], None]] = {

@@ -31,7 +31,7 @@ from data_service import machine
 
 from lightning_sm._table import draw_table
 from lightning_sm.data.feeder.host_link import heartbeat_period_s
-from lightning_sm.data.ipc.feeder_messages import HostSnapshot, OpenLoaders
+from lightning_sm.data.ipc.feeder_messages import Configure, HostSnapshot, OpenLoaders
 from lightning_sm.data.ipc.host_messages import Listening, OpenedLoaders, Serve
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
@@ -242,8 +242,8 @@ class Feeders:
         """Start some, and wait until they have opened the loader, so that not all imports compete for the cores."""
         clients = []
         for rank in ranks:
-            client = HeartbeatRequest(f"rank {rank}", num_ranks, wants_figures=rank == 0)
-            clients.append(FeederClient(self._servers.addresses, credentials, client, 3.0, is_quiet=True))
+            heartbeat = HeartbeatRequest(f"rank {rank}", num_ranks, wants_figures=rank == 0)
+            clients.append(FeederClient(Configure(self._servers.addresses, credentials, heartbeat, 3.0, is_quiet=True)))
             self._clients.append(clients[-1])
         for client in clients:
             self._open(client)

@@ -91,6 +91,7 @@ def bubble(rank: int, p: int, schedule: str, m: int) -> float | None:
     """Return the idle share of a step, on rank 0."""
     from lightning_sm.training.strategies.pipeline.placement import Placement
     from lightning_sm.training.strategies.pipeline.schedules import SCHEDULES, ScheduleRunner, chunks_of
+    from lightning_sm.training.strategies.pipeline.trial import StageShapes
 
     v = chunks_of(schedule, None)
     placement = Placement(p, 1, chunks=v, is_v_shaped=SCHEDULES[schedule].is_v_shaped)
@@ -101,7 +102,10 @@ def bubble(rank: int, p: int, schedule: str, m: int) -> float | None:
     )
     x = torch.ones(m, 4)
     inputs = (x,) if 0 in stages else ()
-    runner.step(inputs, m, None)  # finds out shapes
+    row = torch.empty(1, 4, device="meta")
+    trained = row.clone().requires_grad_()
+    runner.learn(m, None, {stage: StageShapes((trained if stage else row,), (trained,)) for stage in stages})
+    runner.step(inputs, m, None)  # connects the ranks
     dist.barrier()
     began = time.perf_counter()
     steps = 2

@@ -1,11 +1,12 @@
 """What lightning-sm plan predicts from one short run, beside what other runs then measure.
 
-Each run is an emulated job of one trainer and one data host on cores of their own. A step takes ``--step-ms``; a batch
-takes a worker ``--batch-ms`` on average, varying by ``--vary`` (standard deviation / mean, log-normal). Both sleep, so
-that the cores are enough for all workers. The first number of workers is measured, and the plan made from it predicts
-the others.
+Each run is an emulated job of one trainer and one data host on cores of their own, or with ``--local`` of a trainer
+whose DataLoader has the workers. A step takes ``--step-ms``; a batch takes a worker ``--batch-ms`` on average, varying
+by ``--vary`` (standard deviation / mean, log-normal). Both sleep, so that the cores are enough for all workers. The
+first number of workers is measured, and the plan made from it predicts the others.
 
     python benchmarks/plan.py --workers 2 1 4 6 --vary 0.25
+    python benchmarks/plan.py --local --workers 1 2
 """
 
 from __future__ import annotations
@@ -98,10 +99,12 @@ def run(options: argparse.Namespace, workers: int) -> Figures:
     """Run a job with so many workers, and return its figures."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lightning_sm", "local", "--base-dir", folder]
-        command += ["--group", "trainer=1", "--group", "data=1", "--env", "LIGHTNING_SM_REPORT_S=0", "--"]
+        command += ["--group", "trainer=1", *([] if options.local else ["--group", "data=1"])]
+        command += ["--env", "LIGHTNING_SM_REPORT_S=0", "--"]
         command += [__file__, "fit", f"--trainer.max_steps={options.steps}", "--trainer.logger=false"]
         command += [f"--data.batch_s={options.batch_ms / 1e3}", f"--data.vary={options.vary}"]
-        command += [f"--model.step_s={options.step_ms / 1e3}", f"--data_service.workers={workers}"]
+        option = "data.num_workers" if options.local else "data_service.workers"
+        command += [f"--model.step_s={options.step_ms / 1e3}", f"--{option}={workers}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False)
         if done.returncode != 0:
             sys.exit(f"The job with {workers} workers failed:\n{done.stdout}\n{done.stderr}")
@@ -114,6 +117,7 @@ def main() -> None:
     """Measure, predict, and print both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 1, 4, 6], help="the first one is planned from")
+    parser.add_argument("--local", action="store_true", help="workers of the DataLoader, and no data host")
     parser.add_argument("--step-ms", type=float, default=15.0)
     parser.add_argument("--batch-ms", type=float, default=60.0)
     parser.add_argument("--vary", type=float, default=0.25, help="standard deviation / mean of the time for a batch")
@@ -124,7 +128,7 @@ def main() -> None:
     rows = []
     for workers in others:
         predicted_s = measured.model.step_s(workers)
-        step_s = run(options, workers).slowest.step_s
+        step_s = run(options, workers).pace.step_s
         error = f"{100 * (predicted_s / step_s - 1):+.1f} %"
         rows.append([workers, f"{1e3 * predicted_s:.1f}", f"{1e3 * step_s:.1f}", error])
     table = draw_table(rows, ["workers", "predicted ms", "measured ms", "error"])

@@ -132,9 +132,9 @@ def rows(payload: str, results: dict[str, list[dict[str, float]]]) -> Iterator[l
     }
     for name in results:
         line = [payload, name, spread(speeds[name])]
-        line += [ratio(speeds[name], speeds[other]) for other in ("raw-tcp", "grpcio", "seed-npsave", "seed")]
+        line += [ratio(speeds[name], speeds[other]) for other in ("raw-tcp", "grpcio", "h2", "seed-npsave", "seed")]
         line += [spread(costs[name])]
-        line += [ratio(costs[name], costs[other]) for other in ("grpcio", "seed-npsave", "seed")]
+        line += [ratio(costs[name], costs[other]) for other in ("grpcio", "h2", "seed-npsave", "seed")]
         yield line
 
 
@@ -154,8 +154,8 @@ def main() -> None:
                 in_child, ours, payload=payload, workers=args.workers, samples=samples, **limits
             )
         table += rows(payload, in_turn(variants, args.rounds))
-    headers = ["payload", "transport", "GB/s", "x raw TCP", "x grpcio", "x seed-npsave", "x seed"]
-    headers += ["CPU s/GB", "x grpcio", "x seed-npsave", "x seed"]
+    headers = ["payload", "transport", "GB/s", "x raw TCP", "x grpcio", "x h2", "x seed-npsave", "x seed"]
+    headers += ["CPU s/GB", "x grpcio", "x h2", "x seed-npsave", "x seed"]
     sys.stdout.write(machine() + draw_table(table, headers) + "\n")
 
 

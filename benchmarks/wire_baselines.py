@@ -5,6 +5,7 @@ Each baseline has one server and one client process, each on its own cores, on l
     raw-tcp      requests over one TCP connection, four outstanding; the client receives into a preallocated ring.
     grpcio       what gRPC for Python itself allows: one stream of raw bytes with the options and pieces of the service,
                  copied into a ring. Nobody requests, builds or delivers a batch.
+    h2           the same server, and the service's own client, which receives into the ring.
     seed-npsave  one gRPC stream of whole batches; a protobuf message holds `np.save` output; the client decodes it
                  with protobuf, `np.load` and `torch.tensor`.
     seed         the same with the bytes of the AWS sample (amazon-sagemaker-examples, pt.grpc.sagemaker): `tobytes` at
@@ -170,25 +171,71 @@ def serve_grpcio(payload: Payload) -> None:
     import grpc
 
     from lightning_sm.data.ipc.processes import keep_freed_memory
-    from lightning_sm.data.protocol.frames import FRAME_BYTES
+    from lightning_sm.data.protocol.call_metadata import SERVICE as DATA_SERVICE
+    from lightning_sm.data.protocol.frames import FrameKind, frame
     from lightning_sm.data.protocol.grpc_transport import server_options
     from lightning_sm.data.protocol.spec import CHUNK_BYTES
 
     keep_freed_memory()
     slots = sources(payload)
-    head = bytes(FRAME_BYTES)
 
     def stream(_requests: Iterator[bytes], _context: Any) -> Iterator[bytes]:
         for slot in itertools.cycle(slots):
             for start in range(0, len(slot), CHUNK_BYTES):
-                yield b"".join([head, slot[start : start + CHUNK_BYTES]])
+                piece = slot[start : start + CHUNK_BYTES]
+                yield b"".join([frame(0, FrameKind.DATA, len(piece), start), piece])
 
     handler = grpc.stream_stream_rpc_method_handler(stream)
     server = grpc.server(ThreadPoolExecutor(max_workers=1), options=server_options())
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+    names = ((SERVICE, METHOD), (DATA_SERVICE, "Fetch"))
+    server.add_generic_rpc_handlers(
+        tuple(grpc.method_handlers_generic_handler(service, {method: handler}) for service, method in names)
+    )
     os.write(1, b"%d\n" % server.add_insecure_port(f"{LOOPBACK}:0"))
     server.start()
     server.wait_for_termination()
+
+
+class _Slots:
+    """A ring that the connection's thread fills, some slots ahead of the consumer."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.full: queue.Queue[memoryview] = queue.Queue(NUM_SLOTS - 2)
+        self.memory = memoryview(b"")
+        self._slots = itertools.cycle(allocate(payload.size_bytes, NUM_SLOTS))
+        self._slot = next(self._slots)
+        self._num_left = len(self._slot)
+
+    def place(self, _request: int, _kind: int, offset: int, num_bytes: int) -> _Slots:
+        """Return where a piece goes."""
+        self.memory = self._slot[offset : offset + num_bytes]
+        return self
+
+    def end(self, is_complete: bool) -> None:
+        """Hand a slot to the consumer once it is full."""
+        self._num_left -= len(self.memory) * is_complete
+        if not self._num_left:
+            self.full.put(self._slot)
+            self._slot = next(self._slots)
+            self._num_left = len(self._slot)
+
+
+def receive_h2(payload: Payload, port: int) -> Iterator[memoryview]:
+    """Receive the pieces into a ring."""
+    from lightning_sm.data.ipc.processes import keep_freed_memory
+    from lightning_sm.data.protocol.frames import FrameReader
+    from lightning_sm.data.protocol.grpc_client import GrpcChannel
+    from lightning_sm.data.settings import Credentials
+
+    class Reader(FrameReader):
+        def end(self, error: Exception | None) -> None:
+            raise ConnectionError("the server closed the connection") from error
+
+    keep_freed_memory()
+    slots = _Slots(payload)
+    GrpcChannel(f"{LOOPBACK}:{port}", Credentials("benchmark", "")).open("Fetch", Reader(slots.take, slots.place), None)
+    while True:
+        yield slots.full.get()
 
 
 def receive_grpcio(payload: Payload, port: int) -> Iterator[memoryview]:
@@ -197,11 +244,17 @@ def receive_grpcio(payload: Payload, port: int) -> Iterator[memoryview]:
 
     from lightning_sm.data.ipc.processes import keep_freed_memory
     from lightning_sm.data.protocol.frames import FRAME_BYTES
-    from lightning_sm.data.protocol.grpc_transport import channel_options
 
     keep_freed_memory()
     slots = allocate(payload.size_bytes, NUM_SLOTS)
-    with grpc.insecure_channel(f"{LOOPBACK}:{port}", options=channel_options()) as channel:
+    # The fastest that were found: large frames, and a fixed window for several pieces.
+    options = {
+        "grpc.max_receive_message_length": -1,
+        "grpc.http2.lookahead_bytes": 16 << 20,
+        "grpc.http2.max_frame_size": (1 << 24) - 1,
+        "grpc.http2.bdp_probe": 0,
+    }
+    with grpc.insecure_channel(f"{LOOPBACK}:{port}", options=list(options.items())) as channel:
         # Requests without an end: none is ever sent.
         messages = channel.stream_stream(f"/{SERVICE}/{METHOD}")(iter(queue.SimpleQueue().get, 0), wait_for_ready=True)
         for slot in itertools.cycle(slots):
@@ -274,6 +327,7 @@ def receive_seed(payload: Payload, port: int, decode: Callable[[bytes, str], np.
 BASELINES: dict[str, tuple[Callable[..., None], Callable[..., Iterator[memoryview]]]] = {  # server, client
     "raw-tcp": (serve_raw_tcp, receive_raw_tcp),
     "grpcio": (serve_grpcio, receive_grpcio),
+    "h2": (serve_grpcio, receive_h2),
     "seed-npsave": (partial(serve_seed, encode=np_save), partial(receive_seed, decode=np_load)),
     "seed": (partial(serve_seed, encode=np.ndarray.tobytes), partial(receive_seed, decode=np.frombuffer)),
 }

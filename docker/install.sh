@@ -13,7 +13,7 @@ export PIP_NO_CACHE_DIR=1 PIP_PREFER_BINARY=1 PIP_USE_PEP517=1
 
 if [ -e conda.lock ]; then
     micromamba install --yes --name base --file conda.lock
-    pip install --no-deps --requirement pip.lock
+    pip install --no-deps --require-hashes --requirement pip.lock
 else
     if [ "${TOOLKIT}" = 0 ]; then
         sed -i 's/- sagemaker-training.*/- boto3>=1,<2/' environment.yml

@@ -1,25 +1,33 @@
-"""The reference, generated from the code as Markdown: commands, variables, the job file, and the public names."""
+"""The reference, generated from the code as Markdown: commands, variables, the job file, and the public names.
+
+The pages in docs/reference have it for readers of the repository; ``python docs/reference.py`` writes it there.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import io
-import json
 import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
-
-from docstring_parser import parse as parse_docstring
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import lightning_sm
 from lightning_sm import __main__ as program
 from lightning_sm.job.variables import USER_SETTINGS
 from lightning_sm.submit.job_file import Job
+from lightning_sm.submit.job_keys import KeyField, is_section, keys_of, shown_default, without_none
+
+# Code, which stays as it is, or the character that would begin HTML.
+_LESS = re.compile(r"(`[^`]*`)|<")
+_COLUMNS = 100  # of signatures
+FOLDER = Path(__file__).parent / "reference"
+# Where a page has its generated text.
+PLACE = re.compile(r"^<!-- generated: ([\w-]+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
 
 def commands() -> str:
@@ -72,21 +80,56 @@ def job_file() -> str:
     sections = []
     waiting: list[type] = [Job]
     for kind in waiting:
-        documented = parse_docstring(inspect.getdoc(kind) or "")
-        meanings = {one.arg_name: " ".join((one.description or "").split()) for one in documented.params}
-        hints = typing.get_type_hints(kind)
         rows = []
-        for one in dataclasses.fields(kind):
-            waiting += [part for part in _parts(hints[one.name]) if _has_keys(part) and part not in waiting]
-            rows.append((f"`{one.name}`", _type(hints[one.name]), _default(one), meanings[one.name]))
-        title = "" if kind is Job else f"## {kind.__name__}\n\n"
-        intro = "" if kind is Job else f"{documented.short_description}\n\n"
-        sections.append(f"{title}{intro}{_table(rows, ('key', 'value', 'default', 'meaning'))}")
+        for one in keys_of(kind).values():
+            waiting += [part for part in _parts(one.kind) if is_section(part) and part not in waiting]
+            # The table is on a page in docs/reference; the meanings are written for that page, too.
+            rows.append((f"`{one.name}`", _type(one.kind), _default(one), _meaning(one)))
+        title = "" if kind is Job else f"## {kind.__name__}\n\n{inspect.getdoc(kind)}\n\n"
+        sections.append(f"{title}{_table(rows, ('key', 'value', 'default', 'meaning'))}")
     return "\n".join(sections)
 
 
 def python() -> str:
-    """A section for each public name; Sphinx fills it with the signature and the docstring."""
+    """A section for each public name: its signature, and what it is."""
+    sections = []
+    for name in lightning_sm.__all__:
+        value = getattr(lightning_sm, name)
+        about = (inspect.getdoc(value) or "").partition("\n\n")[0]
+        # Roles and code of reStructuredText.
+        about = re.sub(r"``(.+?)``", r"`\1`", about.replace("\n", " "))
+        call = f"```text\n{_call(name, value)}\n```\n\n" if callable(value) else ""
+        sections.append(f"## {name}\n\n{call}{about}\n")
+    return "\n".join(sections)
+
+
+def _call(name: str, value: Any) -> str:
+    signature = inspect.signature(value)
+    if inspect.isclass(value):
+        signature = signature.replace(return_annotation=inspect.Signature.empty)
+    one_line = _unquoted(f"{name}{signature}")
+    if len(one_line) <= _COLUMNS:
+        return one_line
+    parts = "".join(f"    {part},\n" for part in _parameters(signature))
+    return f"{name}(\n{parts})"
+
+
+def _parameters(signature: inspect.Signature) -> Iterator[str]:
+    before = None
+    for one in signature.parameters.values():
+        if one.kind is one.KEYWORD_ONLY and before not in (one.KEYWORD_ONLY, one.VAR_POSITIONAL):
+            yield "*"
+        before = one.kind
+        yield _unquoted(str(one))
+
+
+def _unquoted(signature: str) -> str:
+    """Annotations are strings to ``inspect``."""
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
+
+
+def python_directives() -> str:
+    """The same sections for the site; Sphinx fills them with the signatures and the whole docstrings."""
     sections = []
     for name in lightning_sm.__all__:
         value = getattr(lightning_sm, name)
@@ -117,10 +160,6 @@ def _parts(hint: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def _has_keys(hint: Any) -> TypeGuard[type[Any]]:
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
-
-
 def _type(hint: Any) -> str:
     """A type in the words of a job file."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -132,21 +171,44 @@ def _type(hint: Any) -> str:
         return f"`{{name: value}}`, each value: {_type(args[1])}"
     if origin is list:
         return f"list, each item: {_type(args[0])}"
-    if _has_keys(hint):
+    if is_section(hint):
         return f"[{hint.__name__}](#{hint.__name__.lower()})"
     plain = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`", Any: "any"}
     return plain.get(hint) or inspect.formatannotation(hint)
 
 
-def _default(one: dataclasses.Field[Any]) -> str:
-    if one.default_factory is not dataclasses.MISSING:
-        return "none" if not one.default_factory() else "see the keys"
-    if one.default is dataclasses.MISSING:
+def _default(one: KeyField) -> str:
+    if one.is_required:
         return "**required**"
-    return "none" if one.default is None else f"`{json.dumps(one.default).strip(chr(34))}`"
+    if is_section(type(one.default)):
+        return "see the keys"
+    return "none" if one.default in (None, [], {}) else f"`{shown_default(one.default)}`"
+
+
+def _meaning(one: KeyField) -> str:
+    has_parts = is_section(without_none(one.kind)) or typing.get_origin(without_none(one.kind)) in {dict, list}
+    return f"{one.about.meaning} Example: `{one.name}: {one.about.example}`" if has_parts else one.about.meaning
 
 
 def _table(rows: Sequence[tuple[str, ...]], headers: tuple[str, ...]) -> str:
-    # A bar within a cell would begin the next one, and <name> is a placeholder, not HTML.
-    safe = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
+    # A bar within a cell would begin the next one, and <name> is a placeholder, not HTML, outside of code.
+    safe = [[_LESS.sub(lambda one: one[1] or "&lt;", cell.replace("|", "\\|")) for cell in row] for row in rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in [headers, ["---"] * len(headers), *safe])
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "settings": settings,
+    "job-file": job_file,
+    "python": python,
+}
+
+
+def complete(page: str) -> str:
+    """Return the text of a page with what is generated today."""
+    return PLACE.sub(lambda found: f"<!-- generated: {found[1]} -->\n{GENERATED[found[1]]()}<!-- end -->", page)
+
+
+if __name__ == "__main__":
+    for path in FOLDER.glob("*.md"):
+        path.write_text(complete(path.read_text(encoding="utf-8")), encoding="utf-8")

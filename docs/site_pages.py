@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from pathlib import Path
 from typing import Any
 
+import mermaid
+import page_images
 import reference
 from docutils import nodes
 from sphinx import addnodes
@@ -15,18 +15,11 @@ from sphinx.environment import BuildEnvironment
 
 import lightning_sm
 
-DOCS = Path(__file__).parent
-DIAGRAMS = DOCS / "_static" / "diagrams"
+# Words by which the search is to find a page, and which readers of the page do not see.
+_SEARCH_WORDS = re.compile(r"^<!-- search: (.+) -->$", re.MULTILINE)
 _NAVIGATION = "## Documentation\n"
-_FENCED_DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
-# What stands between the comments is for readers of the repository.
-_PLACE = re.compile(r"^<!-- generated: ([\w-]+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
-_GENERATED = {
-    "commands": reference.commands,
-    "settings": reference.settings,
-    "job-file": reference.job_file,
-    "python": reference.python,
-}
+# Sphinx fills these with more than the pages in the repository have.
+_GENERATED = {**reference.GENERATED, "python": reference.python_directives}
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -35,16 +28,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", _complete)
     app.connect("missing-reference", _public_name)
     return {"parallel_read_safe": True}
-
-
-def diagram_file(source: str) -> Path:
-    """Where the picture of a Mermaid diagram is. A changed diagram has none until ``make diagrams`` has drawn it."""
-    return DIAGRAMS / f"{hashlib.sha256(source.encode()).hexdigest()[:12]}.svg"
-
-
-def diagrams(text: str) -> list[str]:
-    """The Mermaid diagrams of a page."""
-    return _FENCED_DIAGRAM.findall(text)
 
 
 def _reference_pages(app: Sphinx, env: BuildEnvironment, *_changes: set[str]) -> list[str]:
@@ -57,8 +40,10 @@ def _complete(app: Sphinx, page: str, content: list[str]) -> None:
     if page == app.config.root_doc:
         text += _toctrees(text)
     # An absolute path starts from the repository.
-    text = _FENCED_DIAGRAM.sub(lambda found: f"![Diagram](/{diagram_file(found[1]).relative_to(app.srcdir)})\n", text)
-    content[0] = _PLACE.sub(lambda found: _GENERATED[found[1]](), text)
+    text = mermaid.with_pictures(text, lambda file: f"/{file.relative_to(app.srcdir)}")
+    text = page_images.as_directives(text)
+    text = _SEARCH_WORDS.sub(lambda found: f"```{{eval-rst}}\n.. index:: {found[1]}\n```\n", text)
+    content[0] = reference.PLACE.sub(lambda found: _GENERATED[found[1]](), text)
 
 
 def _toctrees(readme: str) -> str:

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
     from lightning_sm.job.facts import Channel, InstanceGroup, SageMakerJob
     from lightning_sm.job.topology import Role, Topology
-    from lightning_sm.submit.sdk.v2_local_session import HeterogeneousLocalSession
+    from lightning_sm.rebuild.replay import replay
+    from lightning_sm.submit.submit_job import submit_job
     from lightning_sm.training.callbacks.local_position import LocalPosition
     from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_sm.training.cli import SageMakerCLI
     from lightning_sm.training.environment import SageMakerEnvironment
+    from lightning_sm.training.gradient_norm import gradient_norm
     from lightning_sm.training.process import prepare_process
     from lightning_sm.training.strategies.pipeline.strategy import PipelineParallelStrategy
     from lightning_sm.training.strategies.smddp import SMDDPStrategy
@@ -34,7 +36,6 @@ __all__ = [
     "Channel",
     "DataHost",
     "DataServiceSettings",
-    "HeterogeneousLocalSession",
     "InstanceGroup",
     "LocalPosition",
     "PipelineParallelStrategy",
@@ -49,15 +50,17 @@ __all__ = [
     "SpotCheckpoint",
     "Topology",
     "__version__",
+    "gradient_norm",
     "prepare_process",
     "register_batch_type",
+    "replay",
+    "submit_job",
 ]
 
 _MODULE_OF = {
     "Channel": "lightning_sm.job.facts",
     "DataHost": "lightning_sm.data.host.data_host",
     "DataServiceSettings": "lightning_sm.data.settings",
-    "HeterogeneousLocalSession": "lightning_sm.submit.sdk.v2_local_session",
     "InstanceGroup": "lightning_sm.job.facts",
     "LocalPosition": "lightning_sm.training.callbacks.local_position",
     "PipelineParallelStrategy": "lightning_sm.training.strategies.pipeline.strategy",
@@ -71,8 +74,11 @@ _MODULE_OF = {
     "SageMakerTrainer": "lightning_sm.training.trainer",
     "SpotCheckpoint": "lightning_sm.training.callbacks.spot_checkpoint",
     "Topology": "lightning_sm.job.topology",
+    "gradient_norm": "lightning_sm.training.gradient_norm",
     "prepare_process": "lightning_sm.training.process",
     "register_batch_type": "lightning_sm.data.batch.types",
+    "replay": "lightning_sm.rebuild.replay",
+    "submit_job": "lightning_sm.submit.submit_job",
 }
 
 

@@ -6,20 +6,26 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
+from lightning_sm._arguments import CommandParser, did_you_mean
 from lightning_sm._log import command_logger, show_log_lines
 from lightning_sm._table import draw_table
 from lightning_sm._version import __version__
+from lightning_sm.chaos import command as chaos
+from lightning_sm.cloud.installed import check_boto3
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
-from lightning_sm.errors import JobConfigError, LightningSMError, SDKError
+from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
+from lightning_sm.rebuild import command as replay
 from lightning_sm.report import command as report
+from lightning_sm.submit import init
 from lightning_sm.top import command as top
 
 _LOG = command_logger(__name__)
@@ -32,14 +38,17 @@ examples:
   on a SageMaker host, with the script and its subcommand named:
     lightning-sm train app/train.py fit
 """
-# The commands that get their options and nothing else.
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "doctor": doctor.main,
-    "report": report.report,
-    "compare": report.compare_runs,
-    "plan": report.plan_run,
-    "top": top.main,
-}
+_COMPLETION_EXAMPLES = """\
+examples:
+  lightning-sm completion bash > ~/.local/share/bash-completion/completions/lightning-sm
+  lightning-sm completion zsh > ~/.zfunc/_lightning-sm      with fpath+=(~/.zfunc) before compinit in ~/.zshrc
+
+New shells complete then. Generate the script again after an update.
+"""
+_NAMES = (  # in the order of the help
+    *("train", "local", "doctor", "report", "compare", "plan", "verify", "replay", "top", "settings", "init", "submit"),
+    *("jobs", "completion"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,49 +68,62 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if argv[:1] == ["submit"]:  # jsonargparse parses the options, which are the keys of a job file
+    if argv[:1] == ["submit"]:  # the options are the keys of a job file
         return _submit(argv[1:])
     if argv[:1] == ["jobs"]:
         return _jobs(argv[1:])
     # argparse drops or keeps "--" depending on its version; the words after it are the script's command line.
-    end = argv.index("--") if "--" in argv and argv[0] == "local" else len(argv)
-    options = _parser().parse_args(argv[:end])
+    end = argv.index("--") if "--" in argv and argv[0] in ("local", "replay") else len(argv)
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        return 0
+    known = [*_NAMES, *parser.option_names]
+    if argv[0] not in known:  # argparse would ask for a command first, or list all of them
+        kind = "option" if argv[0].startswith("-") else "command"
+        parser.error(f"unknown {kind} {argv[0]}.{did_you_mean(argv[0], known)}")
+    options = parser.parse_args(argv[:end])
+    if options.subcommand == "replay":
+        options.command += argv[end + 1 :]
     if options.subcommand == "train":
         script, *args = options.command or [None]
         return train.train(script, args)
     if options.subcommand in _COMMANDS:
         return _COMMANDS[options.subcommand](options)
-    if options.subcommand == "settings":
-        return _show_settings(os.environ, shows_internal=options.all)
+    if end == len(argv):
+        local.check_order(options)
     options.command += argv[end:] if options.command else argv[end + 1 :]
-    return local.main(options)
+    return chaos.main(options, options.own_parser) if options.chaos else local.main(options)
 
 
 def _submit(argv: Sequence[str]) -> int:
-    from lightning_sm.submit import command as submit  # noqa: PLC0415 - loads jsonargparse and boto3
+    from lightning_sm.submit import command as submit  # noqa: PLC0415 - loads YAML, and later boto3
 
-    return submit.main(argv)
+    return submit.main(argv, new_report_writer=report.report_writer)
 
 
 def _jobs(argv: Sequence[str]) -> int:
-    if find_spec("boto3") is None:
-        raise SDKError("lightning-sm jobs needs boto3: pip install boto3 (the SageMaker SDK brings it along)")
+    check_boto3("lightning-sm jobs")
     from lightning_sm.cloud import command as jobs  # noqa: PLC0415 - loads boto3
 
-    return jobs.main(argv)
+    # Each of them needs a folder that jobs may not import.
+    return jobs.main(argv, new_report_writer=report.report_writer, again=_again)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters."
-    )
+def _again(*arguments: Any, **options: Any) -> str | None:
+    from lightning_sm.submit.again import again  # noqa: PLC0415 - loads YAML and boto3
+
+    return again(*arguments, **options)
+
+
+def _parser(*, with_all_options: bool = False) -> CommandParser:
+    """Make the parser; ``submit`` and ``jobs``, which have parsers of their own, have their options only on request."""
+    parser = CommandParser(prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters.")
     parser.add_argument(
         "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"
     )
-    commands = parser.add_subparsers(
-        dest="subcommand", required=True, metavar="{train,local,doctor,report,compare,plan,top,settings,submit,jobs}"
-    )
-    add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{" + ",".join(_NAMES) + "}")
+    add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)
     train = add_parser(
         "train",
         help="run the training script of this SageMaker host (the container's entry point)",
@@ -117,10 +139,12 @@ def _parser() -> argparse.ArgumentParser:
     emulate = add_parser(
         "local",
         help="run a training script on an emulated cluster on this machine",
-        description="Run a training script on an emulated SageMaker cluster: one process group per host, no AWS.",
+        description="Run a training script on an emulated SageMaker cluster: a process group or a container per host.",
         epilog=local.EXAMPLES,
     )
     local.add_arguments(emulate)
+    chaos.add_arguments(emulate)
+    emulate.set_defaults(own_options=emulate.option_names, own_parser=emulate)
     check = add_parser(
         "doctor",
         help="check this host: job, network, GPUs, disks, limits, packages",
@@ -149,6 +173,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=report.PLAN_EXAMPLES,
     )
     report.add_plan_arguments(planned)
+    verified = add_parser(
+        "verify",
+        help="tell whether a run trained on each sample exactly once",
+        description="Tell from the record of a run whether each sample was trained on exactly once in each epoch.",
+        epilog=report.VERIFY_EXAMPLES,
+    )
+    report.add_verify_arguments(verified)
+    replayed = add_parser(
+        "replay",
+        help="list the samples of a recorded step, and rebuild its batch bit for bit",
+        description="List the samples of a step of a recorded run, and rebuild its batch from the script and its data.",
+        epilog=replay.EXAMPLES,
+    )
+    replay.add_arguments(replayed)
     watched = add_parser(
         "top",
         help="watch a running job: hosts, states, rates, queues, events",
@@ -163,15 +201,49 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 all values are valid, 2 at least one is not",
     )
     show.add_argument("--all", action="store_true", help="include the internal ones")
-    add_parser("submit", help="check a job file and submit it: dry run, SDK local mode, or cloud")
-    add_parser("jobs", help="look after jobs in the cloud: list, logs, stop, cost, files")
+    first = add_parser(
+        "init",
+        help="write a first job file for a script",
+        description="Write a first job file for a training script, with comments that say what to fill in.",
+        epilog=init.EXAMPLES,
+    )
+    init.add_arguments(first)
+    submit = add_parser("submit", help="check a job file and submit it: dry run, containers on this machine, or cloud")
+    jobs = add_parser("jobs", help="look after jobs in the cloud: list, logs, stop, cost, files, report, again, shell")
+    complete = add_parser(
+        "completion",
+        help="print a script that completes commands and options in bash or zsh",
+        description="Print a script that completes the commands and options of lightning-sm in a shell.",
+        epilog=_COMPLETION_EXAMPLES,
+    )
+    complete.add_argument("shell", choices=["bash", "zsh"])
+    if with_all_options:
+        from lightning_sm.submit.command import add_arguments  # noqa: PLC0415 - takes time to load
+
+        add_arguments(submit)
+        if find_spec("boto3") is not None:
+            from lightning_sm.cloud import command as cloud  # noqa: PLC0415 - loads boto3
+
+            cloud.add_arguments(jobs)
     return parser
 
 
-def _show_settings(env: Mapping[str, str], *, shows_internal: bool) -> int:
+def _show_completion(options: argparse.Namespace) -> int:
+    if find_spec("shtab") is None:
+        raise JobConfigError("lightning-sm completion needs shtab: pip install 'lightning-sm[completion]'")
+    import shtab  # noqa: PLC0415 - of an extra
+
+    parser = _parser(with_all_options=True)
+    parser.mark_completions()
+    sys.stdout.write(shtab.complete(parser, shell=options.shell))
+    return 0
+
+
+def _show_settings(options: argparse.Namespace) -> int:
+    env = os.environ
     rows = []
     errors = []
-    for setting in SETTINGS if shows_internal else USER_SETTINGS:
+    for setting in SETTINGS if options.all else USER_SETTINGS:
         value = "" if setting.name not in env else shown(setting.name, env[setting.name]) or "(empty)"
         rows.append([setting.name, value, setting.default_text, setting.meaning])
         try:
@@ -184,6 +256,21 @@ def _show_settings(env: Mapping[str, str], *, shows_internal: bool) -> int:
     for message in errors:
         _LOG.error("error: %s", message)
     return 2 if errors else 0
+
+
+# The commands that get their options and nothing else.
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "doctor": doctor.main,
+    "report": report.report,
+    "compare": report.compare_runs,
+    "plan": report.plan_run,
+    "verify": report.verify,
+    "replay": replay.main,
+    "top": top.main,
+    "settings": _show_settings,
+    "init": init.main,
+    "completion": _show_completion,
+}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,86 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from lightning_sm._text import closest
+
+# shtab's names for what a shell completes; a dict is how shtab takes functions of the shells.
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+_FOLDERS = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/"}
+_COMPLETED = {"FILE": _FILES, "PATH": _FILES, "DIR": _FOLDERS, "JOB.yaml": _FILES}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of options that suggests the option that was probably meant by an unknown one.
+
+    Args:
+        args: Arguments of ``ArgumentParser``.
+        kwargs: Likewise. Abbreviations of options are not allowed unless stated: they break when options are added.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    @property
+    def option_names(self) -> list[str]:
+        """The options, with their dashes."""
+        return list(self._option_string_actions)
+
+    def words(self, options: argparse.Namespace) -> list[str]:
+        """Return the words of a command line that gives these values to the options, without those at their defaults.
+
+        Args:
+            options: What was parsed. Positional arguments are left out.
+        """
+        words: list[str] = []
+        for action in self._actions:
+            if not action.option_strings or not hasattr(options, action.dest):  # such as that of --help
+                continue
+            value = getattr(options, action.dest)
+            if value == action.default:
+                continue
+            option = action.option_strings[-1]
+            if action.nargs == 0:
+                words.append(option)
+                continue
+            for one in value if isinstance(value, list) else [value]:
+                # A value that begins with a dash would be taken for an option.
+                words += [f"{option}={one}"] if str(one).startswith("-") else [option, str(one)]
+        return words
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, and refuse what is unknown here, where the options are known that are similar.
+
+        ``argparse`` calls this for each subcommand, too, and would refuse what is left over only at the end.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return found, []
+
+    def mark_completions(self) -> None:
+        """Tell shtab which values are files and folders, by the names that the help has for them."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in dict.fromkeys(action.choices.values()):
+                    if isinstance(parser, CommandParser):
+                        parser.mark_completions()
+            elif action.metavar in _COMPLETED:
+                action.complete = _COMPLETED[action.metavar]  # type: ignore[attr-defined]
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if not options:
+            self.error(f"unexpected arguments: {' '.join(unknown)}")
+        self.error(f"unknown option {options[0]}.{did_you_mean(options[0], self.option_names)}")
+
+
+def did_you_mean(word: str, names: Sequence[str]) -> str:
+    """Return a sentence, with a space before it, that names what is similar to a word; empty if nothing is."""
+    close = closest(word, names)
+    return f" Did you mean {close}?" if close else ""
 
 
 def positive_number(text: str) -> float:
@@ -19,6 +99,17 @@ def positive_number(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return value
+
+
+def whole_number(text: str) -> int:
+    """Parse a whole number, zero or more, for ``type`` of ``argparse``.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is no such number.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {text!r}")
+    return int(text)
 
 
 def positive_whole_number(text: str) -> int:

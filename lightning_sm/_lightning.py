@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
     from lightning_fabric.loggers.logger import rank_zero_experiment
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from lightning_fabric.utilities.distributed import _destroy_dist_connection as destroy_dist_connection
     from lightning_fabric.utilities.distributed import _InfiniteBarrier as InfiniteBarrier
     from lightning_fabric.utilities.logger import _convert_params as convert_params
     from lightning_fabric.utilities.logger import _flatten_dict as flatten_dict
@@ -43,9 +44,12 @@ if TYPE_CHECKING:
     from pytorch_lightning.callbacks import (
         BatchSizeFinder,
         Checkpoint,
+        GradientAccumulationScheduler,
+        LearningRateFinder,
         ModelCheckpoint,
         OnExceptionCheckpoint,
         ProgressBar,
+        StochasticWeightAveraging,
         WeightAveraging,
     )
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -60,20 +64,23 @@ if TYPE_CHECKING:
         DeepSpeedStrategy,
         FSDPStrategy,
         ModelParallelStrategy,
+        SingleDeviceStrategy,
         Strategy,
     )
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
+    from pytorch_lightning.trainer import call
     from pytorch_lightning.trainer.connectors import data_connector
+    from pytorch_lightning.trainer.connectors.logger_connector import result
     from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
-    from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
+    from pytorch_lightning.utilities import CombinedLoader, parsing, rank_zero_only
 else:
     # Lightning's names by module; a private one loses its underscore. Older versions than 2.6 lack WeightAveraging, of
     # which nothing is an instance then.
     _FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
     _NAMES = {
         DISTRIBUTION: "Callback LightningDataModule LightningModule Trainer",
-        f"{DISTRIBUTION}.callbacks": "BatchSizeFinder Checkpoint ModelCheckpoint OnExceptionCheckpoint ProgressBar "
-        "WeightAveraging",
+        f"{DISTRIBUTION}.callbacks": "BatchSizeFinder Checkpoint GradientAccumulationScheduler LearningRateFinder "
+        "ModelCheckpoint OnExceptionCheckpoint ProgressBar StochasticWeightAveraging WeightAveraging",
         f"{DISTRIBUTION}.cli": "ArgsType LightningArgumentParser LightningCLI",
         f"{DISTRIBUTION}.loggers": "CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
         f"{DISTRIBUTION}.loggers.csv_logs": "ExperimentWriter",
@@ -82,13 +89,16 @@ else:
         f"{DISTRIBUTION}.plugins.environments": "ClusterEnvironment",
         f"{DISTRIBUTION}.plugins.io": "TorchCheckpointIO",
         f"{DISTRIBUTION}.plugins.io.wrapper": "_WrappingCheckpointIO",
-        f"{DISTRIBUTION}.strategies": "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy Strategy",
+        f"{DISTRIBUTION}.strategies": "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy "
+        "SingleDeviceStrategy Strategy",
         f"{DISTRIBUTION}.strategies.launchers": "_MultiProcessingLauncher",
+        f"{DISTRIBUTION}.trainer": "call",
         f"{DISTRIBUTION}.trainer.connectors": "data_connector",
+        f"{DISTRIBUTION}.trainer.connectors.logger_connector": "result",
         f"{DISTRIBUTION}.trainer.connectors.logger_connector.result": "_ResultMetric",
-        f"{DISTRIBUTION}.utilities": "CombinedLoader rank_zero_only",
+        f"{DISTRIBUTION}.utilities": "CombinedLoader parsing rank_zero_only",
         _FABRIC: "Fabric",
-        f"{_FABRIC}.utilities.distributed": "_InfiniteBarrier",
+        f"{_FABRIC}.utilities.distributed": "_InfiniteBarrier _destroy_dist_connection",
         f"{_FABRIC}.utilities.logger": "_convert_params _flatten_dict",
     }
     with pause_collector():

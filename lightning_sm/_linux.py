@@ -9,8 +9,11 @@ import contextlib
 import ctypes
 import math
 import os
+import select
 import signal
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_sm.errors import NeedsLinuxError
@@ -22,9 +25,13 @@ SIGNAL_POLL_S = 1.0
 _IS_LINUX = sys.platform == "linux"
 # Whether ``adopt_orphans`` has an effect. Elsewhere, process 1 adopts processes whose parent died.
 ADOPTS_ORPHANS = _IS_LINUX
+# Whether containers run on the kernel of this machine. Elsewhere, Docker runs them in a virtual machine.
+CONTAINERS_SHARE_KERNEL = _IS_LINUX
 CGROUP = Path("/sys/fs/cgroup")
 LOOPBACK_INTERFACE = "lo" if _IS_LINUX else "lo0"
 _SYSTEM = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+# Between two looks at threads.
+_LOOK_S = 0.01
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -115,6 +122,95 @@ def ended_child() -> int | None:
     except ChildProcessError:
         return None
     return None if ended is None else ended.si_pid
+
+
+class ExitWatch:
+    """Notices the exit of processes, which need not be children of this one (Linux only). A context manager."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._pids: dict[int, int] = {}  # by pidfd
+        self._seen: set[int] = set()
+
+    def __enter__(self) -> ExitWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pidfd in self._pids:
+            os.close(pidfd)
+
+    def add(self, pids: Iterable[int]) -> None:
+        """Watch further processes; one that was added before is not watched again."""
+        for pid in set(pids) - self._seen if _IS_LINUX else ():
+            self._seen.add(pid)
+            # Its parent has waited for it, or the container forbids the call: then only children's exits are known.
+            with contextlib.suppress(OSError):
+                pidfd = os.pidfd_open(pid)
+                self._pids[pidfd] = pid
+                self._poll.register(pidfd, select.POLLIN)
+
+    def wait(self, timeout_s: float) -> list[tuple[int, int | None]]:
+        """Wait until a process exits, or until the time is up.
+
+        Returns:
+            Process id and exit code (-n for signal n) of each that has exited; None if its parent has already waited
+            for it.
+        """
+        exits = []
+        for pidfd, _ in self._poll.poll(1000 * timeout_s):
+            self._poll.unregister(pidfd)
+            pid = self._pids.pop(pidfd)
+            exits.append((pid, exit_code_of_zombie(pid)))
+            os.close(pidfd)
+        return exits
+
+
+def exit_code_of_zombie(pid: int) -> int | None:
+    """Return the exit code of a process that has exited and whose parent has not waited for it; else None.
+
+    It is -n if signal n killed the process. Off Linux, always None.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        # The name, in parentheses, may contain spaces and parentheses. The fields after it are numbered from 3.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        if fields[0] == b"Z":
+            return os.waitstatus_to_exitcode(int(fields[52 - 3]))
+    return None
+
+
+def wait_until_asleep(threads: str, timeout_s: float) -> bool:
+    """Wait until the threads of this process that have a name sleep, and return whether they do by then.
+
+    Those that have not run between two looks, which leave them the interpreter's lock, wait for work, not for the lock.
+    Off Linux, return True at once.
+
+    Args:
+        threads: Their name for the kernel.
+        timeout_s: How long to wait.
+    """
+    deadline = time.monotonic() + timeout_s
+    before: dict[str, tuple[str, ...]] | None = None
+    while found := _runs_of(threads):
+        if found == before and all(state.startswith("S") for state, *_ in found.values()):
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        before = found
+        time.sleep(_LOOK_S)  # the kernel announces nothing
+    return True
+
+
+def _runs_of(threads: str) -> dict[str, tuple[str, ...]]:
+    """Return state and number of context switches of each thread of a name."""
+    found = {}
+    for status in Path("/proc/self/task").glob("*/status") if _IS_LINUX else ():
+        with contextlib.suppress(OSError):  # it has just ended
+            lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
+            fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+            if fields.get("Name") == threads:
+                switches = [value for name, value in fields.items() if name.endswith("_ctxt_switches")]
+                found[status.parent.name] = (fields["State"], *switches)
+    return found
 
 
 def _prctl(option: int, value: int) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 _MINUTE_S = 60
 _HOUR_S = 3600
 # Below this, a duration is given in seconds with three significant digits; from here on, in minutes or hours.
 _LONG_S = 120.0
+# Ratio of difflib: long words may differ in two letters, short ones in one, or in the order of two.
+_SIMILAR = 0.66
+# ECMA-48, with 7-bit and 8-bit introducers: control sequences; commands, which set titles or the clipboard; the rest.
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[ -/]*[0-~]"
+)
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def duration(seconds: float) -> str:
@@ -46,6 +58,11 @@ def percent(share: float) -> str:
     return "<1%" if share > 0 and rounded == "0%" else rounded
 
 
+def rate(per_second: float) -> str:
+    """Return a number per second with three significant digits, or all those before the point: ``0.25``, ``12,345``."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"  # noqa: PLR2004 - three digits
+
+
 def count(number: float, singular: str, plural: str = "") -> str:
     """Return a number with its noun: ``1 host``, ``4,800 steps``."""
     return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
@@ -65,3 +82,20 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 def shortened(text: str, most: int) -> str:
     """Cut a text that has more characters than ``most``, and mark the cut with ``...``."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def closest(word: str, names: Iterable[str]) -> str | None:
+    """Return the name that a misspelled word most likely stands for, whatever its case, dashes and underscores."""
+    spelled = {re.sub(r"[-_ ]", "", name.lower()): name for name in names}
+    close = difflib.get_close_matches(re.sub(r"[-_ ]", "", word.lower()), spelled, n=1, cutoff=_SIMILAR)
+    return spelled[close[0]] if close else None
+
+
+def plain(text: str) -> str:
+    """Remove what a terminal would act upon: escape sequences, and control characters but tab and line feed."""
+    return _CONTROLS.sub("", _ESCAPES.sub("", text))
+
+
+def for_terminal(text: str, stream: TextIO) -> str:
+    """Return what to write to a stream of a text that another program wrote: ``plain`` if the stream is a terminal."""
+    return plain(text) if stream.isatty() else text

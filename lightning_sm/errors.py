@@ -13,10 +13,13 @@ The tree::
     |- PortInUseError(OSError)           the main port is taken
     |- OutputDirectoryError(OSError)     an output directory cannot be written
     |- CheckpointError(OSError)          a checkpoint could not be written
+    |  `- CheckpointMismatchError(ValueError)  a checkpoint is of another model than the script's
     |- SubmitError(ValueError)           a job cannot be submitted: wrong description, or something is missing here
+    |- ReplayError(ValueError)          a recorded step cannot be rebuilt: the record or the script lacks what it needs
     |- AWSError(RuntimeError)            AWS rejects a request, cannot be reached, or does not know a job
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
-    |- SDKError(ImportError)             the SageMaker SDK is missing, or its version is not supported
+    |- SDKError(ImportError)             boto3, AWS's SDK, is missing
+    |- ContainerError(RuntimeError)      Docker is missing, refuses a container, or does not answer
     |- NeedsLinuxError(RuntimeError)     the feature needs Linux, and this system is not Linux
     `- DataServiceError                  the data service cannot continue
        |- DataSettingsError(ValueError)       a setting, or a DataModule that cannot be served
@@ -24,6 +27,7 @@ The tree::
        |- DataTimeoutError(TimeoutError)      a batch did not arrive in time
        |- DataHostMismatchError(ValueError)   a data host has another job, version, token or dataset than its peers
        |- RemoteTransformError(RuntimeError)  the user's code failed on a data host
+       |  `- RemoteImportError(ImportError)      it cannot be imported there
        |- BatchTypeError(TypeError)           a batch holds something that cannot be sent
        |- BatchTooLargeError(ValueError)      a batch does not fit into a slot of the ring
        |- WireError(ValueError)               a message breaks the protocol
@@ -79,6 +83,14 @@ class CheckpointError(LightningSMError, OSError):
     """A checkpoint could not be written; an earlier one of the same name is intact."""
 
 
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The checkpoint from which a job resumes is of another model or optimizer than the script's."""
+
+
+class ReplayError(LightningSMError, ValueError):
+    """A step of a recorded run cannot be rebuilt: the record or the script lacks something, or the data is another."""
+
+
 class SubmitError(LightningSMError, ValueError):
     """A job cannot be submitted: its description is wrong, or something is missing on this machine."""
 
@@ -92,7 +104,11 @@ class MixedLightningError(LightningSMError, ImportError):
 
 
 class SDKError(LightningSMError, ImportError):
-    """The SageMaker SDK is not installed, or lightning_sm does not support its version."""
+    """boto3, AWS's SDK, is not installed."""
+
+
+class ContainerError(LightningSMError, RuntimeError):
+    """Docker is missing, does not have the image, refuses a container of an emulated job, or does not answer."""
 
 
 class NeedsLinuxError(LightningSMError, RuntimeError):
@@ -124,6 +140,10 @@ class RemoteTransformError(DataServiceError, RuntimeError):
 
     The message is that exception's type and message, then its place, then its traceback: see data/protocol/failures.py.
     """
+
+
+class RemoteImportError(RemoteTransformError, ImportError):
+    """A data host cannot import a module that the user's code needs, or compile it."""
 
 
 class BatchTypeError(DataServiceError, TypeError):

@@ -16,6 +16,7 @@ from hypothesis import settings
 from xdist.workermanage import NodeManager
 
 from tests import quick_processes
+from tests.sdk3 import sdk3_environment
 from tests.tiers import mark_tiers
 
 # On a busy machine any example may take longer than Hypothesis's 200 ms; speed is measured in benchmarks.
@@ -80,6 +81,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, None, None]:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} may not be skipped while {_NO_SKIPS} is set: {reason}"
+
+
+@pytest.fixture(scope="session")
+def sdk3_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An interpreter with version 3 of the SageMaker SDK."""
+    base = tmp_path_factory.getbasetemp()
+    with sdk3_environment(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) as python:
+        yield python
 
 
 @pytest.fixture(autouse=True)

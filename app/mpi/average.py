@@ -5,7 +5,7 @@ On one machine, with Open MPI (Debian: openmpi-bin) and "pip install mpi4py":
 
 The same calls of torch.distributed on Gloo, which needs no mpi4py, and in a SageMaker job no mpirun either:
   mpirun -n 4 python app/mpi/average.py --torch
-  lightning-sm local --group trainer=3 -- app/mpi/average.py --torch
+  lightning-sm local --group trainer=3 --devices 2 -- app/mpi/average.py --torch
 """
 
 from __future__ import annotations
@@ -50,14 +50,17 @@ def with_mpi4py() -> None:
 
 
 def with_torch() -> None:
-    """Use torch.distributed, whose wheels have no MPI backend, on the ranks of mpirun or on one rank for each host."""
+    """Use torch.distributed, whose wheels have no MPI backend, on the ranks of mpirun or of ``lightning-sm train``."""
     import torch  # noqa: PLC0415  # takes seconds
     import torch.distributed as dist  # noqa: PLC0415
 
-    rank, size, address = _place()
-    if size == 1:
-        sys.exit(f"{_ENDS}. Start it with mpirun, or in a SageMaker job on several hosts.")
-    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=size)
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun sets other variables than torch reads
+        os.environ |= {"RANK": os.environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": os.environ["OMPI_COMM_WORLD_SIZE"]}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        sys.exit(f"{_ENDS}. Start it with mpirun, or in a SageMaker job with several ranks.")
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
     message = torch.arange(3) if rank == 0 else torch.empty(3, dtype=torch.int64)
     if rank == 0:
         dist.send(message, dst=1)
@@ -77,20 +80,6 @@ def with_torch() -> None:
     dist.all_reduce(total)
     _say(rank, size, _summary(numbers.numpy(), mean.numpy(), total.numpy() / size))
     dist.destroy_process_group()
-
-
-def _place() -> tuple[int, int, str]:
-    """Rank, number of ranks, and the address of rank 0."""
-    from lightning_sm import SageMakerEnvironment  # noqa: PLC0415  # loads Lightning
-
-    rank, size, address = 0, 1, "127.0.0.1:29555"
-    if SageMakerEnvironment.detect():
-        environment = SageMakerEnvironment()
-        rank, size = environment.node_rank(), environment.num_nodes
-        address = f"{environment.main_address}:{environment.main_port}"
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
-    return rank, size, address
 
 
 def _summary(numbers: Any, mean: Any, mean_by_all_reduce: Any) -> str:

@@ -15,6 +15,8 @@ from lightning_sm.errors import AWSError
 
 # Retry often: following a job takes hours, during which the API is throttled at times.
 _CONFIG = Config(retries={"mode": "adaptive", "max_attempts": 10})
+# For questions that may go without an answer, for example because the network leads to some services only.
+_QUICK_CONFIG = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "max_attempts": 3})
 
 
 class Clients:
@@ -41,6 +43,15 @@ class Clients:
     def s3(self) -> Any:
         """S3, which holds the files that jobs leave."""
         return self._session.client("s3", config=_CONFIG)
+
+    def look(self, service: str, region: str | None = None) -> Any:
+        """Return a client of any service, whose questions are answered soon or not at all.
+
+        Args:
+            service: boto3's name of it.
+            region: Where it is asked, if not in the region of the session.
+        """
+        return self._session.client(service, region_name=region, config=_QUICK_CONFIG)
 
 
 def new_session(**settings: str | None) -> boto3.Session:

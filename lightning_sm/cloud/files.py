@@ -10,9 +10,12 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from lightning_sm._table import draw_table
+from lightning_sm.cloud.find import ENDED
 from lightning_sm.errors import AWSError
 
-_ARCHIVES = ("output.tar.gz", "model.tar.gz")
+# The output of all hosts, unless the job asks for plain files.
+ARCHIVE = "output.tar.gz"
+_ARCHIVES = (ARCHIVE, "model.tar.gz")
 
 
 def places(description: Mapping[str, Any]) -> dict[str, str]:
@@ -24,19 +27,19 @@ def places(description: Mapping[str, Any]) -> dict[str, str]:
     tensorboard = description.get("TensorBoardOutputConfig", {}).get("S3OutputPath")
     found = {
         "model": description.get("ModelArtifacts", {}).get("S3ModelArtifacts"),
-        "output": f"{_folder(description)}output.tar.gz",
+        "output": f"{output_folder(description)}{ARCHIVE}",
         "checkpoints": description.get("CheckpointConfig", {}).get("S3Uri"),
         "TensorBoard": tensorboard,
     }
     if description.get("OutputDataConfig", {}).get("CompressionType") == "NONE":
-        found["output"] = _folder(description)
+        found["output"] = output_folder(description)
     return {name: uri for name, uri in found.items() if uri}
 
 
 def shown_places(description: Mapping[str, Any]) -> str:
     """Show the S3 addresses; for a running job, say that it has yet to upload its files."""
     text = draw_table(places(description).items())
-    if description["TrainingJobStatus"] in {"Completed", "Failed", "Stopped"}:
+    if description["TrainingJobStatus"] in ENDED:
         return text
     return f"{text}\nThe job is {description['TrainingJobStatus']}: it uploads model and output when it ends."
 
@@ -59,9 +62,8 @@ def fetch(client: Any, description: Mapping[str, Any], name: str, target: Path) 
     """
     if target.exists():
         raise AWSError(f"{target} exists. Name another file with --to.")
-    bucket, folder = _split(_folder(description))
-    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=folder)
-    keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
+    bucket, folder = split(output_folder(description))
+    keys = keys_below(client, bucket, folder)
     plain = [key for key in keys if _matches(key.removeprefix(folder), name)]
     _check_one(plain, name)
     # Write to a folder beside the target first, so that a file with the target's name is always complete.
@@ -112,11 +114,27 @@ def _check_one(paths: list[str], name: str) -> None:
         raise AWSError(f"{name} is the name of {len(paths)} files; name one with its folder: {', '.join(paths)}.")
 
 
-def _folder(description: Mapping[str, Any]) -> str:
+def output_folder(description: Mapping[str, Any]) -> str:
+    """Return the address of the folder with a job's output and model, with a slash at the end.
+
+    Args:
+        description: An answer of DescribeTrainingJob.
+    """
     path = description["OutputDataConfig"]["S3OutputPath"].rstrip("/")
     return f"{path}/{description['TrainingJobName']}/output/"
 
 
-def _split(uri: str) -> tuple[str, str]:
+def keys_below(client: Any, bucket: str, prefix: str) -> list[str]:
+    """List the keys of all objects whose keys start with a prefix.
+
+    Raises:
+        ClientError: S3 rejects a request.
+    """
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+    return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
+
+
+def split(uri: str) -> tuple[str, str]:
+    """Split an address in S3 into bucket and key."""
     bucket, _, key = uri.removeprefix("s3://").partition("/")
     return bucket, key

@@ -12,6 +12,8 @@ from botocore.exceptions import ClientError
 from lightning_sm.cloud.aws import Clients, error_code
 from lightning_sm.errors import AWSError
 
+# The states in which no part of a job runs.
+ENDED = frozenset({"Completed", "Failed", "Stopped"})
 _MAX_TUNING_NAME_CHARS = 32
 # For an unknown name, DescribeTrainingJob raises ValidationException, although its model names only ResourceNotFound.
 _UNKNOWN = frozenset({"ValidationException", "ResourceNotFound", "ResourceNotFoundException"})
@@ -40,7 +42,7 @@ class Found:
     @property
     def has_ended(self) -> bool:
         """Whether no part of it still runs."""
-        return self.status in {"Completed", "Failed", "Stopped"}
+        return self.status in ENDED
 
 
 def find(clients: Clients, name: str) -> Found:

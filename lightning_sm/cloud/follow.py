@@ -12,8 +12,9 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm._log import command_logger
-from lightning_sm.cloud.aws import Clients
-from lightning_sm.cloud.find import Found
+from lightning_sm._text import for_terminal, plain
+from lightning_sm.cloud.aws import Clients, error_code
+from lightning_sm.cloud.find import ENDED, Found
 from lightning_sm.cloud.logs import Log
 
 _LOG = command_logger(__name__)
@@ -22,7 +23,6 @@ _STATE_EVERY_S = 20.0
 _LOG_EVERY_S = 4.0
 # The last lines of a job arrive after its end. Give up after this many consecutive reads of the log without a new line.
 _LAST_LOOKS = 2
-_FINAL = frozenset({"Completed", "Failed", "Stopped"})
 # The service has no field for the exit code, but ends the reason with it: "AlgorithmError: <failure file>, exit code:
 # 137".
 _EXIT_CODE = re.compile(r"exit code:? (\d+)\s*\.?\s*$")
@@ -40,7 +40,8 @@ def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _s
     Args:
         clients: Clients of the AWS APIs.
         found: A training job or a tuning job.
-        shows_log: Whether to write the log. A tuning job has no log of its own; its counts are shown instead.
+        shows_log: Whether to write the log, if it may be read. A tuning job has no log of its own; its counts are
+            shown instead.
         sleep: Sleeps for some seconds.
 
     Returns:
@@ -71,7 +72,7 @@ def exit_code(description: Mapping[str, Any]) -> int:
 
 def reason_of(description: Mapping[str, Any]) -> str:
     """Return why a job failed, in the service's words; empty if it gives no reason."""
-    return str(description.get("FailureReason", ""))
+    return plain(str(description.get("FailureReason", "")))  # it is also logged
 
 
 def _training_job(clients: Clients, name: str, sleep: Sleep, *, shows_log: bool) -> Mapping[str, Any]:
@@ -89,13 +90,13 @@ def _training_job(clients: Clients, name: str, sleep: Sleep, *, shows_log: bool)
             states.show(f"{status}: {description.get('SecondaryStatus', '')} {message}".rstrip())
         if shows_log:
             log = log or Log(clients.logs, description)
-            _write_new(log)
-        if status in _FINAL:
+            shows_log = _can_write_new(log)
+        if status in ENDED:
             break
         sleep(pause_s)
         since_state_s += pause_s
     looks = 0
-    while log is not None and looks < _LAST_LOOKS:
+    while log is not None and shows_log and looks < _LAST_LOOKS:
         sleep(_LOG_EVERY_S)
         looks = 0 if _write_new(log) else looks + 1
     return description
@@ -108,7 +109,7 @@ def _tuning_job(clients: Clients, name: str, sleep: Sleep) -> Mapping[str, Any]:
             HyperParameterTuningJobName=name
         )
         states.show(f"{description['HyperParameterTuningJobStatus']}: {tuning_progress(description)}")
-        if description["HyperParameterTuningJobStatus"] in _FINAL:
+        if description["HyperParameterTuningJobStatus"] in ENDED:
             return description
         sleep(_STATE_EVERY_S)
 
@@ -149,11 +150,23 @@ class _States:
             _LOG.info("%s is %s", self._job, state)
 
 
+def _can_write_new(log: Log) -> bool:
+    """Write a log's new lines; if access to it is denied, warn and return False, as waiting for the job still works."""
+    try:
+        _write_new(log)
+    except ClientError as error:
+        if error_code(error) != "AccessDeniedException":
+            raise
+        _LOG.warning("Waiting without the job's log, which cannot be read: %s", error)
+        return False
+    return True
+
+
 def _write_new(log: Log) -> bool:
     found = False
     for line in log.new_lines():
         found = True
-        sys.stdout.write(f"{log.shown(line)}\n")
+        sys.stdout.write(for_terminal(f"{log.shown(line)}\n", sys.stdout))
     sys.stdout.flush()
     return found
 

@@ -37,7 +37,10 @@ def groups_of(description: Mapping[str, Any]) -> list[HostGroup]:
         return [
             HostGroup(group["InstanceGroupName"], group["InstanceCount"], group["InstanceType"]) for group in groups
         ]
-    # The service chose the type if the job named several (InstancePreferences).
+    preferred = resources.get("InstancePreferences", [])
+    if preferred and "SelectedInstanceType" not in resources:  # the service has not chosen yet
+        counts = [one.get("InstanceCount", resources.get("InstanceCount", 0)) for one in preferred]
+        return [HostGroup(_ONLY_GROUP, counts[0], " or ".join(one["InstanceType"] for one in preferred))]
     instance_type = resources.get("SelectedInstanceType") or resources.get("InstanceType", "unknown")
     count = resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0)
     return [HostGroup(_ONLY_GROUP, count, instance_type)]

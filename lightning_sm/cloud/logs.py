@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from botocore.exceptions import ClientError
@@ -144,8 +145,9 @@ class Log:
                     self._learn_group(_line(event, event["logStreamName"]))
 
     def shown(self, line: LogLine) -> str:
-        """Return a line with the name of its host, and of its group if the job has several."""
-        return f"{self.shown_host(line.host)} | {line.text}"
+        """Return a line with its time (UTC), the name of its host, and that of its group if the job has several."""
+        time = datetime.fromtimestamp(line.time_ms / 1e3, timezone.utc)
+        return f"{time:%Y-%m-%d %H:%M:%S} {self.shown_host(line.host)} | {line.text}"
 
     def shown_host(self, host: str) -> str:
         """Return the name of a host, and of its group if the job has several and the group is known."""

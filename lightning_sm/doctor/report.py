@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from lightning_sm._table import draw_table
+from lightning_sm._text import count
 
 # Narrower tables break every path; wider ones are hard to read.
 _LEAST_WIDTH = 80
@@ -102,7 +103,7 @@ def as_json(results: Sequence[Result], seconds: float, code: int) -> str:
 def _counted(results: Sequence[Result], status: Status, noun: str) -> str:
     names = [_printable(result.name) for result in results if result.status is status]
     which = f" ({', '.join(dict.fromkeys(names))})" if names else ""
-    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}{which}"
+    return f"{count(len(names), noun)}{which}"
 
 
 def _printable(text: str) -> str:

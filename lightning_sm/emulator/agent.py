@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning_sm.job.uploads import UPLOADED, UPLOADING, files_of, marker_of
 
-_POLL_S = 0.02
+_POLL_S = 0.05
 _CHUNK_BYTES = 1 << 20
 
 
@@ -28,7 +28,7 @@ class UploadAgent:
     """A thread that uploads the changed files of a folder until ``stop``.
 
     A changed file gets an empty ``<file>.sagemaker-uploading`` beside it, is copied as a whole, and then gets
-    ``<file>.sagemaker-uploaded`` instead. Removing a file here removes it from S3. Nothing is flushed at the end.
+    ``<file>.sagemaker-uploaded`` instead. Removing a file here removes it from S3.
 
     Args:
         folder: The host's checkpoint folder, as it was downloaded.
@@ -55,10 +55,23 @@ class UploadAgent:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop at once, even in the middle of a file."""
+    def stop(self, *, is_over: bool = False) -> None:
+        """Stop at once, even in the middle of a file.
+
+        Args:
+            is_over: Whether the job is over, so that the rest is uploaded as well, without a delay.
+        """
         self._stopped.set()
         self._thread.join()
+        if is_over and self.error is None:
+            self._stopped.clear()
+            self._delay_s = 0.0
+            self._uploads.clear()
+            try:
+                self._look()  # the uploads begin
+                self._look()
+            except OSError as error:
+                self.error = error
         contents = self._contents().items()
         self.lost = [str(file.relative_to(self._folder)) for file, one in contents if self._uploaded.get(file) != one]
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import psutil
-
-from lightning_sm._linux import adopt_orphans
-from lightning_sm.emulator.cluster import LocalCluster, LocalHost
-from lightning_sm.emulator.faults import RESUMED, Fault, FaultPlan, Kind, Moment, host_name
+from lightning_sm.emulator.cluster import LocalCluster
+from lightning_sm.emulator.faults import LOSSES, RESUMED, Fault, FaultPlan, Kind, Moment, host_name
+from lightning_sm.emulator.hosts import EmulatedHost
 from lightning_sm.emulator.output import Output
-from lightning_sm.emulator.processes import processes_of_job, signal_process
-from lightning_sm.emulator.running_host import EmulatedHost
 from lightning_sm.emulator.slow_names import resolver_variables
+from lightning_sm.emulator.spec import LocalHost
 from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.variables import HOST_ADDRESSES, REPORT_S
-from lightning_sm.launcher.run_report import REPORT_LIMIT_WHEN_STOPPED_S
+from lightning_sm.launcher.timeline import REPORT_LIMIT_WHEN_STOPPED_S
 from lightning_sm.record.events import FOLDER
 
 # From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and wait 15 s for a
@@ -28,6 +26,8 @@ from lightning_sm.record.events import FOLDER
 _FAILURE_GRACE_S = 25.0
 # From SIGTERM to SIGKILL after Ctrl-C, when somebody is waiting at a terminal.
 _GRACE_S = 5.0
+# For copying what the pipes of all hosts still hold to the logs and to whoever reads the emulator's output.
+_OUTPUT_S = 60.0
 # timeout(1) sends its signal twice, as do wrappers that forward what the terminal sent to all: within this time, count
 # them as one.
 _ONE_SIGNAL_S = 0.5
@@ -45,11 +45,13 @@ class AttemptOutcome:
             job.
         resumes: Whether an interruption or a restart ended the attempt, so that the job resumes in the next one.
         failed: The host whose failure ended the attempt.
+        lost_host: Whether a fault had killed a host or its launcher.
     """
 
     exit_code: int
     resumes: bool = False
     failed: LocalHost | None = None
+    lost_host: bool = False
 
 
 @dataclass
@@ -100,37 +102,47 @@ class Attempt:
         self._waiting: list[tuple[float, LocalHost]] = []
         self._thaws: list[tuple[float, EmulatedHost]] = []
         self._interruption: _Interruption | None = None
+        self._lost_host = False
         self._began_at = 0.0
+        self._resolves_at: dict[str, float] = {}
 
     def run(self) -> AttemptOutcome:
         """Start all hosts and wait until they exit; no process outlives this call."""
-        spared = {process.pid for process in psutil.Process().children(recursive=True)}
-        adopt_orphans(True)
         self._began_at = time.monotonic()
         delays = {self._host_name(fault): fault.seconds or 0.0 for fault in self._plan.take(Kind.LATE)}
         self._waiting = [(self._began_at + delays.get(host.name, 0.0), host) for host in self._cluster.hosts]
-        variables = self._slow_names()
+        self._resolves_at = self._slow_names()
+        cluster = self._cluster
         try:
-            while True:
-                self._start_due(variables)
-                outcome = self._stopped() or self._ended()
-                if outcome is not None:
-                    return outcome
-                # Inject last, so that a fault is not mistaken for the cause of an earlier event.
-                self._thaw_due()
-                self._inject_due()
-                self._pause()
+            with cluster.runtime.attempt(cluster.name, cluster.job_dir, self.hosts):
+                while True:
+                    self._start_due()
+                    outcome = self._stopped() or self._ended()
+                    if outcome is not None:
+                        return outcome
+                    # Inject last, so that a fault is not mistaken for the cause of an earlier event.
+                    self._thaw_due()
+                    self._inject_due()
+                    self._pause()
         finally:
-            self._kill_descendants(spared)
-            for host in self.hosts:
-                host.waiter.join(timeout=_GRACE_S)
-                host.reader.join(timeout=_GRACE_S)
+            self._read_rest()
             self._output.say_repeats()
             self._say_lost()
-            adopt_orphans(False)
 
-    def _slow_names(self) -> dict[str, str]:
-        """Return environment variables for all hosts with which some names do not resolve yet."""
+    def _read_rest(self) -> None:
+        """Read what hosts have left in their pipes, however busy this machine is."""
+        for host in self.hosts:
+            host.waiter.join(timeout=_GRACE_S)
+        deadline = time.monotonic() + _OUTPUT_S
+        for host in self.hosts:
+            if not host.read_rest(max(0.0, deadline - time.monotonic())):
+                self._output.say(
+                    f"The end of the output of {host.host.name} is missing here and in its log.txt: it could not be "
+                    f"copied within {_OUTPUT_S:g} s."
+                )
+
+    def _slow_names(self) -> dict[str, float]:
+        """Return, by address, when names begin to resolve that do not yet."""
         slow = self._plan.take(Kind.SLOW_DNS)
         if not slow:
             return {}
@@ -140,9 +152,9 @@ class Attempt:
         for fault in slow:
             name = self._host_name(fault)
             resolves_at[addresses.get(name, name)] = self._began_at + (fault.seconds or 0.0)
-        return resolver_variables(self._cluster.job_dir / "resolver", resolves_at, env)
+        return resolves_at
 
-    def _start_due(self, variables: Mapping[str, str]) -> None:
+    def _start_due(self) -> None:
         if self._interruption is not None:
             return
         now = time.monotonic()
@@ -150,7 +162,9 @@ class Attempt:
         self._waiting = [entry for entry in self._waiting if entry[0] > now]
         for host in due:
             agent = self._cluster.start_agent(host)
-            self.hosts.append(EmulatedHost(host, self._command, self._output, self._changed, variables, agent=agent))
+            variables = resolver_variables(host, self._resolves_at) if self._resolves_at else {}
+            start = self._cluster.runtime.start
+            self.hosts.append(start(host, self._command, self._output, self._changed, variables, agent=agent))
 
     def _thaw_due(self) -> None:
         now = time.monotonic()
@@ -176,7 +190,8 @@ class Attempt:
             names = ", ".join(target.host.name for target in targets)
             self._output.say(f"Fault {fault.text}: {names} at {moment}.")
             inject()
-            self._plan.done(fault)
+            self._plan.done(fault, moment)
+            self._lost_host |= fault.kind in LOSSES
 
     def _read_position(self) -> None:
         """Read the step and epoch of rank 0 at the end of its last batch, which remain known after it has exited."""
@@ -193,10 +208,9 @@ class Attempt:
             case Kind.KILL:
                 return target.kill
             case Kind.KILL_LAUNCHER:
-                return target.process.kill
+                return target.kill_launcher
             case Kind.KILL_RANK:
-                process = target.training_process(fault.local_rank)
-                return None if process is None else partial(signal_process, process, psutil.Process.kill)
+                return target.rank_killer(fault.local_rank)
             case Kind.HANG:
                 return partial(self._hang, fault, target)
             case Kind.INTERRUPT | Kind.STOP if fault.at_start:
@@ -221,11 +235,7 @@ class Attempt:
         self._cluster.draw("interruption").shuffle(order)
         skew_s = fault.seconds or 0.0
         sigterms = [(now + skew_s * index, target) for index, target in enumerate(order)]
-        # Hosts that receive no SIGTERM are killed together with the last one that does.
-        grace_s = self._plan.settings.grace_s
-        kill_at = dict.fromkeys(self._running(), sigterms[-1][0] + grace_s)
-        kill_at |= {target: sigterm_at + grace_s for sigterm_at, target in sigterms}
-        self._interruption = _Interruption(fault, sigterms, kill_at)
+        self._interruption = _Interruption(fault, sigterms, dict.fromkeys(self._running(), math.inf))
 
     def _ended(self) -> AttemptOutcome | None:
         """Return the outcome if all hosts have exited, one has failed, or an interruption is complete."""
@@ -237,7 +247,7 @@ class Attempt:
                 f"Host {failed.host.name} (group {failed.host.group}) failed with exit code {failed.exit_code}."
             )
             self._stop()
-            return AttemptOutcome(failed.exit_code or 0, failed=failed.host)
+            return AttemptOutcome(failed.exit_code or 0, failed=failed.host, lost_host=self._lost_host)
         if self._waiting or any(host.exit_code != 0 for host in self.hosts):
             return None
         return AttemptOutcome(0)
@@ -249,6 +259,10 @@ class Attempt:
             target = interruption.sigterms.pop(0)[1]
             if target.exit_code is None and not target.interrupt():
                 self._output.say(f"Host {target.host.name} has no SIGTERM handler yet: the signal is lost.")
+            # Counted from the signal, which may be late on a busy machine.
+            interruption.kill_at[target] = kill_at = (target.interrupted_at or now) + self._plan.settings.grace_s
+            if not interruption.sigterms:  # hosts that receive none are killed together with the last one that does
+                interruption.kill_at = {host: min(at, kill_at) for host, at in interruption.kill_at.items()}
         running = self._running()
         doomed = [host for host in running if interruption.kill_at[host] <= now]
         for host in doomed:
@@ -330,24 +344,12 @@ class Attempt:
         """Send SIGTERM and wait for some seconds, or until a second signal; ``run`` kills the remaining processes."""
         running = self._running()
         for host in running:
-            host.process.terminate()
+            host.terminate()
         asked_at = time.monotonic()
         until = asked_at + (_GRACE_S if self._signals else _FAILURE_GRACE_S) + self._report_s
         while any(host.exit_code is None for host in running) and time.monotonic() < until:
-            if any(at > asked_at + _ONE_SIGNAL_S for _, at in self._signals):
+            again = [signum for signum, at in self._signals if at > asked_at + _ONE_SIGNAL_S]
+            if again:
+                self._output.say(f"Killing all hosts: {signal.Signals(again[0]).name} again.")
                 return
-            self._pause()
-
-    def _kill_descendants(self, spared: set[int]) -> None:
-        """Kill all processes that the hosts left behind, including daemons, until none remains."""
-        launchers = {host.process.pid for host in self.hosts}  # reaped by their own threads
-        deadline = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline:
-            family = processes_of_job(self._cluster.job_dir)
-            left = [process for process in family if process.pid not in spared]
-            if not left:
-                return
-            for process in left:
-                signal_process(process, psutil.Process.kill)
-            psutil.wait_procs([process for process in left if process.pid not in launchers], timeout=_POLL_S)
             self._pause()

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_sm._arguments import whole_number
 from lightning_sm._linux import require_linux
 from lightning_sm.emulator import faults
-from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster
-from lightning_sm.emulator.run_folders import remove_finished_runs
+from lightning_sm.emulator.cluster import LocalCluster
+from lightning_sm.emulator.container_hosts import ContainerRuntime
+from lightning_sm.emulator.hosts import HostRuntime
+from lightning_sm.emulator.process_hosts import ProcessRuntime
+from lightning_sm.emulator.run_folders import MAX_RUNS, default_parent, remove_finished_runs, remove_old_runs
 from lightning_sm.emulator.runner import run
-from lightning_sm.errors import JobConfigError, ScriptError
+from lightning_sm.emulator.spec import ClusterSpec
+from lightning_sm.errors import JobConfigError
 from lightning_sm.job.emulated_service import DEFAULT_INSTANCE_TYPE, GroupSpec
 from lightning_sm.job.redaction import shown_arguments
+from lightning_sm.job.variables import SERVICE_GRACE_S
 from lightning_sm.job.yaml_file import read_mapping
 
 EXAMPLES = f"""\
@@ -30,11 +35,13 @@ examples:
     lightning-sm local --hyperparameters hyperparameters.yaml -- app/train.py
   a spot interruption after 20 steps, and a second attempt that resumes from the checkpoint:
     lightning-sm local --group trainer=2 --fault interrupt@step=20,skew=0.5 -- app/train.py fit
+  twenty runs under faults drawn at random, each of which must end as the undisturbed run does:
+    lightning-sm local --chaos 20 --seed 1 --group trainer=2 --group data=1 -- app/train.py fit
+
+  the same in containers of an image, each host with the packages and the system of the image:
+    lightning-sm local --image lightning-sm --group trainer=2 -- app/train.py fit
 
 {faults.HELP}"""
-
-# How many runs the temporary folder keeps, the current one included.
-_MAX_RUNS = 20
 
 _GROUP = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)=(?P<count>\d{1,4})(?::(?P<type>ml\.[a-z0-9.-]+))?")
 
@@ -49,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"instance group, repeatable (default: trainer=1; default instance type: {DEFAULT_INSTANCE_TYPE}); hosts "
         "of groups named data* serve data",
     )
+    parser.add_argument(
+        "--image",
+        help="run each host as a container of this image, which Docker has on this machine; without a script, the "
+        "image's own",
+    )
     parser.add_argument("--devices", type=int, default=1, help="processes per trainer host (default: 1)")
     parser.add_argument("--hyperparameters", metavar="FILE", help="JSON or YAML file with the job's hyperparameters")
     parser.add_argument(
@@ -58,35 +70,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of all hosts, repeatable"
     )
     parser.add_argument(
-        "--checkpoints", metavar="DIR", help="checkpoint folder, shared by all hosts and kept (default: none)"
+        "--checkpoints",
+        metavar="DIR",
+        help="folder that stands for the checkpoints' address in S3 (default: none): each host starts with a copy, and "
+        "an agent uploads what changes there",
     )
     parser.add_argument(
         "--upload-delay",
         type=float,
         metavar="SECONDS",
-        help="give each host its own checkpoint folder, as on SageMaker; while the host runs, an agent uploads each "
-        "file within SECONDS to the folder of --checkpoints, which stands for S3 (default: hosts share that folder)",
+        help="how long the upload of a checkpoint's file takes (default: 0)",
     )
     parser.add_argument("--fault", action="append", default=[], help="inject a fault, repeatable; see below")
     parser.add_argument(
         "--grace-s",
         type=float,
-        default=faults.SERVICE_GRACE_S,
+        default=SERVICE_GRACE_S,
         metavar="SECONDS",
-        help=f"time from SIGTERM to SIGKILL in an interruption (default: {faults.SERVICE_GRACE_S:g}, as on SageMaker)",
+        help=f"time from SIGTERM to SIGKILL in an interruption (default: {SERVICE_GRACE_S:g}, as on SageMaker)",
     )
     parser.add_argument(
         "--max-attempts",
         type=int,
         metavar="N",
-        help="maximum number of attempts (default: one more than there are interruptions and restarts)",
+        help="maximum number of attempts (default: one more than there are interruptions, restarts and retries)",
+    )
+    parser.add_argument(
+        "--retries",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="how many times a job that fails because of kill or kill-launcher starts again from its checkpoints, as "
+        "with SageMaker's RetryStrategy (default: 0)",
     )
     parser.add_argument(
         "--base-dir",
         metavar="DIR",
-        help=f"parent folder of the runs' folders (default: a temporary folder that keeps the last {_MAX_RUNS} runs)",
+        help=f"parent folder of the runs' folders (default: a temporary folder that keeps the last {MAX_RUNS} runs)",
     )
-    parser.add_argument("--seed", type=int, help="seed of the random assignment of hosts to groups")
+    parser.add_argument("--seed", type=int, help="seed of the random assignment of hosts to groups, and of --chaos")
     parser.add_argument(
         "--discard", action="store_true", help="delete the folders of a run that succeeds, the model included"
     )
@@ -98,18 +120,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_order(options: argparse.Namespace) -> None:
+    """Refuse options of the emulator behind a script that no ``--`` sets apart: the script would get them.
+
+    Raises:
+        JobConfigError: There is one.
+    """
+    script, *args = options.command or [""]
+    own = next((word for word in args if word.partition("=")[0] in options.own_options), None)
+    if own is not None:
+        before = " ".join(shown_arguments(args[: args.index(own)]))
+        raise JobConfigError(
+            f"{own} is behind {script}, so that the script would get it. If lightning-sm is to get it, put it before "
+            f"the script: lightning-sm local {own} ... -- {script} {before}".rstrip()
+            + f". If the script is: lightning-sm local -- {script} {f'{before} ' if before else ''}{own} ..."
+        )
+
+
 def main(options: argparse.Namespace) -> int:
     """Emulate the job that the options describe, and return its exit code.
 
     Raises:
         LightningSMError: An option is wrong; nothing was started.
     """
-    base_dir = Path(options.base_dir or Path(tempfile.gettempdir()) / f"lightning-sm-{os.getuid()}").expanduser()
+    base_dir = Path(options.base_dir).expanduser() if options.base_dir else default_parent()
     if options.clean:
         return _clean(base_dir, options.command)
-    script, *args = options.command or [""]
-    _check_script(script)
-    settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts)
+    job = job_of(options)
+    with LocalCluster(job.spec, base_dir, job.runtime) as cluster:
+        if not options.base_dir:
+            remove_old_runs(base_dir)
+        return run(cluster, options.command, job.settings, discard=options.discard)
+
+
+@dataclass(frozen=True)
+class EmulatedJob:
+    """A job that options describe.
+
+    Attributes:
+        spec: The cluster.
+        settings: The faults.
+        runtime: The system that runs the hosts.
+    """
+
+    spec: ClusterSpec
+    settings: faults.FaultSettings
+    runtime: HostRuntime
+
+
+def job_of(options: argparse.Namespace) -> EmulatedJob:
+    """Return the job that the options describe.
+
+    Raises:
+        LightningSMError: An option is wrong.
+    """
+    code = Path.cwd() if options.command else None
+    runtime = ContainerRuntime(options.image, code) if options.image else ProcessRuntime()
+    runtime.check_command(options.command)
+    settings = faults.FaultSettings(
+        tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts, options.retries
+    )
     if any(fault.kind is faults.Kind.SLOW_DNS for fault in settings.faults):
         require_linux("The fault slow-dns", "Leave it out: the hosts share one address here.")
     channels = _pairs("--channel", "NAME=DIR", options.channel)
@@ -119,17 +189,19 @@ def main(options: argparse.Namespace) -> int:
         devices=options.devices,
         hyperparameters=read_mapping(Path(hyperparameters), "file of hyperparameters") if hyperparameters else {},
         channels={name: Path(folder) for name, folder in channels.items()},
-        checkpoint_dir=Path(options.checkpoints) if options.checkpoints else None,
+        bucket=Path(options.checkpoints) if options.checkpoints else None,
         keeps_checkpoints=settings.needs_checkpoints or options.upload_delay is not None,
-        upload_delay_s=options.upload_delay,
+        upload_delay_s=options.upload_delay or 0.0,
         environment=_pairs("--env", "NAME=VALUE", options.env),
         seed=options.seed,
     )
-    faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, spec.devices)
-    with LocalCluster(spec, base_dir) as cluster:
-        if not options.base_dir:
-            _remove_old_runs(base_dir)
-        return run(cluster, [script, *args], settings, discard=options.discard)
+    for fault in settings.faults:
+        if fault.kind in runtime.unsupported_faults:
+            raise JobConfigError(
+                f"--fault {fault.text!r} cannot be injected with --image: {runtime.unsupported_faults[fault.kind]}."
+            )
+    faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, options.devices)
+    return EmulatedJob(spec, settings, runtime)
 
 
 def _clean(base_dir: Path, command: Sequence[str]) -> int:
@@ -144,14 +216,6 @@ def _clean(base_dir: Path, command: Sequence[str]) -> int:
     lines += [f"Cannot remove {problem}." for problem in removal.problems]
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if removal.problems else 0
-
-
-def _remove_old_runs(base_dir: Path) -> None:
-    """Remove all but the newest runs, which hold checkpoints and lie where nobody looks, in a temporary folder."""
-    removal = remove_finished_runs(base_dir, keep=_MAX_RUNS - 1)
-    if removal.num_runs:
-        sys.stdout.write(f"Removed {removal} from {base_dir}, which keeps the newest {_MAX_RUNS}.\n")
-        sys.stdout.flush()
 
 
 def _group(text: str) -> GroupSpec:
@@ -174,24 +238,3 @@ def _pairs(option: str, form: str, texts: Sequence[str]) -> dict[str, str]:
             raise JobConfigError(f"{stated}: {name!r} is given twice.")
         pairs[name] = value
     return pairs
-
-
-def _check_script(script: str) -> None:
-    """Reject a script that would fail on every host."""
-    if not script:
-        raise ScriptError(
-            "No training script was given. Example: lightning-sm local --group trainer=2 -- app/train.py fit"
-        )
-    path = Path(script)
-    if path.suffix not in {".py", ".sh"}:
-        raise ScriptError(f"The training script {script!r} is neither a Python file (*.py) nor a shell script (*.sh).")
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".py":
-            compile(content, script, "exec", dont_inherit=True)
-    except OSError as error:
-        raise ScriptError(f"The training script {script!r} cannot be read: {error.strerror}.") from error
-    except SyntaxError as error:
-        raise ScriptError(f"{script}:{error.lineno}: {error.msg}") from error
-    except ValueError as error:  # NUL bytes, in Python 3.10 and 3.11
-        raise ScriptError(f"{script}: {error}") from error

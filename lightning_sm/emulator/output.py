@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import threading
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from lightning_sm.emulator.cluster import LocalHost
+from lightning_sm.emulator.spec import LocalHost
 from lightning_sm.launcher.log_dedup import Condensed
 
 # ANSI colours that are readable on dark and light terminals.
@@ -40,11 +41,18 @@ class Output:
                 colour = _COLOURS[index % len(_COLOURS)]
                 self._prefix[name] = b"\x1b[%dm%s\x1b[0m" % (colour, prefix)
 
-    def copy(self, host: LocalHost, pipe: BinaryIO) -> None:
-        """Copy the stdout and stderr of a host, until its last process closes the pipe."""
-        with pipe, (host.base_dir / "output" / "log.txt").open("wb", buffering=0) as log:
-            while line := pipe.readline(_MAX_LINE_BYTES):
-                log.write(line)
+    def copy(self, host: LocalHost, pipe: io.RawIOBase) -> None:
+        """Copy the stdout and stderr of a host, until the pipe ends."""
+        log_file = host.folder / "output" / "log.txt"
+        with io.BufferedReader(pipe) as lines, log_file.open("wb", buffering=0) as log:
+            is_written = True
+            while line := lines.readline(_MAX_LINE_BYTES):
+                try:
+                    if is_written:
+                        log.write(line)
+                except OSError as error:  # the host must not block, nor its last lines get lost
+                    is_written = False
+                    self.say(f"The rest of the output of {host.name} is not in {log.name}: {error.strerror}.")
                 with self._lock:
                     self._show(host, self._condensed.feed(line, host.name))
             with self._lock:

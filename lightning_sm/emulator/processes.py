@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from lightning_sm._linux import ADOPTS_ORPHANS
+from lightning_sm.job.variables import HOST_FOLDER
 
 
 def processes_of_job(job_dir: Path) -> list[psutil.Process]:
@@ -28,7 +29,7 @@ def processes_below(job_dir: Path) -> list[psutil.Process]:
     """Return the live processes whose environment names a host's folder in ``job_dir``, and all their descendants."""
     found: dict[psutil.Process, None] = {}
     for process in psutil.process_iter():
-        if Path(variable_of(process, "SAGEMAKER_BASE_DIR") or "/").parent == job_dir and is_alive(process):
+        if Path(variable_of(process, HOST_FOLDER.name) or "/").parent == job_dir and is_alive(process):
             found[process] = None
             with contextlib.suppress(psutil.NoSuchProcess):
                 found |= dict.fromkeys(process.children(recursive=True))

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import FrameType
 
 from lightning_sm._table import draw_table
-from lightning_sm._text import listed
+from lightning_sm._text import for_terminal, listed
 from lightning_sm.emulator.attempt import Attempt, AttemptOutcome
-from lightning_sm.emulator.cluster import LocalCluster, LocalHost
-from lightning_sm.emulator.faults import FaultPlan, FaultSettings
-from lightning_sm.emulator.guard import guarded
+from lightning_sm.emulator.cluster import LocalCluster
+from lightning_sm.emulator.faults import HAPPENED, FaultPlan, FaultSettings
 from lightning_sm.emulator.output import Output
+from lightning_sm.emulator.spec import LocalHost
 from lightning_sm.job.stopping import MAX_REASON_CHARS
 from lightning_sm.launcher.failure import Place, ending_of
 from lightning_sm.record.events import FOLDER
@@ -29,7 +29,18 @@ _EVENT_FILE = re.compile(r"(?:^|/)events\.out\.tfevents\.")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, *, discard: bool) -> int:
+# The same as timeout(1).
+TIMEOUT_EXIT_CODE = 124
+
+
+def run(
+    cluster: LocalCluster,
+    command: Sequence[str],
+    settings: FaultSettings,
+    *,
+    discard: bool = False,
+    timeout_s: float | None = None,
+) -> int:
     """Run a training script on every host of an emulated job, and wait until all hosts have exited.
 
     When a host fails, the others are stopped, as on the service. When this process is stopped, so are the hosts. After
@@ -40,18 +51,19 @@ def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, 
         command: Training script and its arguments.
         settings: The faults to inject.
         discard: Whether to remove the folders after success.
+        timeout_s: Seconds after which the job is stopped; None for no limit.
 
     Returns:
         The exit code of the last attempt: 0 if all hosts succeeded; else that of the first host that failed; 128 + n if
-        signal n stopped the job.
+        signal n stopped the job; 124 if the time limit did.
 
     Raises:
         OutputDirectoryError: The folders of another attempt cannot be created.
     """
     output = Output(sys.stdout.buffer, [host.name for host in cluster.hosts])
     # Note signals until the last line, because a late Ctrl-C must not remove folders that are to be kept.
-    with _noted_signals() as signals:
-        with guarded(cluster.job_dir):
+    with _noted_signals() as signals, _time_limit(timeout_s, signals, output):
+        with cluster.runtime.running(cluster.name, cluster.job_dir):
             attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
         cluster.keep = not discard or outcome.exit_code != 0
         output.say(_table(attempts))
@@ -60,7 +72,8 @@ def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, 
             output.say("\n".join(_models(cluster)))
         if outcome.failed is not None:
             output.say(f"The job failed:\n{_reason(outcome.failed, outcome.exit_code)}")
-    return outcome.exit_code
+    is_over_time = outcome.failed is None and outcome.exit_code == 128 + signal.SIGALRM
+    return TIMEOUT_EXIT_CODE if is_over_time else outcome.exit_code
 
 
 def _run_attempts(
@@ -73,19 +86,29 @@ def _run_attempts(
     """Run attempts until one is not interrupted, or until there have been as many as the settings allow."""
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
+    retries = 0
     if sys.stdout.isatty():  # output to a file needs no hint
-        output.say(f"Job {cluster.name}. To watch it in another terminal: lightning-sm top")
-    if settings.needs_checkpoints or cluster.uploads:
-        what = "Folder that stands for S3" if cluster.uploads else "Checkpoint folder of all attempts"
-        output.say(f"{what}: {cluster.checkpoint_dir}")
+        watch = cluster.runtime.watch_command(cluster.name, cluster.main_host.name)
+        output.say(f"Job {cluster.name}. To watch it in another terminal: {watch}")
+    if cluster.bucket is not None:
+        output.say(f"Folder that stands for the checkpoints' address in S3: {cluster.bucket}")
+    shared_disk_reason = cluster.runtime.shared_disk_reason() if len(cluster.hosts) > 1 else ""
+    if shared_disk_reason:
+        output.say(f"Hosts can read each other's folders here, which hides mistakes with paths ({shared_disk_reason}).")
     while True:
         if settings.num_attempts > 1:
             output.say(f"Attempt {len(attempts) + 1} of {settings.num_attempts}")
         attempts.append(Attempt(cluster, command, output, signals, plan))
         outcome = attempts[-1].run()
-        if not outcome.resumes or len(attempts) == settings.num_attempts:
+        is_retried = outcome.lost_host and retries < settings.retries
+        if not (outcome.resumes or is_retried) or len(attempts) == settings.num_attempts:
             break
+        if is_retried:
+            retries += 1
+            output.say(f"Retry {retries} of {settings.retries}: the job failed after the fault.")
         cluster.next_attempt()
+    if settings.faults:
+        (cluster.job_dir / HAPPENED).write_text(plan.to_json(), encoding="utf-8")
     for fault in plan.pending:
         output.say(f"Fault {fault.text} did not happen.")
     return attempts, outcome
@@ -113,6 +136,26 @@ def _noted_signals() -> Iterator[list[tuple[int, float]]]:
             signal.signal(signum, handler)
 
 
+@contextmanager
+def _time_limit(timeout_s: float | None, signals: list[tuple[int, float]], output: Output) -> Iterator[None]:
+    """Note SIGALRM among the signals that ask this process to stop, once a time is over."""
+
+    def note() -> None:
+        output.say(f"The time limit of {timeout_s:g} s is over.")
+        signals.append((signal.SIGALRM, time.monotonic()))
+
+    if timeout_s is None:
+        yield
+        return
+    timer = threading.Timer(timeout_s, note)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _table(attempts: Sequence[Attempt]) -> str:
     """Draw a table with one line per host and attempt: role, exit code and duration."""
     rows = [(number, host) for number, attempt in enumerate(attempts, 1) for host in attempt.hosts]
@@ -134,7 +177,8 @@ def _table(attempts: Sequence[Attempt]) -> str:
 def _reason(host: LocalHost, exit_code: int) -> str:
     """Return the reason for the failure, as SageMaker would show it."""
     try:
-        return (host.base_dir / "output" / "failure").read_text(encoding="utf-8", errors="replace")[:MAX_REASON_CHARS]
+        text = (host.folder / "output" / "failure").read_text(encoding="utf-8", errors="replace")
+        return for_terminal(text[:MAX_REASON_CHARS], sys.stdout)  # a script may have written it
     except FileNotFoundError:  # the whole host was killed
         return f"{ending_of(exit_code)} on {Place(host.name, host.role)}, which left no reason"
 
@@ -146,15 +190,15 @@ def _whereabouts(cluster: LocalCluster) -> Iterator[str]:
     folders = "algo-*, earlier attempts in attempt-*" if cluster.attempt > 1 else "algo-*"
     yield f"Folders of the hosts: {cluster.job_dir} ({folders}; logs: output/log.txt)"
     for host in cluster.hosts:
-        folder = host.base_dir / "output" / "data"
+        folder = host.folder / "output" / "data"
         # TensorBoard's files have a line of their own, and users reach the record by commands.
         files = [file for file in _files(folder) if not (_EVENT_FILE.search(file) or file.startswith(f"{FOLDER}/"))]
         if files:
             yield f"Output of {host.name}: {folder} ({listed(files)})"
-    events = _event_folders(cluster.job_dir)
-    if cluster.checkpoint_dir is not None and not cluster.checkpoint_dir.is_relative_to(cluster.job_dir):
+    events = [folder for folder in _event_folders(cluster.job_dir) if not cluster.is_copy(Path(folder))]
+    if cluster.bucket is not None and not cluster.bucket.is_relative_to(cluster.job_dir):
         # Only this job's: other jobs may have left files there.
-        events += [folder for folder in _event_folders(cluster.checkpoint_dir) if cluster.name in Path(folder).parts]
+        events += [folder for folder in _event_folders(cluster.bucket) if cluster.name in Path(folder).parts]
     if events:
         yield f"TensorBoard: tensorboard --logdir {shlex.quote(os.path.commonpath(events))}"
 
@@ -164,7 +208,7 @@ def _models(cluster: LocalCluster) -> Iterator[str]:
     if not cluster.keep:
         yield "The folders of the hosts, the model included, were removed (--discard)."
         return
-    models = [(host, host.base_dir / "model") for host in cluster.hosts]
+    models = [(host, host.folder / "model") for host in cluster.hosts]
     found = [
         f"Model of {host.name}: {folder} ({listed(files)})" for host, folder in models if (files := _files(folder))
     ]

@@ -12,23 +12,27 @@ import time
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_sm.emulator.spec import LocalHost
+
+_FOLDER = "resolver"
 
 
-def resolver_variables(folder: Path, resolves_at: Mapping[str, float], env: Mapping[str, str]) -> dict[str, str]:
-    """Make a folder with the hosts' resolver, and return the environment variables that hosts need for it.
+def resolver_variables(host: LocalHost, resolves_at: Mapping[str, float]) -> dict[str, str]:
+    """Make a folder with a host's resolver, and return the environment variables that the host needs for it.
 
     Args:
-        folder: The folder, which may exist.
+        host: The host.
         resolves_at: By address, the time (of ``time.monotonic``) from which it resolves.
-        env: The hosts' environment.
     """
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(
-        f"from {__name__} import hold_back\n\nhold_back({dict(resolves_at)!r}, {str(folder)!r})\n", encoding="utf-8"
+    (host.folder / _FOLDER).mkdir()
+    folder = os.path.join(host.env["SAGEMAKER_BASE_DIR"], _FOLDER)
+    (host.folder / _FOLDER / "sitecustomize.py").write_text(
+        f"from {__name__} import hold_back\n\nhold_back({dict(resolves_at)!r}, {folder!r})\n", encoding="utf-8"
     )
-    paths = [str(folder), *filter(None, [env.get("PYTHONPATH")])]
+    paths = [folder, *filter(None, [host.env.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_sm.job.channels import CONFIG_CHANNEL
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import is_for_toolkit, to_argv
-from lightning_sm.job.redaction import shown
+from lightning_sm.job.redaction import shown, shown_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,45 @@ def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
     if resolved != built:
         return resolved
     return to_argv(job.hyperparameters, config_files=_config_files(job))
+
+
+def secret_options(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the ``--name=value`` and ``name=value`` arguments whose values are secret.
+
+    Args:
+        arguments: What ``job_arguments`` or ``to_overrides`` has built.
+    """
+    options = [argument for argument in arguments if "=" in argument]
+    names = [_option_name(option) for option in options if shown_arguments([option]) != [option]]
+    return tuple(name for name in names if "," not in name)  # they travel as a list with commas
+
+
+def without_options(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return arguments without the ``--name=value`` of these names."""
+    return [argument for argument in arguments if "=" not in argument or _option_name(argument) not in names]
+
+
+def with_options_of_job(
+    arguments: Sequence[str], names: Sequence[str], job: SageMakerJob, directory: Path
+) -> list[str]:
+    """Return arguments with options that the launcher has left out, each at its place.
+
+    Args:
+        arguments: Arguments of this process, without the program.
+        names: The options that the launcher has left out.
+        job: The facts, with the values.
+        directory: The folder to which relative paths of config files refer.
+    """
+    options = [argument for argument in job_arguments(job, directory) if argument.startswith("-")]
+    kept = without_options(options, names)
+    before = len(arguments) - len(kept)
+    if list(arguments[before:]) == kept:
+        return [*arguments[:before], *options]
+    return [*arguments, *(option for option in options if option not in kept)]
+
+
+def _option_name(argument: str) -> str:
+    return argument.partition("=")[0].lstrip("-")
 
 
 def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:

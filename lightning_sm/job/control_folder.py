@@ -5,8 +5,10 @@ a file there: its existence asks for the gentle signal when the job is stopped, 
 stands. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is written.
 
 Files of the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (made by faulthandler on request),
-``saved.jsonl`` (the checkpoints of an interruption), ``warning-<pid>`` (what the launcher logs if the script succeeds)
-and ``peers-gone`` (another host has failed).
+``saved.jsonl`` (the checkpoints of an interruption), ``warning-<pid>`` (what the launcher logs if the script succeeds),
+``failure-<pid>.json`` (see ``job/failure_file.py``), ``imports.json`` (the script's packages), ``options-read`` (a
+process has read the options that its command line lacks) and ``peers-gone`` (another host, or another rank of this one,
+has failed).
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
-from lightning_sm.job.variables import CONTROL_DIR
+from lightning_sm.job.failure_file import PREFIX as FAILURE
+from lightning_sm.job.failure_file import SUFFIX as FAILURE_SUFFIX
+from lightning_sm.job.imports import Imports
+from lightning_sm.job.variables import CONTROL_DIR, RESTART_DIR
 
 # Asks a process for the stacks of its threads. faulthandler answers in C, even while Python code cannot run. No library
 # uses real-time signals; macOS has none.
@@ -33,7 +40,8 @@ _PROCESS = "process-"
 _STACKS = "stacks-"
 _SAVED = "saved.jsonl"
 _PEERS_GONE = "peers-gone"
-_WARNING = "warning-"
+_OPTIONS_READ = "options-read"
+_IMPORTS = "imports.json"
 # Lines are padded to this length, so that a write replaces the whole last line.
 _LINE_BYTES = 120
 
@@ -106,8 +114,19 @@ class OwnProcess:
         self._file = os.open(folder / f"{_PROCESS}{self._pid}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         # faulthandler writes to the descriptor for as long as the process lives.
         self._stacks = os.open(folder / f"{_STACKS}{self._pid}", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
-        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
         self.beat()
+
+    def handle_stacks_signal(self) -> None:
+        """Write stacks on ``STACKS_SIGNAL``, again if another handler has taken the place of the first."""
+        # At the end of each call of a Trainer, Lightning restores the handlers of all signals that Python knew before,
+        # by which this one would be lost, and the signal would kill the process. Let Python know one.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(STACKS_SIGNAL, self._write_stacks)
+        write_stacks_on_signal(self._stacks)
+
+    def _write_stacks(self, _signum: int, _frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(self._stacks, all_threads=True)
+        self.handle_stacks_signal()
 
     def beat(
         self,
@@ -124,13 +143,36 @@ class OwnProcess:
         os.pwrite(self._file, line.encode(errors="replace")[:_LINE_BYTES].ljust(_LINE_BYTES), 0)
 
     def note_saved(self, paths: Sequence[Path]) -> None:
-        """Tell the launcher which files of this host, if any, belong to the checkpoint of an interruption."""
+        """Tell the launcher that the ranks leave because of an interruption, and which files of this host they saved.
+
+        Args:
+            paths: Files of the checkpoint; none if another host has them, or if there was nothing to save yet.
+        """
         with (self._folder / _SAVED).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(str(path)) + "\n" for path in paths)
+
+    def note_imports(self) -> None:
+        """Tell the launcher what this process has imported; only a restart within the job uses that."""
+        if RESTART_DIR.read(os.environ) is None:
+            return
+        unfinished = self._folder / f"{_IMPORTS}.{self._pid}"
+        unfinished.write_text(json.dumps(asdict(Imports.of_this_process())), encoding="utf-8")
+        unfinished.replace(self._folder / _IMPORTS)
 
     def are_peers_gone(self) -> bool:
         """Return whether the job has failed on another host, so that collective calls can only hang."""
         return (self._folder / _PEERS_GONE).exists()
+
+
+def write_stacks_on_signal(file: int) -> None:
+    """Let faulthandler write the stacks of all threads of this process whenever it gets ``STACKS_SIGNAL``.
+
+    Args:
+        file: The descriptor to which it writes, for as long as the process lives.
+    """
+    # First, as faulthandler does not notice when another handler has taken the place of its own.
+    faulthandler.unregister(STACKS_SIGNAL)
+    faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
 
 
 def announce(env: Mapping[str, str] = os.environ) -> OwnProcess | None:
@@ -144,24 +186,18 @@ def announce(env: Mapping[str, str] = os.environ) -> OwnProcess | None:
     """
     folder = CONTROL_DIR.read(env)
     # For a process that outlives its launcher, the folder is gone.
-    return None if folder is None or not folder.is_dir() else _announced(os.getpid(), folder)
-
-
-def leave_warning(text: str, env: Mapping[str, str] = os.environ) -> bool:
-    """Let the launcher log a text if the script succeeds; after a failure it would only hide the reason.
-
-    Args:
-        text: What to log.
-        env: Environment variables.
-
-    Returns:
-        Whether there is a launcher.
-    """
-    folder = CONTROL_DIR.read(env)
     if folder is None or not folder.is_dir():
-        return False
-    (folder / f"{_WARNING}{os.getpid()}").write_text(text, encoding="utf-8")
-    return True
+        return None
+    process = _announced(os.getpid(), folder)
+    process.handle_stacks_signal()
+    return process
+
+
+def note_options_read(env: Mapping[str, str] = os.environ) -> None:
+    """Tell the launcher that this process has read the options that its command line lacks."""
+    folder = CONTROL_DIR.read(env)
+    if folder is not None and folder.is_dir():
+        (folder / _OPTIONS_READ).touch()
 
 
 @cache
@@ -205,21 +241,40 @@ class ControlFolder:
                 beats.append(_parsed(int(path.name.removeprefix(_PROCESS)), line))
         return beats
 
+    def pids(self) -> set[int]:
+        """Return the processes that have announced themselves, or would say why they die."""
+        paths = [*self.path.glob(f"{_PROCESS}*"), *self.path.glob(f"{FAILURE}*{FAILURE_SUFFIX}")]
+        texts = (path.stem.rpartition("-")[2] for path in paths)
+        return {int(text) for text in texts if text.isdecimal()}
+
+    @property
+    def peers_gone(self) -> Path:
+        """The file whose existence says to the processes that others have failed."""
+        return self.path / _PEERS_GONE
+
     def say_peers_gone(self) -> None:
         """Tell the processes that the job has failed on another host."""
-        (self.path / _PEERS_GONE).touch()
+        self.peers_gone.touch()
 
     def saved(self) -> list[Path] | None:
-        """Return the files of this host that belong to the checkpoint of an interruption; None if none was saved."""
+        """Return the files that this host saved because of an interruption; None if its ranks did not leave so."""
         try:
             lines = (self.path / _SAVED).read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return None
         return [Path(json.loads(line)) for line in lines]
 
-    def warnings(self) -> list[str]:
-        """Return the texts to log if the script succeeds; a text that several processes left, once."""
-        return sorted({path.read_text(encoding="utf-8") for path in self.path.glob(f"{_WARNING}*")})
+    def are_options_read(self) -> bool:
+        """Return whether a process has read the options that its command line lacks."""
+        return (self.path / _OPTIONS_READ).exists()
+
+    def imports(self) -> Imports | None:
+        """Return what the script has imported; None if it has not begun to train."""
+        try:
+            found = json.loads((self.path / _IMPORTS).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return Imports(tuple(found["modules"]), found["environment"])
 
     def stacks(self, pid: int) -> str | None:
         """Return the stacks that a process has written so far; None if it does not handle ``STACKS_SIGNAL``."""

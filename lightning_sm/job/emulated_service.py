@@ -1,6 +1,6 @@
 """The service's decisions about instance groups: which host is in which group, and what each host reads about it.
 
-Made here for the emulator and SDK local mode, which replace the service on this machine.
+Made here for the emulator, which replaces the service on this machine.
 """
 
 from __future__ import annotations

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm.job._reader import Source, parse_json
-from lightning_sm.job.hyperparameters import is_tuned
+from lightning_sm.job.hyperparameters import is_tuned, unquoted
 from lightning_sm.job.secret import job_key
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAIN_PORT, Setting, whole_number
 
 # The toolkit's name for the only group of a job without instance groups (sagemaker-training, environment.py).
 _SINGLE_GROUP = "homogeneousCluster"
-# SDK v3 ships the user's code and its own drivers as input channels of these names.
+# SDK v3 ships the user's code and its own drivers as input channels of these names; SDK v2 ships the code as one if the
+# hosts have no network.
 _SDK_V3_DRIVERS_CHANNEL = "sm_drivers"
-_SDK_V3_CODE_CHANNEL = "code"
-# ``lightning-sm submit`` ships the user's code as a channel of this name, with both SDKs.
-CODE_CHANNEL = "lightning_sm_code"
+CODE_CHANNEL = "code"
+CODE_CHANNEL_DIR = f"/opt/ml/input/data/{CODE_CHANNEL}"
 # SageMaker's variable, not ours; local mode and sagemaker-training set it.
 _NUM_GPUS = Setting[int | None](
     name="SM_NUM_GPUS",
@@ -148,13 +148,8 @@ class SageMakerJob:
 
     @property
     def has_upload_agent(self) -> bool:
-        """Whether the checkpoint folder is a copy, which SageMaker's agent uploads while the job runs.
-
-        It is not in an emulated job whose hosts share the folder: there, the address is that of the folder itself.
-        """
-        if self.checkpoint_dir is None or self.checkpoint_uri is None:
-            return False
-        return self.checkpoint_uri != self.checkpoint_dir.absolute().as_uri()
+        """Whether SageMaker's agent uploads the checkpoint folder while the job runs."""
+        return self.checkpoint_dir is not None and self.checkpoint_uri is not None
 
     @property
     def model_dir(self) -> Path:
@@ -224,7 +219,7 @@ class SageMakerJob:
             has_own_file=(config_dir / "resourceconfig.json").exists(),
             base_dir=base,
             network_interface=resources.optional_text("network_interface_name"),
-            channels=_channels(env, base, config_dir),
+            channels=_channels(env, base, config_dir, hyperparameters),
             hyperparameters=hyperparameters,
             checkpoint_dir=_checkpoint_dir(checkpoint, base, hyperparameters, name),
             checkpoint_uri=checkpoint.optional_text("S3Uri") if checkpoint else None,
@@ -316,7 +311,9 @@ def _check_current_group(resources: Source, groups: tuple[InstanceGroup, ...], c
         )
 
 
-def _channels(env: Mapping[str, str], base: Path, config_dir: Path) -> dict[str, Channel]:
+def _channels(
+    env: Mapping[str, str], base: Path, config_dir: Path, hyperparameters: Mapping[str, str]
+) -> dict[str, Channel]:
     source = Source.load(config_dir / "inputdataconfig.json") or Source.from_variable(env, "SM_INPUT_DATA_CONFIG")
     if source is None:
         return {}
@@ -331,10 +328,10 @@ def _channels(env: Mapping[str, str], base: Path, config_dir: Path) -> dict[str,
             mode=entry.optional_text("TrainingInputMode") or "File",
             distribution=entry.optional_text("S3DistributionType") or "FullyReplicated",
         )
-    if _SDK_V3_DRIVERS_CHANNEL in channels:
-        for name in (_SDK_V3_DRIVERS_CHANNEL, _SDK_V3_CODE_CHANNEL):
+    code = unquoted(hyperparameters.get("sagemaker_submit_directory")) or ""
+    if _SDK_V3_DRIVERS_CHANNEL in channels or f"{code}/".startswith(f"{CODE_CHANNEL_DIR}/"):
+        for name in (_SDK_V3_DRIVERS_CHANNEL, CODE_CHANNEL):
             channels.pop(name, None)
-    channels.pop(CODE_CHANNEL, None)
     return channels
 
 

@@ -95,9 +95,8 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
         HyperparameterError: A key cannot be an option, a value cannot be an argument, the subcommand is not a word,
             or chunks are incomplete; the message names the keys.
     """
-    kept = {key: value for key, value in hyperparameters.items() if not is_for_toolkit(key)}
-    is_json = is_tuned(hyperparameters) or all(_json(value) is not _NOT_JSON for value in kept.values())
-    texts = {key: _as_yaml(value, is_json=is_json) for key, value in _join_chunks(kept, is_json=is_json).items()}
+    joined, is_json = _joined(hyperparameters)
+    texts = {key: _as_yaml(value, is_json=is_json) for key, value in joined.items()}
     subcommand = texts.pop("subcommand", "null")
     if subcommand != "null" and not _SUBCOMMAND.fullmatch(subcommand):
         msg = f"Hyperparameter 'subcommand' is {subcommand!r}; expected a word such as 'fit' or 'validate'."
@@ -108,6 +107,26 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
         *(_option("config", path) for path in configs),
         *(_option(key, texts[key]) for key in sorted(texts)),
     ]
+
+
+def values_of(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a script's hyperparameters: what ``to_argv`` writes as text.
+
+    Args:
+        hyperparameters: Keys and undecoded values; keys meant for the toolkit are dropped.
+
+    Raises:
+        HyperparameterError: Chunks are incomplete.
+    """
+    joined, is_json = _joined(hyperparameters)
+    return {key: _value(text, is_json=is_json) for key, text in joined.items()}
+
+
+def _joined(hyperparameters: Mapping[str, str]) -> tuple[dict[str, str], bool]:
+    """Return the whole texts of a script's hyperparameters, and whether rule 1 of this module holds."""
+    kept = {key: value for key, value in hyperparameters.items() if not is_for_toolkit(key)}
+    is_json = is_tuned(hyperparameters) or all(_json(value) is not _NOT_JSON for value in kept.values())
+    return _join_chunks(kept, is_json=is_json), is_json
 
 
 def encode(config: Mapping[str, Any]) -> dict[str, str]:
@@ -144,7 +163,7 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
         for index, start in enumerate(range(0, len(text), _CHUNK_LENGTH)):
             encoded[f"{key}__{index}"] = json.dumps(text[start : start + _CHUNK_LENGTH])
     for key in encoded:
-        _check_key(key)
+        check_name(key)
         if len(key) > _MAX_KEY_LENGTH:
             msg = f"Hyperparameter {key!r} has a key of {len(key)} characters; SageMaker allows {_MAX_KEY_LENGTH}."
             raise HyperparameterError(msg)
@@ -189,6 +208,21 @@ def unquoted(text: str | None) -> str | None:
     return value if isinstance(value, str) else text
 
 
+def toolkit_value(text: str) -> Any:
+    """Return the value of a hyperparameter for the toolkit: framework estimators write JSON, others Python literals.
+
+    Args:
+        text: The undecoded value.
+    """
+    value = _json(text)
+    if value is not _NOT_JSON:
+        return value
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
@@ -225,6 +259,19 @@ def _as_yaml(text: str, *, is_json: bool) -> str:
         return _dump(container)
     except (TypeError, RecursionError):  # no configuration holds sets or bytes, or is that deep: this is text
         return text
+
+
+def _value(text: str, *, is_json: bool) -> Any:
+    """Return the value that a text stands for, by the same rules."""
+    value = _json(text)
+    if is_json and isinstance(value, str):
+        return value
+    if text in _YAML_SPELLING:
+        return None if text == "None" else float(text)
+    if value is _NOT_JSON:
+        value = _python_container(text)
+        return text if value is None else value
+    return text if isinstance(value, str) else value
 
 
 def _dump(value: Any) -> str:
@@ -280,14 +327,22 @@ def _paths(config: str) -> list[str]:
     return paths
 
 
-def _check_key(key: str) -> None:
+def check_name(key: str) -> None:
+    """Raise if the name of a hyperparameter cannot be that of an option.
+
+    Args:
+        key: The name.
+
+    Raises:
+        HyperparameterError: It is empty, begins with a dash, or has an equals sign or a space.
+    """
     if not key or key.startswith("-") or re.search(r"[\s=]", key):
         msg = f"Hyperparameter {key!r} cannot be an option: its name is empty, begins with '-', or has '=' or a space."
         raise HyperparameterError(msg)
 
 
 def _option(key: str, value: str) -> str:
-    _check_key(key)
+    check_name(key)
     option = f"--{key}={value}"
     if "\0" in option or re.search("[\ud800-\udfff]", option):
         msg = f"Hyperparameter {key!r} is {shown(key, value)!r}: NUL and lone surrogates cannot be in an argument."

@@ -1,7 +1,7 @@
-"""The instance types of SageMaker: which have accelerators, and how many GPUs.
+"""The instance types of SageMaker: which have accelerators, and how many GPUs and vCPUs.
 
 Source:
-    Amazon EC2 instance types, "Accelerated computing".
+    Amazon EC2 instance types, "Accelerated computing" and "Instance type specifications".
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ _NVIDIA_FAMILIES = frozenset({"p", "g", "gr"})
 # Neuron (Trn, Inf) and Gaudi (DL).
 _OTHER_ACCELERATED_FAMILIES = frozenset({"trn", "inf", "dl"})
 
+_SMALL = {"medium": 2, "large": 2}
+_XLARGE = re.compile(r"(?P<times>[1-9]\d*)?xlarge")
+_VCPUS_OF_XLARGE = 4
 _G_SIZES = {
     "xlarge": 1,
     "2xlarge": 1,
@@ -48,6 +51,17 @@ def is_accelerated(instance_type: str | None) -> bool | None:
 def has_gpus(instance_type: str | None) -> bool:
     """Return whether the instances are known to have NVIDIA GPUs."""
     return _family(instance_type) in _NVIDIA_FAMILIES
+
+
+def num_vcpus(instance_type: str | None) -> int | None:
+    """Return the number of vCPUs of an instance, which follows from its size; None if the size does not say it."""
+    if _family(instance_type) is None:
+        return None
+    size = (instance_type or "").rpartition(".")[2]
+    if size in _SMALL:
+        return _SMALL[size]
+    found = _XLARGE.fullmatch(size)
+    return None if found is None else _VCPUS_OF_XLARGE * int(found["times"] or 1)
 
 
 def num_gpus(instance_type: str | None) -> int | None:

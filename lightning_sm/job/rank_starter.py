@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_sm.errors import TopologyError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import RANK_ZERO_PID
 
 # torchrun and Lightning set these variables; base images and shells may, too.
@@ -25,6 +27,8 @@ RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
 )
+# Marks ranks that ``lightning-sm train`` started. torchrun, started by a script, replaces it by an id of its own.
+_RUN_ID = "lightning-sm"
 
 
 class RankStarter(Enum):
@@ -32,6 +36,7 @@ class RankStarter(Enum):
 
     PLAIN = "one process per host"
     LIGHTNING = "a local rank that Lightning started"
+    LAUNCHER = "lightning-sm train"
     TORCHRUN = "torchrun"
     MPI = "mpirun"
 
@@ -76,20 +81,27 @@ class RankStart:
         """
         # torchrun first: mpirun may start one torchrun on each host, which leaves mpirun's variables in place.
         if "TORCHELASTIC_RUN_ID" in env:
-            return cls(
-                launcher=RankStarter.TORCHRUN,
-                local_rank=_number(env, "LOCAL_RANK", "torchrun"),
-                node_rank=_number(env, "GROUP_RANK", "torchrun"),
-                devices=_number(env, "LOCAL_WORLD_SIZE", "torchrun"),
-                world_size=_number(env, "WORLD_SIZE", "torchrun"),
-                main_address=env.get("MASTER_ADDR"),
-                main_port=_number(env, "MASTER_PORT", "torchrun"),
-            )
+            return cls._from_torchrun(env)
         if "OMPI_COMM_WORLD_RANK" in env:
             return cls._from_mpi(env)
         if RANK_ZERO_PID.read(env) == parent_pid and "LOCAL_RANK" in env:
             return cls(RankStarter.LIGHTNING, local_rank=_number(env, "LOCAL_RANK", "Lightning"))
         return cls(RankStarter.PLAIN)
+
+    @classmethod
+    def _from_torchrun(cls, env: Mapping[str, str]) -> RankStart:
+        is_ours = env["TORCHELASTIC_RUN_ID"] == _RUN_ID
+        starter = RankStarter.LAUNCHER if is_ours else RankStarter.TORCHRUN
+        return cls(
+            launcher=starter,
+            local_rank=_number(env, "LOCAL_RANK", starter.value),
+            node_rank=_number(env, "GROUP_RANK", starter.value),
+            devices=_number(env, "LOCAL_WORLD_SIZE", starter.value),
+            world_size=_number(env, "WORLD_SIZE", starter.value),
+            # torchrun chooses both itself, and its agent already listens there. Ours are those of the job.
+            main_address=None if is_ours else env.get("MASTER_ADDR"),
+            main_port=None if is_ours else _number(env, "MASTER_PORT", starter.value),
+        )
 
     @classmethod
     def _from_mpi(cls, env: Mapping[str, str]) -> RankStart:
@@ -107,11 +119,59 @@ class RankStart:
         return cls(RankStarter.MPI, local_rank, node_rank, devices, world_size)
 
 
-def stray_variables(env: Mapping[str, str], launch: RankStart) -> tuple[str, ...]:
-    """Return the names of the rank variables in ``env`` that the launcher of this process did not set."""
-    if launch.launcher in (RankStarter.TORCHRUN, RankStarter.LIGHTNING):
+def host_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
+    """Return the variables of each trainer host for scripts that make their process group themselves.
+
+    They are those by which Lightning's own environment finds a cluster (``LightningEnvironment``). Without a number of
+    processes per host there are no others: with ``LOCAL_RANK``, Lightning would start no local ranks, and with ``RANK``
+    all of them would take themselves for one.
+
+    Args:
+        job: The facts of the job.
+        topology: Roles and ranks of all hosts.
+    """
+    return {
+        "MASTER_ADDR": job.addresses.get(topology.main_host, topology.main_host),
+        "MASTER_PORT": str(topology.main_port),
+        "NODE_RANK": str(topology.node_rank),
+    }
+
+
+def rank_variables(topology: Topology, devices: int, local_rank: int) -> dict[str, str]:
+    """Return the further variables of a rank that ``lightning-sm train`` starts, which are those of torchrun.
+
+    Args:
+        topology: Roles and ranks of all hosts.
+        devices: Number of processes on each trainer host.
+        local_rank: Position of the rank on its host.
+
+    Source:
+        PyTorch documentation, "torchrun (Elastic Launch)", environment variables.
+    """
+    return {
+        "RANK": str(topology.node_rank * devices + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(topology.num_nodes * devices),
+        "LOCAL_WORLD_SIZE": str(devices),
+        "GROUP_RANK": str(topology.node_rank),
+        "GROUP_WORLD_SIZE": str(topology.num_nodes),
+        "TORCHELASTIC_RUN_ID": _RUN_ID,
+    }
+
+
+def stray_variables(
+    env: Mapping[str, str], launch: RankStart, of_host: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Return the names of the rank variables in ``env`` that the launcher of this process did not set.
+
+    Args:
+        env: Environment variables.
+        launch: How this process was started.
+        of_host: What ``host_variables`` returns for this host: variables with these values are no strays.
+    """
+    if launch.launcher in (RankStarter.TORCHRUN, RankStarter.LIGHTNING, RankStarter.LAUNCHER):
         return ()
-    return tuple(name for name in RANK_VARIABLES if name in env)
+    return tuple(name for name in RANK_VARIABLES if name in env and env[name] != (of_host or {}).get(name))
 
 
 def _number(env: Mapping[str, str], variable: str, launcher: str) -> int:

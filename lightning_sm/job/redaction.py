@@ -1,15 +1,19 @@
-"""The redaction of options, hyperparameters and variables: values whose names say that they are secret are hidden.
+"""The redaction of options, hyperparameters and variables: values that are secret by name or by form are hidden.
 
-The last word of one of the name's dotted parts says so: ``trainer.logger.init_args.api_key``, ``HF_TOKEN``,
-``db-password``, ``secrets.hub``. ``tokenizer``, ``num_tokens`` and ``token_dim`` end in another word; ``eos_token`` and
-others name a piece of a vocabulary.
+A name says so by one of its dotted parts: by its last word (``trainer.logger.init_args.api_key``, ``HF_TOKEN``,
+``db-password``), or by a word that has no other meaning (``secrets.hub``, ``my_secret_name``). ``tokenizer``,
+``num_tokens`` and ``token_dim`` end in another word; ``eos_token`` and others name a piece of a vocabulary, and
+``image_key`` or ``sort_key`` an entry of a mapping.
 
-A secret without a name is shown: one among positional arguments, or in an address.
+A value says so by its form, whatever its name: ``//user:password@host``, ``Bearer ...``, the signature in an address.
+Any other secret without such a name is shown, as one among positional arguments is.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
+import binascii
 import json
 import re
 import warnings
@@ -18,17 +22,90 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 
-_NAMED = r"(?:token|(?:secret|password|passwd|passphrase|credential|(?:api|access|private|secret)[-_ ]?key)s?)"
+# Words before "key", and before "tokens", that say that it opens something. Any other key may be that of a mapping.
+_OPENING = [
+    "access",
+    "account",
+    "admin",
+    "api",
+    "app",
+    "auth",
+    "client",
+    "consumer",
+    "decryption",
+    "deploy",
+    "encryption",
+    "gcp",
+    "gpg",
+    "hf",
+    "hmac",
+    "hub",
+    "kaggle",
+    "license",
+    "master",
+    "openai",
+    "pgp",
+    "private",
+    "refresh",
+    "rsa",
+    "secret",
+    "service",
+    "session",
+    "signing",
+    "ssh",
+    "storage",
+    "subscription",
+    "wandb",
+]
+_NAMED = (
+    r"(?:token|authorization|connection[-_ ]?string|(?:secret|password|passwd|passphrase|credential|webhook|"
+    rf"(?:{'|'.join(_OPENING)})[-_ ]?(?:key|token))s?|(?<![a-z])(?:pwd|jwt|dsn|sas|bearer|cookies?))"
+)
 _SAYS_SECRET = re.compile(rf"{_NAMED}\Z")
+# Words that say so wherever they are in a part of a name, unless it counts them ("passwords_per_second").
+_ALWAYS_SECRET = frozenset(
+    [
+        "secret",
+        "secrets",
+        "password",
+        "passwords",
+        "passwd",
+        "passphrase",
+        "credential",
+        "credentials",
+        "authorization",
+        "sas",
+        "webhook",
+        "webhooks",
+    ]
+)
+# Short words that say so at the end only: "pin_memory" and "auth_type" are open.
+_SECRET_AT_THE_END = frozenset(["pwd", "jwt", "dsn", "cookie", "cookies", "bearer", "pin", "pat", "auth"])
+# Words behind a name that says so.
+_FORMS_OF_VALUES = frozenset(["value", "values", "header", "string", "text", "json", "pem", "raw", "hex"])
 # Words before "token" in the names of tokenizers' special tokens, and of counts.
 _OTHER_TOKENS = frozenset(
     {"bos", "cls", "eos", "mask", "max", "min", "num", "pad", "per", "sep", "special", "unk", "unknown"}
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_MENTION = re.compile(_NAMED, re.IGNORECASE)
+_MENTION = re.compile(rf"{_NAMED}|key|auth|p(?:in|at)\b|session|tokens", re.IGNORECASE)
+# What is secret in a text, between what is not.
+_FORMS = re.compile(
+    r"""(?P<user>//[^/\s:@"']*:)[^/\s"']+(?=@)"""
+    r"""|(?P<lone>//)[^/\s:@"']{20,}(?=@)"""
+    r"""|(?P<header>\b[Aa]uthorization["']?\s*[:=]\s*["']?)[^\s"'][^"'\r\n]*"""
+    r"""|(?P<bearer>\b[Bb]earer\s+)[^\s"',;]+"""
+    r"""|(?P<query>(?:(?<=[?&;])sig|\bX-(?:Amz|Goog)-(?:Signature|Security-Token|Credential))=)[^&\s"']+"""
+    r"""|(?P<begin>-----BEGIN [A-Z ]*PRIVATE KEY-----).*"""
+    # The services' own marks: GitHub, GitLab, Hugging Face, Slack, and JSON Web Tokens.
+    r"""|\b(?:gh[a-z]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_\w{20,}|xox[a-z]-[\w-]{10,}"""
+    r"""|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)""",
+    re.DOTALL,
+)
+_BASIC = re.compile(r"(\b[Bb]asic\s+)([A-Za-z0-9+/]{4,}={0,2})(?![A-Za-z0-9+/=])")
 # A secret's name before its value, in text that is not JSON, YAML or Python.
 _GIVEN = re.compile(
-    rf"""{_NAMED}(?:\.[\w.-]+)?[\\"'\s]*[:=]|--[\w.-]*{_NAMED}[\\"',\s]""",
+    rf"""{_NAMED}(?:\.[\w.-]+)?[\\"'\s]*[:=](?!\(hidden\))|--[\w.-]*{_NAMED}[\\"',\s]""",
     re.IGNORECASE,
 )
 # "--name", "-name", and "name" before an equals sign, as Hydra takes it.
@@ -57,7 +134,9 @@ def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
     if isinstance(value, str):
         return _shown_text(value, hidden)
     if isinstance(value, Mapping):
-        return {key: shown(str(key), item, hidden) for key, item in value.items()}
+        # AWS writes tags and variables as pairs.
+        named = {"Value": str(value.get("Key", value.get("Name", "")))} if "Value" in value else {}
+        return {key: shown(named.get(key, str(key)), item, hidden) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         is_command_line = all(isinstance(item, str) for item in value)
         items = shown_arguments(value, hidden) if is_command_line else [shown("", item, hidden) for item in value]
@@ -104,8 +183,14 @@ def shown_hyperparameters(hyperparameters: Mapping[str, str]) -> dict[str, str]:
 
 def _says_secret(part: str) -> bool:
     words = [word.lower() for word in _WORD.findall(part)]
+    if "per" not in words and not _ALWAYS_SECRET.isdisjoint(words):
+        return True
+    if words[-2:] == ["session", "id"] or "".join(words[-2:]) == "connectionstring":
+        return True
+    while len(words) > 1 and words[-1] in _FORMS_OF_VALUES:
+        words.pop()
     if not _SAYS_SECRET.search("".join(words)):
-        return False
+        return bool(words) and words[-1] in _SECRET_AT_THE_END
     return not (words[-1] == "token" and words[-2:-1] and words[-2] in _OTHER_TOKENS)
 
 
@@ -143,6 +228,10 @@ def _is_size(name: str, value: Any) -> bool:
 
 
 def _shown_text(text: str, hidden: str | None) -> str | None:
+    masked = _BASIC.sub(_masked_basic, _FORMS.sub(_masked_form, text))
+    if masked != text and hidden is None:
+        return None
+    text = masked
     if not _MENTION.search(text):
         return text
     try:
@@ -157,6 +246,19 @@ def _shown_text(text: str, hidden: str | None) -> str | None:
     if isinstance(value, str) and value != text:  # a quoted text, which may itself contain JSON
         return text if _shown_text(value, hidden) == value else hidden
     return hidden if _GIVEN.search(text) else text
+
+
+def _masked_form(match: re.Match[str]) -> str:
+    return f"{match[match.lastgroup] if match.lastgroup else ''}{HIDDEN}"
+
+
+def _masked_basic(match: re.Match[str]) -> str:
+    """Hide what is a user and a password: "Basic" may also begin a sentence."""
+    try:
+        is_pair = b":" in base64.b64decode(match[2], validate=True)
+    except binascii.Error:
+        is_pair = False
+    return match[1] + HIDDEN if is_pair else match[0]
 
 
 def _parsed(text: str) -> Any:

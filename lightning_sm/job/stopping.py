@@ -1,7 +1,4 @@
-"""The stop of a host: the signals, their schedule, and the rules for its exit code.
-
-Launcher, ranks and data hosts share these. The rules do no I/O; the launcher applies them.
-"""
+"""The stop of a host: the signals, their schedule, and the outcomes of scripts and jobs."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
-from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import STOP_SCHEDULE
 
 # Asks a training script to save a checkpoint and exit. Not SIGTERM, on which Lightning makes a collective call, which
@@ -87,19 +82,6 @@ class Reason:
         headline = self.headline or " ".join(text.splitlines()[:2])
         object.__setattr__(self, "headline", headline[:MAX_REASON_CHARS])
 
-    def to_message(self) -> dict[str, Any]:
-        """Return the fields of the reason in a message to another launcher."""
-        return {"reason": self.text, "headline": self.headline}
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Reason:
-        """Read these fields.
-
-        Raises:
-            KeyError: A field is missing.
-        """
-        return cls(str(message["reason"]), str(message["headline"]))
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -155,87 +137,3 @@ class JobOutcome:
             why: What happened to the connection, for people.
         """
         return cls(OutcomeKind.LOST, host, _LOST_EXIT_CODE, Reason(f"Lost host {host}: {why}"))
-
-    def to_message(self) -> dict[str, Any]:
-        """Return the message to another launcher."""
-        return {"kind": self.kind.value, "host": self.host, "exit_code": self.exit_code, **self.reason.to_message()}
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> JobOutcome:
-        """Read the outcome that another launcher sent.
-
-        Raises:
-            ValueError: The kind is unknown, or the exit code is not a number.
-            KeyError: A field is missing.
-        """
-        reason = Reason.from_message(message)
-        return cls(OutcomeKind(message["kind"]), str(message["host"]), int(message["exit_code"]), reason)
-
-
-class Stop(Enum):
-    """The stop of this host by SageMaker or a user, if any."""
-
-    NONE = "it was not stopped"
-    FIRST = "it was stopped before any host had failed by itself"
-    AFTER_FAILURE = "it was stopped because another host had failed"
-
-
-class FinalOutcome(Enum):
-    """The way in which a host exits."""
-
-    OWN = "as its own script did"
-    NOT_NEEDED = "with 0: training succeeded without this data host"
-    FAILED_ELSEWHERE = "with its own exit code or 1, and the reason of the host that failed first"
-
-
-def final_outcome(role: Role, stop: Stop, exit_code: int, job: JobOutcome | None, host: str) -> FinalOutcome:
-    """Return how this host exits.
-
-    A trainer host never looks successful when another host has failed.
-
-    ======= ============== ======================== ===================
-    role    own exit code  job                      this host exits as
-    ======= ============== ======================== ===================
-    data    not 0          finished                 ``NOT_NEEDED``
-    data    any            anything else            ``OWN``
-    trainer any            unknown, finished, or    ``OWN``
-                           failed on this host
-    trainer not 0          failed on another host,  ``OWN``
-                           but the stop was first
-    trainer any            failed on another host   ``FAILED_ELSEWHERE``
-    ======= ============== ======================== ===================
-
-    Args:
-        role: The role of this host.
-        stop: Whether this host was stopped.
-        exit_code: Exit code of the script of this host.
-        job: The outcome of the job; None if this host never learned it.
-        host: Name of this host.
-    """
-    if role is Role.DATA:
-        is_needless = job is not None and not job.is_failure and exit_code != 0
-        return FinalOutcome.NOT_NEEDED if is_needless else FinalOutcome.OWN
-    failed_elsewhere = job is not None and job.is_failure and job.host != host
-    if not failed_elsewhere or (stop is Stop.FIRST and exit_code != 0):
-        return FinalOutcome.OWN
-    return FinalOutcome.FAILED_ELSEWHERE
-
-
-def ends_script(role: Role, job: JobOutcome, host: str, *, is_stopped: bool) -> bool:
-    """Return whether the outcome of the job leaves the script of this host nothing to do.
-
-    A data host's work ends with the training, successful or not. A trainer host that was stopped keeps its whole
-    schedule to save a checkpoint, even if another host exits earlier.
-
-    Args:
-        role: The role of this host.
-        job: The outcome of the job.
-        host: Name of this host.
-        is_stopped: Whether this host was stopped.
-    """
-    if job.host == host:
-        return False
-    if role is Role.DATA:
-        return True
-    has_first_host_left = job.kind in (OutcomeKind.LOST, OutcomeKind.INTERRUPTION)
-    return job.is_failure and not (is_stopped and has_first_host_left)

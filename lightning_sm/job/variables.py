@@ -98,6 +98,12 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return text == "1"
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -116,6 +122,12 @@ def _positive_seconds(text: str) -> float:
     return value
 
 
+# The service's time from SIGTERM to SIGKILL: "Using Your Own Training Algorithms" (docker stop -t 120).
+SERVICE_GRACE_S = 120.0
+# What follows after SIGKILL to the script must fit into the rest: ``launcher/timeline.py``.
+LATEST_KILL_S = 112.0
+
+
 def _stop_schedule(text: str) -> tuple[float, float]:
     term, _, kill = text.partition(",")
     expected = (
@@ -128,6 +140,11 @@ def _stop_schedule(text: str) -> tuple[float, float]:
         raise ValueError(expected) from error
     if term_s > kill_s:
         raise ValueError(expected)
+    if kill_s > LATEST_KILL_S:
+        raise ValueError(
+            f"expected at most {LATEST_KILL_S:g} s to SIGKILL: SageMaker kills the container {SERVICE_GRACE_S:g} s "
+            "after SIGTERM, and the launcher needs the rest for its last report"
+        )
     return term_s, kill_s
 
 
@@ -199,8 +216,16 @@ DEVICES = Setting[int | None](
     name="LIGHTNING_SM_DEVICES",
     parse=whole_number(1, 1024),
     default=None,
-    default_text="one per GPU",
-    meaning="Number of processes on each trainer host.",
+    default_text="the script starts one per GPU",
+    meaning="Number of processes on each trainer host, which the launcher starts.",
+)
+SEPARATE_HOSTS = Setting[bool](
+    name="LIGHTNING_SM_SEPARATE_HOSTS",
+    parse=_flag,
+    default=False,
+    default_text="0",
+    meaning="Whether each trainer host may train a model of its own, as Trainer(num_nodes=1) does. With 0, that is an "
+    "error in a job of several trainer hosts.",
 )
 STOP_SCHEDULE = Setting[tuple[float, float]](
     name="LIGHTNING_SM_STOP_SCHEDULE",
@@ -304,12 +329,28 @@ CONTROL_DIR = Setting[Path | None](
     "on SIGUSR2.",
     is_internal=True,
 )
+RESTART_DIR = Setting[Path | None](
+    name="LIGHTNING_SM_RESTART_DIR",
+    parse=Path,
+    default=None,
+    default_text="no restart within the job",
+    meaning="Folder, in memory where the host has room, for states from which a restart within the job resumes.",
+    is_internal=True,
+)
 RANK_ZERO_PID = Setting[int | None](
     name="LIGHTNING_SM_RANK_ZERO_PID",
     parse=whole_number(*_PIDS),
     default=None,
     default_text="no local ranks",
     meaning="Process id of SageMakerEnvironment's process; a child of it with a LOCAL_RANK was started by Lightning.",
+    is_internal=True,
+)
+HOST_FOLDER = Setting[Path | None](
+    name="LIGHTNING_SM_HOST_FOLDER",
+    parse=Path,
+    default=None,
+    default_text="no emulated host",
+    meaning="Folder that the processes of an emulated host see in place of /opt/ml, by its path outside of the host.",
     is_internal=True,
 )
 RECORD_DIR = Setting[Path | None](
@@ -328,6 +369,14 @@ DATA_CHANNELS = Setting[tuple[str, ...] | None](
     meaning="Input channels of the data hosts, where a trainer's command line is checked before there are any hosts.",
     is_internal=True,
     accepts_empty=True,
+)
+HIDDEN_OPTIONS = Setting[tuple[str, ...]](
+    name="LIGHTNING_SM_HIDDEN_OPTIONS",
+    parse=_names,
+    default=(),
+    default_text="none",
+    meaning="Options that SageMakerCLI reads from the job: their values are secret, and others can read command lines.",
+    is_internal=True,
 )
 
 SETTINGS: tuple[Setting[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Setting))

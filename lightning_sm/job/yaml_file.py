@@ -15,7 +15,7 @@ def read_mapping(file: Path, what: str, example: str = "") -> dict[str, Any]:
     Args:
         file: The file.
         what: What it is, for messages, such as "file of prices".
-        example: A file of this kind, shown if the file holds something else.
+        example: A file of this kind with all keys that there are, shown if the file holds something else.
 
     Raises:
         JobConfigError: It cannot be read, is malformed, or holds something else.
@@ -31,9 +31,12 @@ def read_mapping(file: Path, what: str, example: str = "") -> dict[str, Any]:
         raise JobConfigError(f"The {what} {file} is not valid YAML: {yaml_problem(error)}.") from error
     except ValueError as error:  # not UTF-8, or malformed JSON
         raise JobConfigError(f"The {what} {file} is malformed: {error}.") from error
+    shown = f" One looks like this:\n{example}" if example else ""
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        shown = f" One looks like this:\n{example}" if example else ""
         raise JobConfigError(f"The {what} {file} is not a mapping from names to values.{shown}")
+    unknown = sorted(set(values) - set(yaml.safe_load(example))) if example else []
+    if unknown:
+        raise JobConfigError(f"The {what} {file} has the unknown key {unknown[0]}.{shown}")
     return values
 
 

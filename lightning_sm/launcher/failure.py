@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_sm._log import command_logger
-from lightning_sm._text import shortened, times
+from lightning_sm._text import plain, shortened, times
 from lightning_sm.errors import LightningSMError
+from lightning_sm.job.failure_file import is_lost_peer
 from lightning_sm.job.stopping import MAX_REASON_CHARS, Reason
 from lightning_sm.job.topology import Role
-from lightning_sm.launcher.tracebacks import ANSI, START, USAGE, USAGE_ERROR, Traceback, cause_of, tracebacks_in
+from lightning_sm.job.traceback_text import START, PrintedException, exception_that_ended, lines_of, rank_of
+from lightning_sm.launcher.first_failure import EndedProcess
 
 _LOG = command_logger(__name__)
 
@@ -27,9 +30,15 @@ _USAGE_EXIT_CODE = 2
 # A process that signal n killed has exit code 128 + n.
 _SIGNALS = 128
 
-# A process that fails says why only on stderr: in Python's traceback, or in argparse's usage error.
-# The user's exception on a data host, as the trainers raise it: its text, the place, and the traceback from there.
-_REMOTE = re.compile(r"^(?:lightning_sm\.errors\.)?RemoteTransformError: ")
+# Python's exit code for an uncaught exception.
+_EXCEPTION_EXIT_CODE = 1
+# Those of argparse and jsonargparse, and of a script that was told to exit.
+_FINAL_EXIT_CODES = frozenset({_USAGE_EXIT_CODE, 128 + signal.SIGTERM, 128 + signal.SIGINT})
+# Exceptions that would recur, of a script that does not import lightning_sm, or cannot be compiled.
+_FINAL_EXCEPTIONS = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
+# argparse and jsonargparse: "train.py: error: ..." or "error: ...".
+USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
+USAGE = re.compile(r"^usage: ")
 _OWN_ERROR = re.compile(r"^lightning_sm\.errors\.")
 _LIBRARY = re.compile(r'/(?:site|dist)-packages/|/lib/python\d|"<frozen |/lightning_sm/(?:data|job|launcher|training)/')
 
@@ -53,52 +62,98 @@ class Place:
         return f"{self.role.value} host {self.host}{rank}"
 
 
-def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None, circumstances: str = "") -> Reason:
-    """Say why a process failed.
+@dataclass(frozen=True)
+class ScriptFailure:
+    """The failure of a host's script.
 
-    Args:
-        stderr_tail: The end of what the process and its children (the local ranks) wrote to stderr.
-        exit_code: Its exit code; 128 + n if signal n killed it.
-        place: Where it ran; None if the reader knows.
-        circumstances: What else the reader should know about its exit; may be empty.
+    Attributes:
+        exit_code: Exit code of the process with which it began; 128 + n if signal n killed it.
+        reason: Why.
+        is_consequence: Whether a process on another host had exited before.
+        is_permanent: Whether the script would fail in the same way again.
     """
-    lines = _lines(stderr_tail)
-    ending = ending_of(exit_code, circumstances)
-    usage_error = next((index for index, line in enumerate(lines) if USAGE_ERROR.match(line)), None)
-    if exit_code == _USAGE_EXIT_CODE and usage_error is not None:
-        message = shortened("\n".join(_usage_message(lines[usage_error:])), _MAX_EXCEPTION_CHARS)
-        return Reason(f"{message}\n{_where(place, ending)}")
-    tracebacks = list(tracebacks_in(lines))
-    traceback = cause_of(tracebacks)
-    if traceback is None and exit_code < _SIGNALS:
-        # There are only consequences, the last of which ended the script (unless it was killed).
-        traceback = next((last for last in reversed(tracebacks) if not last.is_ignored), None)
-    if traceback is not None:
-        if place is not None and traceback.rank is not None:
-            place = replace(place, rank=traceback.rank)
-        return _with_place(traceback, tracebacks, place, ending)
-    written = [line for line in lines if line]
-    where = ending if place is None else f"{ending} on {place}"
-    return _with_last_lines(written, where) if written else Reason(f"{where}; nothing was written to stderr")
+
+    exit_code: int
+    reason: Reason
+    is_consequence: bool = False
+    is_permanent: bool = False
 
 
-def script_reason(
-    stderr_tail: str, exit_code: int, place: Place, *, stopped_by: int | None = None, num_restarts: int = 0
-) -> Reason:
+def script_failure(
+    failed: EndedProcess,
+    exit_code: int,
+    stderr_tail: str,
+    place: Place,
+    *,
+    stopped_by: int | None = None,
+    num_restarts: int = 0,
+) -> ScriptFailure:
     """Say why the training script of this host failed.
 
     Args:
+        failed: The process with which the failure began.
+        exit_code: Exit code of the script, if that of the process is not known.
         stderr_tail: The end of what the script and its local ranks wrote to stderr.
-        exit_code: Exit code of the script; 128 + n if signal n killed it.
         place: This host.
         stopped_by: The signal that told this host to stop, if there was one.
         num_restarts: How often the script was killed and restarted.
     """
-    reason = failure_reason(stderr_tail, exit_code, place, f"restarted {times(num_restarts)}" if num_restarts else "")
+    is_unknown = failed.exited_at is not None and failed.exit_code is None and failed.failure is None
+    exit_code = failed.exit_code or exit_code
+    circumstances = f"restarted {times(num_restarts)}" if num_restarts else ""
+    ending = "exited with a code that only its parent knows" if is_unknown else ending_of(exit_code, circumstances)
+    place = place if failed.rank < 0 else replace(place, rank=failed.rank)
+    own, printed = failed.failure, None
+    if own is not None:
+        reason = _with_place(own.lines, own.frames, place, ending, is_passed_on=own.is_passed_on)
+    else:
+        lines = [line for line in lines_of(stderr_tail) if rank_of(line) in (None, failed.rank) or failed.rank < 0]
+        reason, printed = _printed_reason(lines, exit_code, place, ending, may_raise=not failed.has_reporter)
     if stopped_by is not None:
-        stop = f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). "
-        return Reason(stop + reason.text, stop + reason.headline)
-    return reason
+        reason = Reason(stopped_reason(stopped_by, reason.text), stopped_reason(stopped_by, reason.headline))
+    if own is not None:
+        return ScriptFailure(exit_code, reason, own.is_consequence, own.is_permanent)
+    said = "" if printed is None else printed.lines[0]
+    is_permanent = exit_code in _FINAL_EXIT_CODES or said.partition(":")[0] in _FINAL_EXCEPTIONS
+    return ScriptFailure(exit_code, reason, is_lost_peer(said), is_permanent)
+
+
+def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None) -> Reason:
+    """Say why a process failed that writes no failure file.
+
+    Args:
+        stderr_tail: The end of what the process wrote to stderr.
+        exit_code: Its exit code; 128 + n if signal n killed it.
+        place: Where it ran; None if the reader knows.
+    """
+    return _printed_reason(lines_of(stderr_tail), exit_code, place, ending_of(exit_code))[0]
+
+
+def _printed_reason(
+    lines: Sequence[str], exit_code: int, place: Place | None, ending: str, *, may_raise: bool = True
+) -> tuple[Reason, PrintedException | None]:
+    """Return the reason as far as stderr tells it, and the exception that is the reason, if there is one."""
+    if exit_code == _USAGE_EXIT_CODE and (message := _usage_message(lines)):
+        return Reason(f"{shortened(message, _MAX_EXCEPTION_CHARS)}\n{_where(place, ending)}"), None
+    # Python exits with this code for an exception, and with no other.
+    printed = exception_that_ended(lines) if may_raise and exit_code == _EXCEPTION_EXIT_CODE else None
+    if printed is not None:
+        if place is not None and printed.rank is not None:
+            place = replace(place, rank=printed.rank)
+        return _with_place(printed.lines, printed.frames, place, ending), printed
+    written = [line for line in lines if line]
+    where = ending if place is None else f"{ending} on {place}"
+    return _with_last_lines(written, where) if written else Reason(f"{where}; nothing was written to stderr"), None
+
+
+def stopped_reason(stopped_by: int, rest: str) -> str:
+    """Say that a host was told to stop, and what followed.
+
+    Args:
+        stopped_by: The signal.
+        rest: What followed, as a sentence.
+    """
+    return f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). {rest}"
 
 
 def not_started_reason(stopped_by: int | None, doing: str) -> str:
@@ -110,7 +165,7 @@ def not_started_reason(stopped_by: int | None, doing: str) -> str:
     """
     if stopped_by is None:
         return f"The job has ended. This host was {doing}."
-    return f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). This host was {doing}."
+    return stopped_reason(stopped_by, f"This host was {doing}.")
 
 
 def error_reason(error: Exception, place: Place | None) -> str:
@@ -125,28 +180,6 @@ def error_reason(error: Exception, place: Place | None) -> str:
         reason = f"The launcher failed: {reason}"
     where = "" if place is None else f"\non {place}"
     return shortened(reason, MAX_REASON_CHARS - len(where)) + where
-
-
-def is_consequence(stderr_tail: str) -> bool:
-    """Return whether a script failed only because a process on another host had exited.
-
-    Args:
-        stderr_tail: The end of what the script and its local ranks wrote to stderr.
-    """
-    tracebacks = list(tracebacks_in(_lines(stderr_tail)))
-    return bool(tracebacks) and all(traceback.is_consequence for traceback in tracebacks)
-
-
-def cause_of_failure(stderr_tail: str) -> str:
-    """Return the exception with which a failure began, as Python printed it; empty if there is none.
-
-    For an exception in the user's code on a data host, this is the user's exception.
-
-    Args:
-        stderr_tail: The end of what the script and its local ranks wrote to stderr.
-    """
-    cause = cause_of(list(tracebacks_in(_lines(stderr_tail))))
-    return "" if cause is None else _REMOTE.sub("", cause.exception[0])
 
 
 def remove_failure(output_dir: Path) -> None:
@@ -165,14 +198,9 @@ def write_failure(output_dir: Path, reason: str) -> None:
         if path.exists():
             return
         output_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(reason[:MAX_REASON_CHARS], encoding="utf-8", errors="replace")
+        path.write_text(plain(reason)[:MAX_REASON_CHARS], encoding="utf-8", errors="replace")
     except OSError as error:
         _LOG.warning("cannot write %s (%s). The reason for the failure: %s", path, error, reason)
-
-
-def _lines(stderr_tail: str) -> list[str]:
-    text = ANSI.sub("", stderr_tail).replace("\r\n", "\n").replace("\r", "\n")
-    return [line.rstrip() for line in text.split("\n")]
 
 
 def ending_of(exit_code: int, circumstances: str = "") -> str:
@@ -189,38 +217,34 @@ def ending_of(exit_code: int, circumstances: str = "") -> str:
         return f"exit code {exit_code}{more}"
 
 
-def _usage_message(lines: list[str]) -> list[str]:
-    """Return the error and what explains it, which jsonargparse separates by an empty line: all lines to the end."""
-    ends = (USAGE, USAGE_ERROR, START)
-    message = lines[:1]
-    for line in lines[1:]:
-        if any(end.match(line) for end in ends):
+def _usage_message(lines: Sequence[str]) -> str:
+    """Return the last usage error, and what explains it, which jsonargparse separates by an empty line."""
+    errors = [index for index, line in enumerate(lines) if USAGE_ERROR.match(line)]
+    message = [*lines[errors[-1] : errors[-1] + 1]] if errors else []
+    for line in lines[errors[-1] + 1 :] if errors else ():
+        if USAGE.match(line) or START.search(line):
             break
         message += [line] if line else []
-    return message
+    return "\n".join(message)
 
 
 def _where(place: Place | None, ending: str, verb: str = "on") -> str:
     return ending if place is None else f"{verb} {place} ({ending})"
 
 
-def _with_place(traceback: Traceback, tracebacks: list[Traceback], place: Place | None, ending: str) -> Reason:
-    """Return the exception, where it was raised, and its frames; for an error on a data host, the frames from there."""
-    exception = traceback.exception
-    frames = traceback.frames
+def _with_place(
+    lines: Sequence[str], frames: Sequence[str], place: Place | None, ending: str, *, is_passed_on: bool = False
+) -> Reason:
+    """Return the exception, where it was raised, and its frames."""
     where = _where(place, ending)
-    if _REMOTE.match(exception[0]):
-        exception = [_REMOTE.sub("", exception[0]), *exception[1:]]
-        remote = (other for other in tracebacks if other.exception[0] == exception[0])
-        frames = next((other.frames for other in remote), frames)
-        if place is not None:  # the error's text already names the place
-            where = _where(place, ending, "passed on to") if place.role is Role.TRAINER else ending
-    return Reason(_with_frames(shortened("\n".join(exception), _MAX_EXCEPTION_CHARS) + f"\n{where}", frames))
+    if is_passed_on and place is not None:  # the exception's text already names the data host
+        where = _where(place, ending, "passed on to") if place.role is Role.TRAINER else ending
+    return Reason(_with_frames(shortened("\n".join(lines), _MAX_EXCEPTION_CHARS) + f"\n{where}", frames))
 
 
-def _with_frames(reason: str, frames: list[str]) -> str:
+def _with_frames(reason: str, frames: Sequence[str]) -> str:
     """Add frames, the innermost first: the raising one, then those in the user's own code."""
-    nearest = frames[::-1]
+    nearest = list(reversed(frames))
     # An error of lightning_sm says what is wrong; the frame that raises it does not help.
     num_raising = 0 if _OWN_ERROR.match(reason) else 1
     wanted = nearest[:num_raising] + [frame for frame in nearest[num_raising:] if not _LIBRARY.search(frame)]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_sm._linux import handles_signal
 from lightning_sm._log import command_logger
 from lightning_sm._version import installed_version
 from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, Phase
+from lightning_sm.launcher import timeline
 
 _LOG = command_logger(__name__)
 
@@ -23,11 +27,10 @@ _TIMES_THE_LONGEST = 20.0
 # not listed here may be the user's own work, of any length.
 _LONG_PHASES = (Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, Phase.FIRST_STEP, Phase.SAVING)
 _TIMES_IN_LONG_PHASES = 10.0
-# A process that has raised an exception exits within moments, unless its loggers hang or the script caught it.
-_FAILED_S = 120.0
-# For faulthandler, which writes the stacks within milliseconds, and for NCCL's monitor, which checks every second.
-_STACKS_S = 5.0
 _POLL_S = 0.05
+# A line of faulthandler, and the folders in which packages and Python's own library lie.
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
+_INSTALLED = re.compile(r"/(site-packages|dist-packages|lib/python3\.\d+)/|^<")
 # Names in the control folder. torch appends the rank, and to a pipe's name also ".pipe".
 _NCCL_PIPE, _NCCL_TRACE = "nccl-rank", "nccl-trace-rank"
 # torch's names for the size of the flight recorder and for its files. Since 2.8, the older names cause a warning on
@@ -65,7 +68,9 @@ class HangRule:
                 self._longest_s = max(self._longest_s, beat.at - last.at)
             self._last[beat.pid] = beat
         limit_s = max(self._least_s, _TIMES_THE_LONGEST * self._longest_s)
-        failed = [beat for beat in beats if beat.phase is Phase.FAILED and now - beat.at >= _FAILED_S]
+        failed = [
+            beat for beat in beats if beat.phase is Phase.FAILED and now - beat.at >= timeline.EXIT_AFTER_EXCEPTION_S
+        ]
         return failed or [beat for beat in beats if now - beat.at >= limit_s * _patience(beat)]
 
 
@@ -81,7 +86,7 @@ class Watchdog:
     Args:
         beats: Returns the last beats of the running processes.
         least_s: As in ``HangRule``; 0 turns the watchdog off.
-        on_hang: Called once, from the thread, when processes hang, with a description of where they stand.
+        on_hang: Called once, from the thread, when processes hang, with the last beats of all.
         check_s: Seconds between two checks.
     """
 
@@ -89,7 +94,7 @@ class Watchdog:
         self,
         beats: Callable[[], Sequence[Beat]],
         least_s: float,
-        on_hang: Callable[[str], None],
+        on_hang: Callable[[Sequence[Beat]], None],
         check_s: float = 2.0,
     ) -> None:
         self._beats = beats
@@ -117,22 +122,65 @@ class Watchdog:
             beats = self._beats()
             is_hanging = bool(rule.hanging(beats, time.monotonic()))
             if is_hanging and was_hanging:
-                self._on_hang(described(beats, time.monotonic()))
+                self._on_hang(beats)
                 return
             was_hanging = is_hanging
 
 
-def described(beats: Sequence[Beat], now: float) -> str:
-    """Say in one line where processes stand."""
+@dataclass(frozen=True)
+class SavedStacks:
+    """The stacks of a process.
+
+    Attributes:
+        pid: The process.
+        file: The file with the stacks of all of its threads.
+        calls: Where its main thread is, for people; empty if it did not answer.
+    """
+
+    pid: int
+    file: Path
+    calls: str
+
+
+def described(beats: Sequence[Beat], now: float, stacks: Sequence[SavedStacks] = ()) -> str:
+    """Say in one line where processes stand.
+
+    Args:
+        beats: Their last beats.
+        now: The time.
+        stacks: Their stacks: a rank that waits for others is in a call of torch, another one in code of the user.
+    """
+    calls = {one.pid: f", in {one.calls}" for one in stacks if one.calls}
     stands = [
         f"{'data host' if beat.rank < 0 else f'rank {beat.rank}'} at step {beat.step}, {beat.doing} "
-        f"({now - beat.at:.0f} s ago)"
+        f"({now - beat.at:.0f} s ago){calls.get(beat.pid, '')}"
         for beat in sorted(beats, key=lambda beat: beat.rank)
     ]
     return "; ".join(stands)
 
 
-def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> list[Path]:
+def innermost_calls(text: str) -> str:
+    """Return the innermost call of the main thread, and the innermost one outside installed packages.
+
+    Args:
+        text: What faulthandler has written: for each thread, the main one last, a headline and its frames, the
+            innermost first (CPython, ``Python/traceback.c``).
+    """
+    main = text.rpartition("(most recent call first):")[2]
+    found = _FRAME.finditer(main)
+    frames = [(one["file"], f"{one['name']} ({_short(one['file'])}:{one['line']})") for one in found]
+    if not frames:
+        return ""
+    own = next((call for file, call in frames if not _INSTALLED.search(file)), None)
+    innermost = frames[0][1]
+    return innermost if own in (None, innermost) else f"{innermost} called from {own}"
+
+
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-2:]) if _INSTALLED.search(file) else Path(file).name
+
+
+def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> list[SavedStacks]:
     """Write the stacks of all threads of some processes into files.
 
     Args:
@@ -141,30 +189,32 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> 
         folder: Where to save the files.
 
     Returns:
-        The files: ``stacks-rank<rank>.txt``.
+        The stacks of those that know the signal, in files ``stacks-rank<rank>.txt``.
     """
     # Only to processes that handle the signal: it would kill any other.
-    before = {beat.pid: text for beat in beats if (text := control.stacks(beat.pid)) is not None}
+    asked = [beat.pid for beat in beats if handles_signal(beat.pid, STACKS_SIGNAL) is not False]
+    before = {pid: text for pid in asked if (text := control.stacks(pid)) is not None}
     for pid in before:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)
-    deadline = time.monotonic() + _STACKS_S
+    deadline = time.monotonic() + timeline.STACKS_S
     while time.monotonic() < deadline and any(control.stacks(pid) == text for pid, text in before.items()):
         time.sleep(_POLL_S)  # faulthandler only writes, and announces nothing
     time.sleep(_POLL_S)  # for the rest of a text that has begun
-    files = []
+    saved = []
     for beat in [beat for beat in beats if beat.pid in before]:
         name = f"rank{beat.rank}" if beat.rank >= 0 else f"process{beat.pid}"
         path = folder / f"stacks-{name}.txt"
         text = (control.stacks(beat.pid) or "")[len(before[beat.pid]) :]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(text or f"Process {beat.pid} did not answer within {_STACKS_S:g} s.\n", encoding="utf-8")
+            nothing = f"Process {beat.pid} did not answer within {timeline.STACKS_S:g} s.\n"
+            path.write_text(text or nothing, encoding="utf-8")
         except OSError as error:
             _LOG.warning("cannot write %s: %s", path, error)
         else:
-            files.append(path)
-    return files
+            saved.append(SavedStacks(beat.pid, path, innermost_calls(text)))
+    return saved
 
 
 def nccl_variables(control: ControlFolder, env: Mapping[str, str]) -> dict[str, str]:
@@ -204,7 +254,7 @@ def save_nccl_traces(control: ControlFolder, folder: Path) -> list[Path]:
         with os.fdopen(descriptor, "wb", buffering=0) as writer:
             writer.write(b"1\n")
         expected.append(control.path / pipe.stem.replace(_NCCL_PIPE, _NCCL_TRACE))
-    deadline = time.monotonic() + _STACKS_S
+    deadline = time.monotonic() + timeline.STACKS_S
     while time.monotonic() < deadline and not all(trace.exists() for trace in expected):
         time.sleep(_POLL_S)  # NCCL's monitor only writes, like faulthandler
     try:

@@ -93,24 +93,23 @@ class HostRecord:
             text = why if job.kind is OutcomeKind.LOST else f"host {job.host}: {why}"
             self.event(what, text)
 
-    def end(self, outcome: Outcome, *, is_saved: bool) -> None:
-        """Write this host's outcome, and close the file.
+    def end(self, outcome: Outcome, job: JobOutcome | None, *, is_saved: bool) -> None:
+        """Write how this host and the job ended, and close the file.
 
         Args:
-            outcome: The outcome.
+            outcome: The outcome of this host.
+            job: The outcome of the job; None if this host has not learned it, or was stopped before it.
             is_saved: Whether a checkpoint of the interruption was saved.
         """
         self._stop_sampling()
-        if outcome.kind is OutcomeKind.SUCCESS:
-            # A data host that was stopped served all ranks until then.
-            what = "succeeded" if self._stopped_by() is None else "stopped"
-        elif outcome.kind is OutcomeKind.INTERRUPTION:
-            what = "interrupted" if is_saved else "stopped"
-        else:
-            what = "failed"
+        what = _word(outcome.kind, is_saved=is_saved)
+        if what == events.SUCCEEDED and self._stopped_by() is not None:
+            what = events.STOPPED  # a data host that was stopped served all ranks until then
+        of_job = None if job is None else _word(job.kind, is_saved=is_saved)
+        reason = outcome.reason if job is None else job.reason
         if self._early is not None:  # the host stopped before it knew the script
             self.began([])
-        self._write(events.End(time.time(), what, outcome.exit_code, outcome.reason.text))
+        self._write(events.End(time.time(), what, outcome.exit_code, reason.text, of_job))
         self._record.close()
 
     def _write(self, line: events.Line) -> None:
@@ -143,3 +142,11 @@ class HostRecord:
                 self._write(meter.measure())
         # So that even a host that stops before the first line is due has one.
         self._write(meter.measure())
+
+
+def _word(kind: OutcomeKind, *, is_saved: bool) -> str:
+    if kind is OutcomeKind.SUCCESS:
+        return events.SUCCEEDED
+    if kind is OutcomeKind.INTERRUPTION:
+        return events.INTERRUPTED if is_saved else events.STOPPED
+    return events.FAILED

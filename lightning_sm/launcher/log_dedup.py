@@ -1,13 +1,14 @@
-"""The condensed log of several processes: each traceback, usage text and warning once, one line of each consequence."""
+"""The condensed log of several processes: each traceback, usage text and warning once."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_sm._text import times
-from lightning_sm.launcher import tracebacks
+from lightning_sm.job import traceback_text
+from lightning_sm.launcher.failure import USAGE, USAGE_ERROR
 
 _HEADER = b"Traceback (most recent call last):"
 # Hold back a partial line that may become one of these.
@@ -20,7 +21,6 @@ _MAX_LINES = 1000
 _MAX_FOLLOWING = 60
 # How many blocks are remembered: a script may log, for days, exceptions that it survives.
 _MAX_SHOWN = 100
-_MAX_LEFT_OUT = 16
 
 _Key: TypeAlias = tuple[str, ...]
 
@@ -44,7 +44,6 @@ class _LogStream:
     # need not be shown either.
     behind: _Shown | None = None
     expected: list[str] = field(default_factory=list)
-    is_behind_consequence: bool = False
 
 
 class Condensed:
@@ -53,13 +52,9 @@ class Condensed:
     Args:
         only_across_sources: Whether each source is condensed already, so that only repeats of other sources are left
             out.
-
-    Attributes:
-        left_out: The complete tracebacks of consequences.
     """
 
     def __init__(self, *, only_across_sources: bool = False) -> None:
-        self.left_out: deque[bytes] = deque(maxlen=_MAX_LEFT_OUT)
         self._only_across_sources = only_across_sources
         self._streams: dict[tuple[str, str], _LogStream] = {}
         self._shown: OrderedDict[_Key, _Shown] = OrderedDict()
@@ -82,20 +77,20 @@ class Condensed:
             line: The line, with its line break.
             source: The process that wrote it.
         """
-        text = tracebacks.ANSI.sub("", line.decode("utf-8", "replace")).rstrip()
-        rank = tracebacks.RANK.match(text)
+        text = traceback_text.ANSI.sub("", line.decode("utf-8", "replace")).rstrip()
+        rank = traceback_text.RANK.match(text)
         mark = rank.group().rstrip() if rank is not None else ""
         text = text.removeprefix(mark).removeprefix(" ") if mark else text
         stream = self._streams.setdefault((source, mark), _LogStream())
         writer = f"{source} {mark.strip('[]: ')}".strip()
         if stream.held:
             return self._continue(stream, line, text, source, writer)
-        if tracebacks.WARNING.match(text):
+        if traceback_text.WARNING.match(text):
             stream.behind, stream.expected = None, []
             return self._shown_once(stream, (text,), [line], source, writer, is_warning=True)
-        start = tracebacks.START.search(text)
+        start = traceback_text.START.search(text)
         # A traceback whose rank stands in mid-line follows a progress bar; its other lines belong to the rank's stream.
-        if tracebacks.USAGE.match(text) or (start is not None and start["rank"] is None):
+        if USAGE.match(text) or (start is not None and start["rank"] is None):
             stream.held, stream.texts = [line], [text]
             return []
         return [] if self._is_left_out(stream, text) else [line]
@@ -122,8 +117,8 @@ class Condensed:
     def _continue(self, stream: _LogStream, line: bytes, text: str, source: str, writer: str) -> list[bytes]:
         stream.held.append(line)
         stream.texts.append(text)
-        is_usage = tracebacks.USAGE.match(stream.texts[0]) is not None
-        last = tracebacks.USAGE_ERROR if is_usage else tracebacks.EXCEPTION
+        is_usage = USAGE.match(stream.texts[0]) is not None
+        last = USAGE_ERROR if is_usage else traceback_text.EXCEPTION
         if last.match(text) and (is_usage or len(stream.held) > _MIN_LINES):
             return self._complete(stream, source, writer)
         belongs = text.startswith((" ", "tip: ")) if is_usage else text.startswith("  ")
@@ -135,18 +130,8 @@ class Condensed:
     def _complete(self, stream: _LogStream, source: str, writer: str) -> list[bytes]:
         """Show a block, or count it."""
         lines, texts = stream.held, stream.texts
-        stream.held, stream.behind, stream.expected, stream.is_behind_consequence = [], None, [], False
-        key = tuple(texts[1:])
-        if (
-            not self._only_across_sources
-            and not tracebacks.USAGE.match(texts[0])
-            and tracebacks.may_follow_from_another(key[-1])
-        ):
-            self.left_out.append(b"".join(lines))
-            stream.is_behind_consequence = True
-            note = f" ({len(lines) - 1} lines of traceback left out: another process may have ended)\n"
-            return [lines[-1].rstrip(b"\r\n") + note.encode()]
-        return self._shown_once(stream, key, lines, source, writer)
+        stream.held, stream.behind, stream.expected = [], None, []
+        return self._shown_once(stream, tuple(texts[1:]), lines, source, writer)
 
     def _shown_once(
         self, stream: _LogStream, key: _Key, lines: list[bytes], source: str, writer: str, *, is_warning: bool = False
@@ -172,9 +157,6 @@ class Condensed:
             del stream.expected[0]
             return True
         stream.expected = []
-        if stream.is_behind_consequence and (not text or text.startswith(tracebacks.CHAINED)):
-            return True
-        stream.is_behind_consequence = False
         return False
 
 

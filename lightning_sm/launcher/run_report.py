@@ -17,8 +17,6 @@ from lightning_sm.record.events import record_folder
 _LOG = command_logger(__name__)
 
 NAME = "report.html"
-# A stopped host waits this long for its report.
-REPORT_LIMIT_WHEN_STOPPED_S = 10.0
 
 
 def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float) -> None:
@@ -48,13 +46,22 @@ def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float)
             timeout=limit_s,
             check=False,
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
+        _say(late.stdout)
         _LOG.warning("the report of the run was not written within %.0f s. Write it with lightning-sm report.", limit_s)
     except OSError as error:
         _LOG.warning("the report of the run cannot be written: %s.", error.strerror)
     else:
+        _say(done.stdout)
         if done.returncode == 0:
             _LOG.info("report of the run: %s", file)
         else:
             why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             _LOG.warning("the report of the run was not written (%s)", why)
+
+
+def _say(output: str | bytes | None) -> None:
+    """Log the verdict, as it is on the page."""
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    for line in text.splitlines():
+        _LOG.info("%s", line)

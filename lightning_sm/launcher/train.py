@@ -3,97 +3,92 @@
 SageMaker runs ``docker run <image> train`` on every host. The launcher fetches the code that came with the job, if any,
 turns ``hyperparameters.json`` into a command line, starts the script in its own process group, forwards signals, and
 writes the reason for a failure where SageMaker looks for it. It does the same on trainer and data hosts: the script
-itself finds out the role of its host.
+itself finds out the role of its host. What it does when is decided in ``lifecycle``.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import platform
-import shlex
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_sm._log import command_logger
-from lightning_sm._version import installed_version
-from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError
-from lightning_sm.job.command_line import job_arguments
-from lightning_sm.job.control_folder import ControlFolder
+from lightning_sm.errors import JobConfigError, LightningSMError
+from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.facts import SageMakerJob, base_directory
-from lightning_sm.job.hash_seed import hash_seed
-from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.stopping import (
     INTERRUPTED_EXIT_CODE,
-    FinalOutcome,
     JobOutcome,
     Outcome,
     OutcomeKind,
     Reason,
-    Stop,
     StopSchedule,
-    ends_script,
-    final_outcome,
 )
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import (
     CONTROL_DIR,
-    DEVICES,
     HANG_S,
+    JOB_SECRET,
     MAX_RESTARTS,
     PEERS_TIMEOUT_S,
     PRICES,
     REPORT_S,
 )
+from lightning_sm.launcher import lifecycle, timeline
 from lightning_sm.launcher.child_process import ChildProcess, ignore_signals
 from lightning_sm.launcher.failure import (
     Place,
     error_reason,
-    is_consequence,
-    not_started_reason,
     remove_failure,
-    script_reason,
+    script_failure,
+    stopped_reason,
     write_failure,
 )
-from lightning_sm.launcher.hang import Watchdog, nccl_variables, save_nccl_traces, save_stacks
+from lightning_sm.launcher.hang import Watchdog, described, save_nccl_traces, save_stacks
 from lightning_sm.launcher.host_record import HostRecord
+from lightning_sm.launcher.lifecycle import (
+    Action,
+    Done,
+    End,
+    EndScript,
+    Exited,
+    Host,
+    HostState,
+    HostStopped,
+    JobEnded,
+    Judged,
+    LauncherPhase,
+    News,
+    NotStarted,
+    Restarted,
+    RestartOrdered,
+    SaveStacks,
+    SendReport,
+)
 from lightning_sm.launcher.peers.connection import Timings, peers_key
 from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
-from lightning_sm.launcher.permanent_failures import is_permanent_failure
-from lightning_sm.launcher.run_report import REPORT_LIMIT_WHEN_STOPPED_S, write_report
-from lightning_sm.launcher.toolkit.distribution import processes_per_host
-from lightning_sm.launcher.toolkit.variables import toolkit_variables
-from lightning_sm.launcher.upload import wait_until_uploaded
-from lightning_sm.launcher.user_code.prepare import Preparation, Stopped
-from lightning_sm.launcher.user_code.script import Program, Script, find_program, find_script, find_submission
+from lightning_sm.launcher.run_report import write_report
+from lightning_sm.launcher.script_command import CommandBuilder, ScriptCommand
+from lightning_sm.launcher.standby import Standby
+from lightning_sm.launcher.upload import UploadWatch, wait_until_uploaded
+from lightning_sm.launcher.user_code import prepare
+from lightning_sm.launcher.user_code.prepare import Preparation
 
 _LOG = command_logger(__name__)
 
 _USAGE_EXIT_CODE = 2
-# The host that failed first must exit first, so that SageMaker shows its exit code and reason as the job's. Its
-# interpreter needs some tens of milliseconds to exit: all other hosts wait this long.
-_MAIN_HOST_LEAVES_LATER_S = 1.0
-# SageMaker stops the other hosts when the hanging one exits: give them time to save their stacks first.
-_WAIT_FOR_OTHER_HOSTS_STACKS_S = 3.0
-# When a rank dies, ranks on other hosts can fail seconds before its own launcher sees the exit. Wait this long for the
-# real cause.
-_CONSEQUENCE_S = 10.0
-# Pauses before a data host's script is restarted: memory may be short only for a moment, and training continues
-# meanwhile. After four kills, a fifth is certain.
-_RESTART_PAUSES_S = (1.0, 2.0, 4.0)
-# After the report, an interrupted host still needs a few seconds to exit.
-_AFTER_THE_REPORT_S = 5.0
 _POLL_S = 0.05
-# Exit codes of a script that was killed rather than asked to exit.
-_KILLED = frozenset(128 + number for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGINT})
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's name
+_SAVED = "The script saved a checkpoint and exited, as it was asked to."
 # Exit codes that the signals of ``ChildProcess.end`` cause.
 _ENDED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
@@ -138,7 +133,7 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
 
 
 class _HostLauncher:
-    """The launcher of one host: runs the script, and agrees with the other launchers on how the job ends."""
+    """The launcher of one host: does the work of each phase, and tells ``lifecycle`` what has happened."""
 
     def __init__(self, job: SageMakerJob, topology: Topology, place: Place, env: Mapping[str, str]) -> None:
         self._job = job
@@ -150,205 +145,369 @@ class _HostLauncher:
         self._schedule = StopSchedule.from_environment(env)
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
-        self._child = ChildProcess(self._schedule, self._control)
+        restarts = self._max_restarts > 0 and topology.role is Role.TRAINER
+        self._standby = Standby(self._control) if restarts else None
+        self._child = ChildProcess(self._schedule, self._control, self._standby)
         self._preparation = Preparation(self._child, env)
         self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
         self._report_s = REPORT_S.read(env)
         self._prices = PRICES.read(env)
-        self._is_saved = False
         self._is_end_written = False
-        self._hang_reason = ""
-        self._num_restarts = 0
-        self._may_end_script = False
-        self._has_job_failed_first = False  # before this host was stopped
+        self._hang_reason = self._last_seen = ""  # of the script that has been started last
         self._interrupted_at = 0.0
+        # Events come from the main thread and from that of the peers.
+        self._transition = threading.Lock()
+        host = Host(job.current_host, topology.role, topology.main_host, len(topology.data_hosts))
+        self._state = HostState(host)
+        self._peers: Peers
+        self._build: Callable[[], ScriptCommand]
+        self._command: ScriptCommand
+        self._waits = {
+            LauncherPhase.PAUSING: self._pause,
+            LauncherPhase.UPLOADING: self._await_upload,
+            LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
+            LauncherPhase.AWAITING_DECISION: self._await_decision,
+            LauncherPhase.AWAITING_ABSENT_HOSTS: self._await_absent_hosts,
+            LauncherPhase.AWAITING_STOP: self._await_stop,
+            LauncherPhase.AWAITING_STACKS: self._await_stacks,
+            LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
+            LauncherPhase.REPORTING: self._write_report,
+        }
 
     def run(self, script: str | None, args: Sequence[str]) -> Outcome:
         """Run the script to its end, and return how this host exits.
 
         Raises:
-            LightningSMError: The script could not be started; the other hosts have been told.
+            LightningSMError: The hosts could not be connected.
         """
         child = self._child
         child.listen()
-        with self._connect() as peers, self._control, self._record:
-            child.on_late_signal = peers.stop_waiting
-            own, job_outcome = self._run_attempts(peers, script, args)
-            if own.kind is OutcomeKind.HANG and not peers.is_alone:
-                self._wait(_WAIT_FOR_OTHER_HOSTS_STACKS_S)
-            final = self._final_outcome(peers, own, job_outcome)
-            if self._job.current_host == self._topology.main_host:
-                self._write_report(final)
-            return final
-
-    def _run_attempts(self, peers: Peers, name: str | None, args: Sequence[str]) -> tuple[Outcome, JobOutcome | None]:
-        """Run the script, report its outcome, and run it again whenever all trainer hosts restart.
-
-        Returns:
-            The outcome of the last run of the script, and that of the job if it is known.
-        """
-        command = None
-        while True:
+        child.on_kill_is_near = self._on_kill_is_near
+        self._warn_without_secret()
+        self._peers = self._make_peers()
+        with self._peers, self._control, self._record, self._restart_folder() as restart_dir:
+            child.on_late_signal = self._peers.stop_waiting
+            builder = CommandBuilder(
+                self._job,
+                self._topology,
+                self._env,
+                preparation=self._preparation,
+                record=self._record,
+                control=self._control,
+                restart_dir=restart_dir,
+            )
+            self._build = lambda: builder.build(script, args)
             try:
-                if command is None:
-                    with self._record.span("preparation"):
-                        command = self._prepare(name, args)
-                own = self._run_script(peers, *command)
-            except Stopped as stopped:
-                own = Outcome.of_exit_code(0 if self._is_data_host else stopped.exit_code, str(stopped))
-            except LightningSMError as error:
-                self._report(peers, Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, self._place)))
-                raise
-            job_outcome = self._report(peers, own)
-            restart = peers.restart
-            has_failed_for_good = own.kind is not OutcomeKind.SUCCESS and not own.may_restart
-            if restart is None or (self._is_stopped and has_failed_for_good):
-                return own, job_outcome
-            if not peers.wait_for_start():
-                return self._outcome_without_start(peers, own, restart), peers.job_outcome
-            self._child.prepare_restart()
-
-    def _outcome_without_start(self, peers: Peers, own: Outcome, restart: Restart) -> Outcome:
-        """Return how this host exits after waiting for a restart that never came."""
-        stopped_by, job_outcome = self._child.stopped_by, peers.job_outcome
-        if job_outcome is not None and job_outcome.kind is not OutcomeKind.INTERRUPTION:
-            return own
-        # Stopped while waiting for a restart: report an interruption, not this host's failure, which the restart was
-        # meant to overcome. SageMaker then starts the job again. Another host may have been stopped first.
-        if stopped_by is None:
-            return own if job_outcome is None else Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, job_outcome.reason)
-        doing = f"waiting for restart {restart.number} of {restart.most}. Its cause: {restart.cause}"
-        stopped = Outcome.of_exit_code(128 + stopped_by, not_started_reason(stopped_by, doing))
-        peers.report(stopped)
-        return stopped
+                while self._state.phase is not LauncherPhase.OVER:
+                    self._tell(self._work())
+            finally:
+                if self._standby is not None:
+                    self._standby.close()
+            if self._state.shows_consequences:
+                sys.stderr.write(child.left_out)
+        return self._state.outcome
 
     def write_end(self, outcome: Outcome) -> None:
         """Write the outcome of this host into the record of the run, once."""
         if not self._is_end_written:
             self._is_end_written = True
-            self._record.end(outcome, is_saved=self._is_saved)
+            self._record.end(outcome, self._state.known_job, is_saved=self._state.is_saved)
 
-    def _write_report(self, outcome: Outcome) -> None:
+    # ---- Events and actions
+
+    def _tell(self, event: End | News) -> None:
+        """Take an event, and do at once what follows from it."""
+        with self._transition:
+            stopped_by = self._child.stopped_by
+            if stopped_by is not None and stopped_by != self._state.stopped_by:
+                self._state, _ = lifecycle.step(self._state, HostStopped(stopped_by))
+            self._state, actions = lifecycle.step(self._state, event)
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case SendReport(outcome):
+                self._peers.report(outcome)
+            case SaveStacks():
+                self._save_stacks_and(lambda: None)
+            case EndScript(kind, restart):
+                end = self._child.end if restart is None else lambda: self._child.end_run(restart)
+                if kind is OutcomeKind.HANG:
+                    self._save_stacks_and(end)
+                else:
+                    end()
+
+    def _save_stacks_and(self, end: Callable[[], None]) -> None:
+        """Save the stacks of this host, as another one hangs, without blocking; then end the script."""
+
+        def save_and_end() -> None:
+            where, stacks = self._where()
+            if where:
+                _LOG.info("last seen: %s.%s", where, stacks)
+            end()
+
+        threading.Thread(target=save_and_end, name="stacks", daemon=True).start()
+
+    def _on_job_outcome(self, job: JobOutcome) -> None:
+        self._record.on_job_outcome(job)
+        self._tell(JobEnded(job))
+
+    def _on_restart(self, restart: Restart) -> None:
+        start = "the latest valid checkpoint"
+        if self._job.checkpoint_dir is None:
+            start = "the newest state in memory, or else the beginning, because the job has no checkpoint folder"
+        _LOG.warning("%s: all trainer hosts restart from %s. Cause: %s", restart, start, restart.cause)
+        self._record.event("restart", f"{restart}. Cause: {restart.cause}")
+        self._tell(RestartOrdered(restart))
+
+    # ---- The work of each phase
+
+    def _work(self) -> End:
+        """Do the work of the phase, and return the event with which it has ended."""
+        match self._state.phase:
+            case LauncherPhase.PREPARING:
+                return self._prepare()
+            case LauncherPhase.RUNNING:
+                return self._run_script(self._command)
+            case LauncherPhase.JUDGING:
+                return self._judge(self._state.exit_code)
+            case LauncherPhase.AWAITING_RESTART:
+                return self._await_restart()
+            case phase:
+                self._waits[phase]()
+                return Done()
+
+    def _prepare(self) -> End:
+        try:
+            with self._record.span("preparation"):
+                self._command = self._build()
+        except prepare.Stopped as stopped:
+            exit_code = 0 if self._state.is_data_host else stopped.exit_code
+            return NotStarted(Outcome.of_exit_code(exit_code, str(stopped)))
+        except LightningSMError as error:
+            return self._not_started(error)
+        return Done()
+
+    def _not_started(self, error: LightningSMError) -> NotStarted:
+        _LOG.error("error: %s", error)
+        return NotStarted(Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, self._place)))
+
+    def _run_script(self, command: ScriptCommand) -> End:
+        self._hang_reason = self._last_seen = ""
+        child = self._child
+        checkpoints = None if self._state.is_data_host else self._job.checkpoint_dir
+        try:
+            with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang), UploadWatch(checkpoints):
+                return Exited(child.run(command.arguments, command.directory, command.env, command.waiting))
+        except LightningSMError as error:
+            return self._not_started(error)
+
+    def _pause(self) -> None:
+        state = self._state
+        _LOG.warning(
+            "the data host's script was killed (exit code %d). Restarting it in %.0f s.", state.exit_code, state.pause_s
+        )
+        self._record.event("restart", f"the data host's script was killed (exit code {state.exit_code})")
+        self._wait(state.pause_s, lambda: self._child.must_exit)
+
+    def _judge(self, exit_code: int) -> Judged:
+        """Find out how and why the script has ended."""
+        child, state = self._child, self._state
+        if child.was_killed and child.stopped_by is not None and exit_code != 0 and not state.is_data_host:
+            killed = f"The script did not exit within {self._schedule.kill_s:g} s and was killed.{self._last_seen}"
+            self._record.event("hang", killed)
+            return self._judged(Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, stopped_reason(child.stopped_by, killed)))
+        if self._hang_reason and exit_code != 0:  # 0: the script recovered and finished while its stacks were saved
+            if child.stopped_by is not None and not state.is_data_host:
+                reason = stopped_reason(child.stopped_by, self._hang_reason)
+                return self._judged(Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, reason))
+            own = child.failed.failure
+            if own is None or own.is_consequence:
+                may_restart = child.stopped_by is None
+                return self._judged(Outcome(OutcomeKind.HANG, 1, Reason(self._hang_reason), may_restart=may_restart))
+            exit_code = 1  # a rank has raised an exception, and its exit has hung
+        # A data host whose work is over is ended by these signals, which is a success; any other exit is a failure.
+        is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
+        is_ended_by_job = (child.end_requested or child.end_run_requested) and exit_code in _ENDED
+        if state.is_data_host and (is_ended_by_stop or is_ended_by_job):
+            exit_code = 0
+        if not (state.is_data_host or is_ended_by_job) and (left := self._interruption(exit_code)):
+            return self._judged(Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, left))
+        if exit_code == 0:
+            self._warn_after_success()
+            return Judged(Outcome.of_exit_code(0))
+        return self._judge_failure(exit_code, is_ended_by_job=is_ended_by_job)
+
+    def _interruption(self, exit_code: int) -> str:
+        """Say that the script has left because the job was stopped or interrupted; empty if it finished or failed."""
+        child = self._child
+        ending = f"(exit code {exit_code}) on {self._place}"
+        if self._control.saved() is not None and exit_code in (0, INTERRUPTED_EXIT_CODE):
+            # Another host may have been told to stop, and this one may not have been yet.
+            return stopped_reason(
+                child.stopped_by or signal.SIGTERM, f"The training has saved its state and left {ending}"
+            )
+        # Those that announce themselves leave with another code, unless they have finished.
+        if exit_code == 0 and child.stopped_by is not None and not child.has_announced:
+            note = "whether its work is complete is not known"
+            return stopped_reason(child.stopped_by, f"The script has exited after the signal, and {note} {ending}")
+        return ""
+
+    def _judge_failure(self, exit_code: int, *, is_ended_by_job: bool) -> Judged:
+        child = self._child
+        first = replace(child.failed, exit_code=1) if self._hang_reason else child.failed
+        if is_ended_by_job:
+            # The job ended this script. A rank inside an NCCL collective needs SIGKILL, others exit on SIGTERM: report
+            # the same code for both.
+            exit_code = INTERRUPTED_EXIT_CODE
+            first = replace(first, exit_code=exit_code)
+        failed = script_failure(
+            first,
+            exit_code,
+            child.stderr_tail,
+            self._place,
+            stopped_by=child.stopped_by,
+            num_restarts=self._state.num_kills,
+        )
+        is_consequence = failed.is_consequence and child.stopped_by is None
+        if is_consequence:
+            # For the report of the launcher whose script failed first.
+            self._peers.wait_for_decision(timeline.CAUSE_ELSEWHERE_S)
+        state, is_stopped = self._state, child.stopped_by is not None
+        is_saved = is_stopped and exit_code == INTERRUPTED_EXIT_CODE and self._control.saved() is not None
+        if child.stopped_by is not None and is_saved:
+            # What the script last wrote to stderr is not the reason: it did what it was asked to.
+            failed = replace(failed, reason=Reason(stopped_reason(child.stopped_by, _SAVED)))
+        if not is_ended_by_job:
+            self._record.event("interruption" if is_saved else "failure", failed.reason.headline)
+        is_final = failed.is_permanent and state.pending_restart is None
+        may_restart = not (is_final or is_stopped or state.is_data_host)
+        if not (is_ended_by_job or is_stopped):
+            exit_code = failed.exit_code
+        outcome = Outcome.of_exit_code(exit_code, failed.reason, may_restart=may_restart)
+        return self._judged(outcome, is_consequence=is_consequence)
+
+    def _judged(self, outcome: Outcome, *, is_consequence: bool = False) -> Judged:
+        return Judged(outcome, self._control.saved() is not None, is_consequence)
+
+    def _warn_after_success(self) -> None:
+        hidden = self._command.hidden
+        if hidden and not self._control.are_options_read():
+            _LOG.error(
+                "The script has succeeded, but no SageMakerCLI has read the values of %s, which are not on its "
+                "command line because they are secret. Give them to the script in another way.",
+                ", ".join(hidden),
+            )
+
+    def _await_upload(self) -> None:
+        self._interrupted_at = time.monotonic()
+        files = self._control.saved() or []
+        wait_until_uploaded(files, has_agent=self._job.has_upload_agent, deadline=self._leave_at)
+
+    def _await_decision(self) -> None:
+        own, timeout_s = self._state.own, self._timings.peers_timeout_s
+        if self._max_restarts and own is not None and own.may_restart:  # a connection just lost may come back
+            timeout_s = max(timeout_s, self._timings.reconnect_s)
+        self._peers.wait_for_decision(timeout_s)
+
+    def _await_absent_hosts(self) -> None:
+        # Containers start seconds apart. A host that connects too late would be stopped without learning why.
+        self._peers.wait_for_absent_hosts(self._timings.peers_timeout_s)
+
+    def _await_restart(self) -> End:
+        if not self._peers.wait_for_start():
+            return Done()
+        attempt = self._peers.attempt
+        self._child.prepare_restart(attempt)
+        return Restarted(attempt)
+
+    def _await_stacks(self) -> None:
+        if not self._peers.is_alone:
+            self._wait(timeline.STACKS_ELSEWHERE_S)
+
+    def _await_trainers(self) -> None:
+        own = self._state.own
+        if own is not None and own.kind is not OutcomeKind.SUCCESS:
+            _LOG.warning(
+                "this data host failed. Keeping it alive until training finishes on the remaining data hosts "
+                "(SageMaker stops the job when a host exits with an error). Cause: %s",
+                own.reason.headline,
+            )
+        self._peers.wait_for_peers()
+
+    def _await_stop(self) -> None:
+        """Wait, after an interruption, for the reports of the other hosts and for the signal that stops this host.
+
+        SageMaker may judge a job by the first host that exits. If that host exits with an error before it was stopped,
+        the job counts as failed instead of interrupted, and is not restarted.
+        """
+        self._peers.wait_for_peers(max(0.0, self._leave_at() - time.monotonic()))
+        if self._is_stopped or self._peers.is_alone:
+            return
+        _LOG.info("this host has saved its checkpoint, but has not been told to stop yet. Waiting for the stop signal.")
+        self._wait(self._leave_at() - time.monotonic())
+
+    def _await_first_exit(self) -> None:
+        job = self._state.job
+        is_hang = job is not None and job.kind is OutcomeKind.HANG
+        if job is not None and job.host == self._topology.main_host:  # it may write a report before it exits
+            self._peers.wait_until_main_host_leaves(self._report_s + timeline.AFTER_THE_REPORT_S)
+        self._wait(timeline.MAIN_HOST_LEAVES_LATER_S + (timeline.STACKS_ELSEWHERE_S if is_hang else 0.0))
+
+    def _write_report(self) -> None:
         """Have the report of the run written, if there is time."""
-        self.write_end(outcome)
+        self.write_end(self._state.outcome)
         limit_s = self._report_s
         if self._is_stopped:
-            remaining_s = self._leave_at() - _AFTER_THE_REPORT_S - time.monotonic()
-            limit_s = min(limit_s, REPORT_LIMIT_WHEN_STOPPED_S, remaining_s)
+            remaining_s = self._leave_at() - timeline.AFTER_THE_REPORT_S - time.monotonic()
+            limit_s = min(limit_s, timeline.REPORT_LIMIT_WHEN_STOPPED_S, remaining_s)
         write_report(self._job, self._prices, limit_s)
 
-    @property
-    def _is_data_host(self) -> bool:
-        return self._topology.role is Role.DATA
+    # ---- What the work needs
 
     @property
     def _is_stopped(self) -> bool:
         return self._child.stopped_by is not None
 
-    def _run_script(self, peers: Peers, script: Script, argv: Sequence[str], env: Mapping[str, str]) -> Outcome:
-        child = self._child
-        self._hang_reason = ""
-        self._may_end_script = True  # before the next line, so that any restart ordered after it ends the script
-        if peers.restart is not None:
-            why = "The job restarted before the script was started."
-            return Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, why, may_restart=True)
-        with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang):
-            exit_code = self._run_until_it_ends([*script.command, *argv], script.directory, env)
-        if self._hang_reason and exit_code != 0:  # 0: the script recovered and finished while its stacks were saved
-            return Outcome(OutcomeKind.HANG, 1, Reason(self._hang_reason), may_restart=not self._is_stopped)
-        # A data host whose work is over is ended by these signals, which is a success; any other exit is a failure.
-        is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
-        is_ended_by_job = (child.end_requested or child.end_run_requested) and exit_code in _ENDED
-        if self._is_data_host and (is_ended_by_stop or is_ended_by_job):
-            exit_code = 0
-        if exit_code == 0:
-            for warning in self._control.warnings():
-                _LOG.error("%s", warning)
-            return Outcome.of_exit_code(0)
-        if is_ended_by_job:
-            # The job ended this script. A rank inside an NCCL collective needs SIGKILL, others exit on SIGTERM: report
-            # the same code for both.
-            exit_code = INTERRUPTED_EXIT_CODE
-        if not self._is_stopped and is_consequence(child.stderr_tail):
-            peers.wait_for_decision(_CONSEQUENCE_S)  # for the report of the launcher whose script failed first
-        reason = script_reason(
-            child.stderr_tail, exit_code, self._place, stopped_by=child.stopped_by, num_restarts=self._num_restarts
-        )
-        self._record.event("failure", reason.headline)
-        is_final = is_permanent_failure(child.stderr_tail, exit_code) and not child.end_run_requested
-        may_restart = not (is_final or self._is_stopped or self._is_data_host)
-        return Outcome.of_exit_code(exit_code, reason, may_restart=may_restart)
+    @contextmanager
+    def _restart_folder(self) -> Iterator[Path | None]:
+        """Keep a folder in memory in which the ranks save their last step for a restart, if there may be one."""
+        if self._standby is None:
+            yield None
+            return
+        parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="lightning_sm-", dir=parent, ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
 
-    def _run_until_it_ends(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
-        """Run the script. On a data host, restart it after a kill if the job still needs it."""
-        child = self._child
-        exit_code = child.run(command, directory, env)
-        while self._is_data_host and not child.must_exit:
-            pause_s = restart_pause_s(exit_code, self._num_restarts)
-            if pause_s is None:
-                break
-            _LOG.warning(
-                "the data host's script was killed (exit code %d). Restarting it in %.0f s.", exit_code, pause_s
-            )
-            self._record.event("restart", f"the data host's script was killed (exit code {exit_code})")
-            self._num_restarts += 1
-            self._wait(pause_s, lambda: child.must_exit)
-            exit_code = 0 if child.must_exit else child.run(command, directory, env)
-        return exit_code
-
-    def _on_hang(self, where: str) -> None:
+    def _on_hang(self, beats: Sequence[Beat]) -> None:
         """Save the stacks of the script's processes, and kill the script. The watchdog's thread calls this."""
-        files = self._save_stacks()
-        stacks = f" Stacks: {', '.join(map(str, files))}." if files else ""
+        where, stacks = self._where(beats)
         host = self._job.current_host
         self._hang_reason = f"The training hangs: no progress on host {host}. Last seen: {where}.{stacks}"
         _LOG.error("%s", self._hang_reason)
         self._record.event("hang", self._hang_reason)
         self._child.kill()
 
-    def _save_stacks(self) -> list[Path]:
+    def _on_kill_is_near(self) -> None:
+        """Save the stacks of processes that have not exited after a stop, before they are killed."""
+        where, stacks = self._where()
+        self._last_seen = f" Last seen: {where}.{stacks}" if where else ""
+        _LOG.error("the script has not exited since the stop, and will be killed.%s", self._last_seen)
+
+    def _where(self, beats: Sequence[Beat] | None = None) -> tuple[str, str]:
+        """Save stacks; return where the script's processes stand, and a sentence with the files."""
+        beats, now = self._child.announced() if beats is None else beats, time.monotonic()
         folder = self._job.host_output_dir
-        stacks = save_stacks(self._control, self._child.announced(), folder)
-        return [*stacks, *save_nccl_traces(self._control, folder)]
-
-    def _end_because_of(self, kind: OutcomeKind, end: Callable[[], None]) -> None:
-        """End the script because of another host, without blocking; if that host hangs, save the stacks here first."""
-        if kind is not OutcomeKind.HANG:
-            end()
-            return
-
-        def save_and_end() -> None:
-            for file in self._save_stacks():
-                _LOG.info("stacks: %s.", file)
-            end()
-
-        threading.Thread(target=save_and_end, name="stacks", daemon=True).start()
+        stacks = save_stacks(self._control, beats, folder)
+        files = [*(one.file for one in stacks), *save_nccl_traces(self._control, folder)]
+        sentence = f" Stacks: {', '.join(map(str, files))}." if files else ""
+        return described(beats, now, stacks), sentence
 
     def _leave_at(self) -> float:
         """Return when an interrupted host must exit at the latest, in seconds of ``time.monotonic``."""
         child = self._child
         return (child.stopped_at or self._interrupted_at) + self._schedule.kill_s
-
-    def _stay_until_uploaded(self) -> None:
-        """Wait, after an interruption, until the checkpoint is uploaded."""
-        self._interrupted_at = time.monotonic()
-        wait_until_uploaded(
-            self._control.saved() or [],
-            has_agent=self._job.has_upload_agent,
-            deadline=self._leave_at,
-        )
-
-    def _leave_last(self, peers: Peers) -> None:
-        """Wait, after an interruption, for the reports of the other hosts and for the signal that stops this host.
-
-        SageMaker may judge a job by the first host that exits. If that host exits with an error before it was stopped,
-        the job counts as failed instead of interrupted, and is not restarted.
-        """
-        peers.wait_for_peers(max(0.0, self._leave_at() - time.monotonic()))
-        if self._is_stopped or peers.is_alone:
-            return
-        _LOG.info("this host has saved its checkpoint, but has not been told to stop yet. Waiting for the stop signal.")
-        self._wait(self._leave_at() - time.monotonic())
 
     def _wait(self, seconds: float, is_over: Callable[[], bool] | None = None) -> None:
         """Wait for some seconds, or until ``is_over`` returns true (default: until this host is told to stop)."""
@@ -358,60 +517,21 @@ class _HostLauncher:
             # Not an event: the signal handler would set it, and could interrupt this thread while it holds the lock.
             time.sleep(min(_POLL_S, remaining_s))
 
-    def _prepare(self, name: str | None, args: Sequence[str]) -> tuple[Script, list[str], dict[str, str]]:
-        """Get the code and install its requirements; return the script, its arguments and its environment."""
-        job = self._job
-        banner = _banner(job, self._topology)
-        program = find_program(name, job, self._env)
-        submission = find_submission(job, self._env)
-        folder = devices = None
-        if submission is not None:
-            devices = self._introduce(banner, program)  # before the download, which may take minutes
-            folder = self._preparation.fetch(submission, job)
-        script = find_script(program, job, self._env, folder)
-        argv = command_line(args, job, script.directory)
-        command = shown_arguments([*script.shown, *argv])
-        self._record.began(command)
-        shown = shlex.join(command)
-        if submission is None:
-            devices = self._introduce(f"{banner} | {shown}", program)
-        else:
-            _LOG.info("starting %s in %s", shown, script.directory)
-        self._preparation.install(script)
-        self._preparation.check_not_stopped("starting the script")
-        return script, argv, self._environment(program, script, argv, devices)
-
-    def _introduce(self, banner: str, program: Program) -> int | None:
-        """Log which host this is; return the number of processes per host that the job's ``distribution`` asks for."""
-        logging.getLogger("lightning_sm").info("%s", banner)  # already begins with the name of the command
-        for other in program.overruled:
-            _LOG.info(
-                "%s names the script %s. Ignoring %s, which names %s.",
-                program.named_by.value,
-                program.name,
-                other.named_by.value,
-                other.name,
+    def _warn_without_secret(self) -> None:
+        """Say once per job that its launchers recognise each other by its name alone; data hosts say it themselves."""
+        topology = self._topology
+        is_main = self._job.current_host == topology.main_host
+        if is_main and topology.num_nodes > 1 and not topology.data_hosts and JOB_SECRET.read(self._env) is None:
+            _LOG.warning(
+                "this job has no secret: whoever knows its name and can reach port %d of %s can report failures in the "
+                "name of its hosts. Start the job with lightning-sm submit, or set %s to random characters, the same "
+                "on all hosts.",
+                topology.peers_port,
+                self._job.current_host,
+                JOB_SECRET.name,
             )
-        return processes_per_host(self._job, self._topology)
 
-    def _environment(
-        self, program: Program, script: Script, argv: Sequence[str], devices: int | None
-    ) -> dict[str, str]:
-        env = {**self._env, **hash_seed(self._env)}
-        if devices is not None:
-            env[DEVICES.name] = str(devices)
-        env[CONTROL_DIR.name] = str(self._control.path)
-        env |= self._record.variables
-        env |= nccl_variables(self._control, env)
-        env |= toolkit_variables(self._job, program.name, argv, self._env)
-        # Python puts only the script's own folder on sys.path; "from app.model import X" needs the folder above app.
-        paths = list(script.module_dirs)
-        if self._env.get("PYTHONPATH"):
-            paths.append(self._env["PYTHONPATH"])
-        env["PYTHONPATH"] = os.pathsep.join(paths)
-        return env
-
-    def _connect(self) -> Peers:
+    def _make_peers(self) -> Peers:
         return Peers(
             key=peers_key(self._job.name or "unnamed", self._env),
             own=self._job.current_host,
@@ -427,144 +547,12 @@ class _HostLauncher:
             timings=self._timings,
         )
 
-    def _on_job_outcome(self, job: JobOutcome) -> None:
-        """End the script if the job's outcome leaves it nothing to do. The thread of ``Peers`` calls this."""
-        is_stopped = self._is_stopped
-        self._record.on_job_outcome(job)
-        # A stop after this is SageMaker's response to the failure, unless the failure was itself an interruption.
-        self._has_job_failed_first = not is_stopped and job.kind is not OutcomeKind.INTERRUPTION
-        if ends_script(self._topology.role, job, self._job.current_host, is_stopped=is_stopped):
-            self._end_because_of(job.kind, self._child.end)
-
-    def _on_restart(self, restart: Restart) -> None:
-        """End the script, which restarts when those of all trainer hosts have exited. Called as above."""
-        start = "the latest valid checkpoint"
-        if self._job.checkpoint_dir is None:
-            start = "the beginning, because the job has no checkpoint folder"
-        _LOG.warning("%s: all trainer hosts restart from %s. Cause: %s", restart, start, restart.cause)
-        self._record.event("restart", f"{restart}. Cause: {restart.cause}")
-        if self._is_data_host:
-            self._end_because_of(restart.kind, lambda: None)
-        elif self._may_end_script:
-            self._end_because_of(restart.kind, self._child.end_run)
-
-    def _report(self, peers: Peers, own: Outcome) -> JobOutcome | None:
-        """Report the script's outcome to the other hosts; return the job's outcome if it becomes known in time."""
-        is_interrupted = own.kind is OutcomeKind.INTERRUPTION and not own.may_restart
-        is_saved = self._is_saved = is_interrupted and self._control.saved() is not None
-        if is_saved:
-            self._stay_until_uploaded()
-        peers.report(own)
-        if is_saved:
-            self._leave_last(peers)
-            return peers.job_outcome
-        if own.kind is OutcomeKind.SUCCESS:
-            # A stopped data host has served all ranks: do not wait for a main host that may be dead.
-            must_wait_for_peers = not (self._is_data_host and self._is_stopped)
-        else:
-            # SageMaker stops a job as soon as one of its hosts exits with an error.
-            must_wait_for_peers = self._is_data_host and len(self._topology.data_hosts) > 1 and not self._is_stopped
-            if must_wait_for_peers:
-                _LOG.warning(
-                    "this data host failed. Keeping it alive until training finishes on the remaining data hosts "
-                    "(SageMaker stops the job when a host exits with an error). Cause: %s",
-                    own.reason.headline,
-                )
-        if must_wait_for_peers:
-            return peers.wait_for_peers()
-        # A host that failed exits as soon as the others have its report, so that SageMaker shows its reason and not
-        # theirs. If this host was stopped, so are the others: they need no report.
-        if not self._is_stopped:
-            timeout_s = self._timings.peers_timeout_s
-            if self._max_restarts and own.may_restart:  # a connection that was just lost may come back
-                timeout_s = max(timeout_s, self._timings.reconnect_s)
-            peers.wait_for_decision(timeout_s)
-            # Containers start seconds apart. A host that connects too late would be stopped without learning why.
-            peers.wait_for_absent_hosts(self._timings.peers_timeout_s)
-        return peers.job_outcome
-
-    def _final_outcome(self, peers: Peers, own: Outcome, job: JobOutcome | None) -> Outcome:
-        """Return how this host exits."""
-        stop = Stop.NONE
-        if self._is_stopped:
-            stop = Stop.AFTER_FAILURE if self._has_job_failed_first else Stop.FIRST
-        final = final_outcome(self._topology.role, stop, own.exit_code, job, self._job.current_host)
-        if final is FinalOutcome.NOT_NEEDED:
-            _LOG.warning("training succeeded without this data host, so this host exits with 0.")
-            return Outcome.of_exit_code(0)
-        if final is FinalOutcome.FAILED_ELSEWHERE and job is not None:
-            if job.host == self._topology.main_host:  # it may write a report before it exits
-                peers.wait_until_main_host_leaves(self._report_s + _AFTER_THE_REPORT_S)
-            stacks_s = _WAIT_FOR_OTHER_HOSTS_STACKS_S if job.kind is OutcomeKind.HANG else 0.0
-            self._wait(_MAIN_HOST_LEAVES_LATER_S + stacks_s)
-            return Outcome.of_exit_code(own.exit_code or 1, job.reason)
-        if own.kind is OutcomeKind.SUCCESS:
-            return own
-        if not self._is_stopped and is_consequence(self._child.stderr_tail):
-            # No other host has failed: show the tracebacks that were left out as consequences, as there are no others.
-            sys.stderr.write(self._child.left_out.decode("utf-8", "replace"))
-        if job is not None and job.host == self._job.current_host:
-            return replace(own, reason=job.reason)  # the job's reason names the restarts, too
-        return own
-
-
-def restart_pause_s(exit_code: int, num_restarts: int) -> float | None:
-    """Return how long to wait before the script of a data host is restarted.
-
-    The cause of a kill may pass; an error of the script itself would recur.
-
-    Args:
-        exit_code: Exit code of the script; 128 + n if signal n killed it.
-        num_restarts: How often it was restarted before.
-
-    Returns:
-        Seconds; None if the script must not be restarted.
-    """
-    if exit_code in _KILLED and num_restarts < len(_RESTART_PAUSES_S):
-        return _RESTART_PAUSES_S[num_restarts]
-    return None
-
-
-def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> list[str]:
-    """Build the arguments of the training script.
-
-    Args:
-        args: Arguments given to the launcher; they come first.
-        job: The job. Its hyperparameters become options, and the files of its ``config`` channel ``--config`` options.
-        directory: Working directory of the script.
-
-    Raises:
-        HyperparameterError: A hyperparameter cannot become an argument, or the hyperparameter ``subcommand``
-            contradicts the one in ``args``.
-    """
-    resolved = job_arguments(job, directory)
-    if not resolved or resolved[0].startswith("-"):
-        return [*args, *resolved]
-    subcommand, *options = resolved
-    if not args or args[0].startswith("-"):
-        return [subcommand, *args, *options]
-    if args[0] != subcommand:
-        raise HyperparameterError(
-            f"The hyperparameter subcommand is {subcommand!r}, but the command line says {args[0]!r}. Remove one."
-        )
-    return [*args, *options]
-
 
 def _place(job: SageMakerJob, topology: Topology) -> Place:
     # With several processes, stderr names the rank that failed.
     is_one_process = (job.devices or job.num_gpus) == 1
     is_rank_known = topology.role is Role.TRAINER and is_one_process
     return Place(job.current_host, topology.role, topology.node_rank if is_rank_known else None)
-
-
-def _banner(job: SageMakerJob, topology: Topology) -> str:
-    role = topology.role
-    rank = f", node rank {topology.node_rank} of {topology.num_nodes}" if role is Role.TRAINER else ""
-    names = ("lightning-sm", "torch", "pytorch-lightning", "lightning")
-    found = [f"{name} {version}" for name in names if (version := installed_version(name)) is not None]
-    versions = [*found, f"Python {platform.python_version()}"]
-    place = f"host {job.current_host}, group {job.current_group.name}, role {role.value}{rank}"
-    return f"{', '.join(versions)} | {place}"
 
 
 def _job_of_this_host(env: Mapping[str, str]) -> SageMakerJob:

@@ -1,4 +1,4 @@
-"""The wait for SageMaker to upload the checkpoint of an interruption.
+"""Whether SageMaker uploads the checkpoints: watched while the script runs, and waited for after an interruption.
 
 The service's agent copies the checkpoint folder to S3 while the job runs; whether it goes on after the containers have
 exited is not documented.
@@ -6,18 +6,89 @@ exited is not documented.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_sm._log import command_logger
-from lightning_sm.job.uploads import UPLOADED, UPLOADING, is_uploaded
+from lightning_sm.job.uploads import UPLOADED, UPLOADING, files_of, is_uploaded
+from lightning_sm.launcher import timeline
 
 _LOG = command_logger(__name__)
 
-# For the agent to notice the first checkpoint of a job; there are no markers before.
-_FIRST_MARKER_S = 10.0
 _POLL_S = 0.1
+_CHECK_S = 60.0
+# A checkpoint of 50 GB takes about as long at 100 MB/s.
+_OVERDUE_S = 600.0
+_CHECKPOINT = ".ckpt"
+
+
+class UploadWatch:
+    """A thread that warns once if SageMaker's agent does not upload checkpoints any more. A context manager.
+
+    It says nothing as long as the agent has never marked a file as uploaded.
+
+    Args:
+        folder: The checkpoint folder; None turns the watch off. Files that it has already come from S3.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._known = self._versions()
+        self._pending_since: dict[tuple[Path, int], float] = {}
+        self._has_uploaded = False
+        self._has_warned = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="upload-watch", daemon=True)
+
+    def __enter__(self) -> UploadWatch:
+        if self._folder is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        if self._folder is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_CHECK_S):
+            with contextlib.suppress(FileNotFoundError):  # a folder of shards was removed meanwhile
+                self.check(time.monotonic())
+
+    def check(self, now: float) -> None:
+        """Look at the folder.
+
+        Args:
+            now: Seconds of ``time.monotonic``.
+        """
+        versions = self._versions() - self._known
+        uploaded = {version for version in versions if is_uploaded(version[0])}
+        self._has_uploaded = self._has_uploaded or bool(uploaded)
+        pending = versions - uploaded
+        self._pending_since = {version: self._pending_since.get(version, now) for version in pending}
+        if not self._has_uploaded or self._has_warned or not pending:
+            return
+        (file, _), since = min(self._pending_since.items(), key=lambda item: item[1])
+        if now - since >= _OVERDUE_S:
+            self._has_warned = True
+            _LOG.warning(
+                "SageMaker has not uploaded the checkpoint %s for %.0f minutes, although it uploaded earlier ones. If "
+                "this host is taken away, the next attempt resumes from one of these. Check the network of the hosts, "
+                "and the job's permissions for its checkpoint_s3_uri.",
+                file,
+                (now - since) / 60,
+            )
+
+    def _versions(self) -> set[tuple[Path, int]]:
+        """Return the files of all checkpoints, each with its time."""
+        versions = set()
+        for file in files_of(self._folder) if self._folder is not None else []:
+            if any(part.endswith(_CHECKPOINT) for part in file.relative_to(self._folder or file).parts):
+                versions.add((file, file.stat().st_mtime_ns))
+        return versions
 
 
 def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Callable[[], float]) -> bool:
@@ -34,7 +105,7 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
     """
     pending = [file for file in files if not is_uploaded(file)]
     began_at = time.monotonic()
-    first_marker_s = _FIRST_MARKER_S if has_agent else 0.0
+    first_marker_s = timeline.FIRST_MARKER_S if has_agent else 0.0
     folders = {file.parent for file in pending}
     while pending and not any(any(folder.glob(f"*{end}")) for folder in folders for end in (UPLOADING, UPLOADED)):
         if time.monotonic() >= min(began_at + first_marker_s, deadline()):

@@ -19,8 +19,6 @@ NOT_INPUT_BOUND = 0.05
 WORKERS_ARE_BUSY = 0.8
 # Plan workers to be busy for at most this share of the time, because batches differ.
 _TARGET = 0.9
-# Beyond this many times the measured number of workers, the prediction is a bound, not an estimate.
-_ESTIMATE_UP_TO = 2.0
 # Steps this close to what network and decoding take are limited by them.
 _NEAR = 0.8
 
@@ -58,46 +56,3 @@ class StepModel:
     def workers_needed(self) -> int:
         """The number of workers with which training does not wait, with a tenth in reserve."""
         return max(1, math.ceil(self.cost_s / max(1e-9, _TARGET * self.own_s)))
-
-
-def more_workers(share: float, busy: float = 1.0) -> float:
-    """Return how many times as many workers would remove the waiting.
-
-    Args:
-        share: The share of the time that training waits, 0 to 1.
-        busy: The share of that time that the workers work: half idle workers need no doubling.
-    """
-    return busy / max(1e-9, 1.0 - share)
-
-
-def times_as_many(factor: float) -> str:
-    """Say a factor in words: "about 1.8 times as many"; "at most" if it is far from the measurement."""
-    return f"{'about' if factor <= _ESTIMATE_UP_TO else 'at most'} {factor:.2g} times as many"
-
-
-def local_verdict(share: float, workers: int, cpu: float | None = None, cpus: int = 0) -> str:
-    """Say why a training waits for a loader on its own host, and what would help.
-
-    Args:
-        share: The share of the time that it waits, 0 to 1, without the first batches.
-        workers: Worker processes of the loader of each rank.
-        cpu: The share of the host's CPUs in use, 0 to 1; None if unknown.
-        cpus: CPUs of the host; 0 if unknown.
-
-    Returns:
-        A sentence; "" if it hardly waits.
-    """
-    if share < NOT_INPUT_BOUND:
-        return ""
-    text = f"Input-bound {share:.0%} of the time"
-    if workers == 0:
-        return f"{text}: the training process builds its batches itself. Set num_workers of the DataLoader."
-    own = f"the loader's {workers} workers" if workers > 1 else "the loader's only worker"
-    if cpu is not None and cpu >= _TARGET:
-        owners = f"the host's {cpus} CPUs are" if cpus > 1 else "the host's CPU is"
-        return (
-            f"{text}, limited by {own}, and {owners} {cpu:.0%} busy: {times_as_many(more_workers(share))} workers "
-            "would remove the wait, but only on more CPUs, such as those of data hosts."
-        )
-    unused = "" if cpu is None else f"; the host's CPUs are {cpu:.0%} busy"
-    return f"{text}, limited by {own}: {times_as_many(more_workers(share))} workers would remove the wait{unused}."

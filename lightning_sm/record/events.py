@@ -5,13 +5,12 @@ Each process appends lines of JSON to a file of its own, ``<record folder>/<atte
 because only that survives a killed attempt; else in the output data, which one archive collects from all hosts.
 
 A file begins with a ``FileHead``; another one follows wherever a restarted process continues the file. Each kind of
-line has a class below, whose ``kind`` names it in JSON. ``t`` is the time in seconds since the Unix epoch; all other
-times are in seconds, too.
+line has a class below, whose tag names it in JSON (``kind``). ``t`` is the time in seconds since the Unix epoch; all
+other times are in seconds, too.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -20,12 +19,16 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from pathlib import Path, PurePath
+from statistics import fmean
+from typing import Any, Union
 
+import msgspec
+
+from lightning_sm._structs import encode
 from lightning_sm._version import installed_version
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.redaction import shown_hyperparameters
 from lightning_sm.job.variables import RECORD_DIR
 
 logger = logging.getLogger(__name__)
@@ -33,17 +36,51 @@ logger = logging.getLogger(__name__)
 FOLDER = "lightning-sm-record"
 VERSION = 1
 LAUNCHER = "launcher"
-# The parts of a training step, in order. "backward" includes the exchange of gradients, with which
-# DistributedDataParallel overlaps it; "other" is the time that no hook of Lightning tells apart.
-PARTS = ("data_wait", "to_device", "forward", "backward", "optimizer", "other")
-_PACKAGES = ("lightning-sm", "torch", "pytorch-lightning", "lightning")
+# What a restart within the job is that does not end with the bits of an undisturbed run; see ``Event``.
+APPROXIMATE = "approximate"
+# How a job, a host, or the run of a rank's Trainer ends; see ``End``.
+SUCCEEDED, FAILED, INTERRUPTED, STOPPED = "succeeded", "failed", "interrupted", "stopped"
+# The parts of a training step, in order, and what people read for them. "backward" includes the exchange of gradients,
+# with which DistributedDataParallel overlaps it; "other" is the time that no hook of Lightning tells apart.
+PARTS = {
+    "data_wait": "waiting for data",
+    "to_device": "to the device",
+    "forward": "forward",
+    "backward": "backward, with gradient exchange",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+# What people read for the spans outside the steps, by their names in the record; see ``Span``.
+SPANS = {
+    "preparation": "start-up",
+    "startup": "start-up",
+    "first_batch": "first batches",
+    "validation": "validation",
+    "between": "ends of epochs",
+    "checkpoint": "checkpoints",
+    "export": "model export",
+    "test": "test and prediction",
+    "predict": "test and prediction",
+}
+_PACKAGES = ("lightning-sm", "torch", "numpy", "pytorch-lightning", "lightning")
 _ENDING = ".jsonl"
+# Ranks write their ``TrainedBatches`` to a file beside their own: readers of the time do without them.
+_BATCHES_ENDING = ".batches.jsonl"
 # Such as "algo-1-launcher.jsonl"; names of hosts contain dashes, too.
-_NAME = re.compile(rf"(?P<host>.+)-(?P<who>{LAUNCHER}|rank-\d+)\{_ENDING}")
+_NAME = re.compile(rf"(?P<host>.+)-(?P<who>{LAUNCHER}|rank-\d+)(?P<ending>(\.batches)?\.jsonl)")
 
 
-@dataclass(frozen=True)
-class FileHead:
+class Line(msgspec.Struct, frozen=True, tag_field="kind"):
+    """A line of a record.
+
+    Attributes:
+        t: A time, in seconds since the Unix epoch.
+    """
+
+    t: float
+
+
+class FileHead(Line, frozen=True, tag="file"):
     """The writer of a file: its first line, and another one whenever a restarted process continues it.
 
     Attributes:
@@ -63,11 +100,10 @@ class FileHead:
         gpus: Number of GPUs of the host.
         packages: Versions of the packages that matter, by name.
         command: The command line of the script, secrets hidden; empty for ranks.
+        hyperparameters: Those of the job, secrets hidden; empty for ranks.
         version: Version of this format.
     """
 
-    kind: ClassVar[str] = "file"
-    t: float
     host: str
     who: str
     job: str | None = None
@@ -76,18 +112,18 @@ class FileHead:
     role: str = "trainer"
     rank: int | None = None
     world_size: int | None = None
-    hosts: Mapping[str, str] = field(default_factory=dict)
-    instance_types: Mapping[str, str | None] = field(default_factory=dict)
+    hosts: Mapping[str, str] = msgspec.field(default_factory=dict)
+    instance_types: Mapping[str, str | None] = msgspec.field(default_factory=dict)
     instance_type: str | None = None
     cpus: int = 0
     gpus: int = 0
-    packages: Mapping[str, str] = field(default_factory=dict)
-    command: Sequence[str] = field(default_factory=list)
+    packages: Mapping[str, str] = msgspec.field(default_factory=dict)
+    command: Sequence[str] = msgspec.field(default_factory=list)
+    hyperparameters: Mapping[str, str] = msgspec.field(default_factory=dict)
     version: int = VERSION
 
 
-@dataclass(frozen=True)
-class GpuUse:
+class GpuUse(msgspec.Struct, frozen=True):
     """The use of one GPU.
 
     Attributes:
@@ -101,8 +137,7 @@ class GpuUse:
     memory_total_bytes: int
 
 
-@dataclass(frozen=True)
-class HostUse:
+class HostUse(Line, frozen=True, tag="use"):
     """The use of a host since the previous line; a launcher writes one every few seconds.
 
     Attributes:
@@ -115,18 +150,31 @@ class HostUse:
         gpus: Use of its GPUs; empty if there are none, or if NVML is not installed.
     """
 
-    kind: ClassVar[str] = "use"
-    t: float
     cpu: float
     memory_bytes: int
     memory_total_bytes: int
     received_bytes_s: float = 0.0
     sent_bytes_s: float = 0.0
-    gpus: Sequence[GpuUse] = field(default_factory=list)
+    gpus: Sequence[GpuUse] = msgspec.field(default_factory=list)
+
+    @property
+    def memory(self) -> float | None:
+        """Share of the memory in use, 0 to 1."""
+        return self.memory_bytes / self.memory_total_bytes if self.memory_total_bytes else None
+
+    @property
+    def gpu(self) -> float | None:
+        """Share of the time in which any kernel ran, the mean of the GPUs."""
+        return fmean(gpu.use for gpu in self.gpus) if self.gpus else None
+
+    @property
+    def gpu_memory(self) -> float | None:
+        """Share of the GPUs' memory in use, 0 to 1."""
+        total = sum(gpu.memory_total_bytes for gpu in self.gpus)
+        return sum(gpu.memory_bytes for gpu in self.gpus) / total if total else None
 
 
-@dataclass(frozen=True)
-class Loader:
+class Loader(Line, frozen=True, tag="loader"):
     """The source of a rank's training batches; written when its training begins.
 
     Attributes:
@@ -136,21 +184,186 @@ class Loader:
             data hosts are in ``DataService``.
         cpus: Number of CPUs that this rank's process may use, together with the other ranks of the host.
         ranks_of_host: Number of ranks on the host.
+        step: ``trainer.global_step`` when the training begins or resumes.
     """
 
-    kind: ClassVar[str] = "loader"
-    t: float
     is_remote: bool
     workers: int = 0
     cpus: int = 0
     ranks_of_host: int = 1
+    step: int = 0
 
 
-@dataclass(frozen=True)
-class Steps:
+class TrainingPass(Line, frozen=True, tag="pass"):
+    """The start of a Trainer's pass over a training loader of data hosts: all that decides which samples it has.
+
+    Attributes:
+        t: When it began.
+        fit: Which fit of the script.
+        loader: Name of the loader.
+        index: Its position among the training loaders.
+        dataset: Description of the dataset.
+        data: Equal for the same data.
+        order: Who decides on the order: ``sequential``, ``shuffled``, ``sampler``, ``batch_sampler`` or ``shards``.
+        digest: Digest of the order of the user's sampler; else empty.
+        seed: Seed of the run.
+        epoch: The epoch, from 0.
+        pass_index: Number of the pass within the epoch.
+        first_step: Batches of the epoch before it.
+        stop_step: Where the Trainer's limits end it; None: at the end of the data.
+        num_steps: Batches of a whole pass; None: unknown.
+        num_samples: Samples of a whole pass; None: unknown.
+        batch_size: Samples per batch; None: the user's code makes batches.
+        drop_last: Whether samples that fill no step are left out.
+        tail: What becomes of an uneven last step (``data_service.tail``); ``hold``: another pass follows for it.
+        rank: This rank among those that split the data.
+        world_size: Number of ranks that split the data.
+        num_repeated: Samples of the epoch that the pass repeats, because ranks or batch sizes are others now.
+        num_shards: Virtual shards of an iterable dataset; 0: it is none.
+        earlier_stop_step: Where the Trainer's limits end the passes of earlier epochs; None: at the end of the data.
+        opened_epoch: Epoch for which the loader was made.
+        hook_seed: Seed of the DataModule's hooks: that of this process, where ``seed`` may be that of a checkpoint.
+        trainer: Values of the Trainer that the hooks could read, by name.
+        has_state: Whether the DataModule had loaded a state from a checkpoint.
+        num_skipped: Batches from ``first_step`` on that the Trainer leaves out (``data_service.skip_steps``): the line
+            then stands for them instead of a start. 0: none.
+        skipped_steps: First and last step that these batches belong to, as loggers count.
+    """
+
+    fit: str
+    loader: str
+    index: int
+    dataset: str
+    data: str
+    order: str
+    digest: str
+    seed: int
+    epoch: int
+    pass_index: int
+    first_step: int
+    stop_step: int | None = None
+    num_steps: int | None = None
+    num_samples: int | None = None
+    batch_size: int | None = None
+    drop_last: bool = False
+    tail: str = "exact"
+    rank: int = 0
+    world_size: int = 1
+    num_repeated: int = 0
+    num_shards: int = 0
+    earlier_stop_step: int | None = None
+    opened_epoch: int = 0
+    hook_seed: int = 0
+    trainer: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    has_state: bool = False
+    num_skipped: int = 0
+    skipped_steps: Sequence[int] = msgspec.field(default_factory=list)
+
+
+class ReplacedSample(Line, frozen=True, tag="replaced"):
+    """A sample that could not be read, in a batch of a training loader, and the one that replaced it.
+
+    Attributes:
+        t: When the batch had arrived.
+        fit: Which fit of the script.
+        loader: Name of the loader.
+        index: Its position among the training loaders.
+        epoch: The epoch, from 0.
+        pass_index: Number of the pass within the epoch.
+        step: Number of the batch in the pass.
+        item: Number of the sample in the batch.
+        bad: Index that could not be read: the sample's own, or one that was to replace it.
+        by: Index that was read in its place; of several lines for a sample, the last one counts.
+        text: What was raised.
+    """
+
+    fit: str
+    loader: str
+    index: int
+    epoch: int
+    pass_index: int
+    step: int
+    item: int
+    bad: int
+    by: int
+    text: str = ""
+
+
+class LocalPass(Line, frozen=True, tag="local_pass"):
+    """A Trainer's pass over a training loader of the rank itself: how it is ordered, if torch's own samplers do it.
+
+    Attributes:
+        t: When its first step in this process ended.
+        fit: Which fit of the script.
+        epoch: The epoch, from 0.
+        index: Its position among the training loaders.
+        sampler: Class of its sampler.
+        is_known: Whether the fields below decide on its order: it has torch's ``SequentialSampler`` or
+            ``DistributedSampler``, in torch's ``BatchSampler``.
+        num_samples: Length of the dataset.
+        batch_size: Samples per batch.
+        drop_last: Whether an incomplete last batch is left out.
+        distributed: Arguments of the ``DistributedSampler``, and its epoch; empty: a ``SequentialSampler``.
+    """
+
+    fit: str
+    epoch: int
+    index: int
+    sampler: str
+    is_known: bool = False
+    num_samples: int = 0
+    batch_size: int = 1
+    drop_last: bool = False
+    distributed: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+
+class TrainedBatches(Line, frozen=True, tag="batches"):
+    """Consecutive batches of an epoch on which a rank has trained.
+
+    Attributes:
+        t: When the line was written.
+        fit: Which fit of the script.
+        epoch: The epoch, from 0.
+        first: Number of the first batch in the epoch, from 0.
+        num: How many they are.
+        step: The step of the first one as loggers count it, from 0: optimizer steps before it.
+        steps: The same of each batch; empty: each has a step of its own.
+        hashes: Hashes of their contents by the position of the training loader that they are from, packed by
+            ``batch_log.pack``; those of data hosts only.
+        shards: By the same position, the place of each batch in an iterable dataset: index of the pass, virtual shard,
+            number in the shard.
+    """
+
+    fit: str
+    epoch: int
+    first: int
+    num: int
+    step: int
+    steps: Sequence[int] = msgspec.field(default_factory=list)
+    hashes: Mapping[str, str] = msgspec.field(default_factory=dict)
+    shards: Mapping[str, Sequence[Sequence[int]]] = msgspec.field(default_factory=dict)
+
+
+class Reached(Line, frozen=True, tag="reached"):
+    """The batches of an epoch on which a rank has trained.
+
+    Attributes:
+        t: When it was written.
+        fit: Which fit of the script.
+        epoch: The epoch, from 0.
+        num_batches: Number of its batches so far.
+    """
+
+    fit: str
+    epoch: int
+    num_batches: int
+
+
+class Steps(Line, frozen=True, tag="steps"):
     """Consecutive training steps of a rank. A step is one training batch.
 
-    Spans between the steps, and the first step of a run, are not part of them.
+    Spans between the steps are not part of them. Nor is the first step of a process, which may compile: it is in the
+    span ``first_batch``.
 
     Attributes:
         t: When the last one ended.
@@ -162,21 +375,20 @@ class Steps:
         parts: Seconds by part (``PARTS``); their sum is ``wall_s``.
         gpu_parts: Whether forward, backward and optimizer were measured on the GPU, every few steps. Else they are the
             time of the host, which only launches the work of a GPU.
+        untimed: Number of steps since the line before that are in no other field: the first one of a process.
     """
 
-    kind: ClassVar[str] = "steps"
-    t: float
     step: int
     n: int
     wall_s: float
     longest_s: float
     samples: int = 0
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = msgspec.field(default_factory=dict)
     gpu_parts: bool = False
+    untimed: int = 0
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Line, frozen=True, tag="span"):
     """A span of time outside the steps.
 
     Attributes:
@@ -189,15 +401,12 @@ class Span:
         seconds: How long it took, without other spans inside it.
     """
 
-    kind: ClassVar[str] = "span"
-    t: float
     name: str
     begin: float
     seconds: float
 
 
-@dataclass(frozen=True)
-class Metrics:
+class Metrics(Line, frozen=True, tag="metrics"):
     """The metrics that the model logged; rank 0 writes them.
 
     Attributes:
@@ -207,15 +416,12 @@ class Metrics:
         values: The metrics by name; None in place of NaN and infinity.
     """
 
-    kind: ClassVar[str] = "metrics"
-    t: float
     step: int
     epoch: int
-    values: Mapping[str, float | None] = field(default_factory=dict)
+    values: Mapping[str, float | None] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class DataService:
+class DataService(Line, frozen=True, tag="data"):
     """The work of data hosts and trainer ranks, as sums since the start; rank 0 of a job with data hosts writes it.
 
     Attributes:
@@ -224,51 +430,44 @@ class DataService:
         ranks: The fields of ``RankFigures`` (lightning_sm.data.protocol.figures) by name of the rank.
     """
 
-    kind: ClassVar[str] = "data"
-    t: float
-    hosts: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    hosts: Sequence[Mapping[str, Any]] = msgspec.field(default_factory=list)
+    ranks: Mapping[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(Line, frozen=True, tag="event"):
     """An event.
 
     Attributes:
         t: When it happened.
         what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``slow_request``,
-            ``hang``, ``failure``, ``checkpoint_saved`` or ``resumed``.
+            ``hang``, ``failure``, ``checkpoint_saved``, ``resumed``, ``skipped_steps``, ``bad_sample`` or
+            ``approximate``: a restart without the random numbers of its step (docs/lifecycle.md, "The last step").
         text: The event in words.
     """
 
-    kind: ClassVar[str] = "event"
-    t: float
     what: str
     text: str = ""
 
 
-@dataclass(frozen=True)
-class End:
+class End(Line, frozen=True, tag="end"):
     """The end of a launcher, or of the run of a rank's Trainer. A killed process writes none.
 
     Attributes:
         t: When it ended.
         outcome: ``succeeded``, ``failed``, ``interrupted`` (it can resume from a checkpoint) or ``stopped``.
         exit_code: Exit code of the host, in the launcher's line.
-        reason: Why it did not succeed.
+        reason: Why the job did not succeed if ``job_outcome`` is known, else why this host did not.
+        job_outcome: How the job ended, in the same words, in the line of a launcher that has learned it. A host that
+            was ended because another one had failed is ``stopped``, but its job has ``failed``.
     """
 
-    kind: ClassVar[str] = "end"
-    t: float
     outcome: str
     exit_code: int | None = None
     reason: str = ""
+    job_outcome: str | None = None
 
 
-Line: TypeAlias = FileHead | HostUse | Loader | Steps | Span | Metrics | DataService | Event | End
-_KINDS: dict[str, type[Line]] = {
-    line.kind: line for line in (FileHead, HostUse, Loader, Steps, Span, Metrics, DataService, Event, End)
-}
+_DECODER = msgspec.json.Decoder(Union[tuple(Line.__subclasses__())])  # noqa: UP007 - of all of them
 
 
 def record_folder(job: SageMakerJob) -> Path:
@@ -299,13 +498,32 @@ def file_attempt(path: Path) -> int:
     return int(name) if name.isdecimal() else 0
 
 
-def find_files(folder: Path) -> list[Path]:
+def is_record_file(path: PurePath) -> bool:
+    """Return whether a path is that of a record's file, ATTEMPT/HOST-PROCESS.jsonl, or of a rank's batches."""
+    return _NAME.fullmatch(path.name) is not None and path.parent.name.isdecimal() and int(path.parent.name) > 0
+
+
+def batches_path(path: Path) -> Path:
+    """Return where a rank writes its ``TrainedBatches``.
+
+    Args:
+        path: Its file.
+    """
+    return path.with_name(path.name.removesuffix(_ENDING) + _BATCHES_ENDING)
+
+
+def find_files(folder: Path, *, with_batches: bool = False) -> list[Path]:
     """Return the files of records in and below a folder, sorted by attempt and name.
 
     Args:
         folder: A record's folder, or one above it, such as the unpacked output data of a job.
+        with_batches: Whether to return those with ``TrainedBatches``, too.
     """
-    files = [path for path in folder.rglob(f"*{_ENDING}") if _NAME.fullmatch(path.name) and file_attempt(path)]
+    files = [
+        path
+        for path in folder.rglob(f"*{_ENDING}")
+        if is_record_file(path) and (with_batches or not path.name.endswith(_BATCHES_ENDING))
+    ]
     return sorted(files, key=lambda path: (file_attempt(path), path.name, str(path)))
 
 
@@ -315,28 +533,43 @@ def read_file(path: Path) -> list[Line]:
     Raises:
         OSError: The file cannot be read.
     """
-    lines = (from_json(text) for text in path.read_text(encoding="utf-8", errors="replace").splitlines())
-    return [line for line in lines if line is not None]
+    return read_on(path, 0)[0]
+
+
+def read_on(path: Path, offset: int) -> tuple[list[Line], int]:
+    """Read the lines of a file that is still being written, as ``read_file`` does.
+
+    Args:
+        path: The file.
+        offset: Where to begin.
+
+    Returns:
+        The lines, and where the next one will begin.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
+    end = data.rfind(b"\n") + 1  # the rest is still being written, or was cut short
+    lines = map(from_json, data[:end].split(b"\n"))
+    return [line for line in lines if line is not None], offset + end
 
 
 def to_json(line: Line) -> str:
     """Return a line as JSON, without a line break."""
-    values = {name: value for name, value in asdict(line).items() if value is not None}
-    return json.dumps({"kind": line.kind, **_plain(values)}, separators=(",", ":"), allow_nan=False)
+    values = {name: value for name, value in msgspec.to_builtins(line).items() if value is not None}
+    return encode(_rounded(values)).decode()
 
 
-def from_json(text: str) -> Line | None:
+def from_json(text: str | bytes) -> Line | None:
     """Read a line; return None if it is malformed, or of a kind that this version does not know."""
     try:
-        values = json.loads(text)
-        kind = _KINDS[values.pop("kind")]
-        known = {one.name for one in fields(kind)}
-        values = {name: value for name, value in values.items() if name in known}
-        if kind is HostUse:
-            values["gpus"] = [GpuUse(**gpu) for gpu in values.get("gpus", ())]
-        return kind(**values)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        line: Line = _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    return line
 
 
 class Recorder:
@@ -446,6 +679,7 @@ def head_of(
         gpus=job.num_gpus,
         packages=packages,
         command=list(command),
+        hyperparameters=shown_hyperparameters(job.hyperparameters) if rank is None else {},
     )
 
 
@@ -471,12 +705,10 @@ class Pacing:
         return now + min(self._most_s, max(self._least_s, (now - self._began_at) / 600))
 
 
-def _plain(value: Any) -> Any:
-    """Convert a value to JSON's types, with None for NaN and infinity, and floats rounded to six decimals."""
+def _rounded(value: Any) -> Any:
+    """Return JSON with floats of six decimals, and None for NaN and infinity."""
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value

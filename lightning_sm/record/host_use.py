@@ -24,22 +24,6 @@ logger = logging.getLogger(__name__)
 _GPU_DEVICE = Path("/dev/nvidia0")
 
 
-class CpuMeter:
-    """A meter of how busy this machine's CPUs have been since it was made."""
-
-    def __init__(self) -> None:
-        self._before = psutil.cpu_times()
-
-    def share(self) -> float | None:
-        """Return the share of the CPUs' time in use, 0 to 1; None if no time has passed."""
-        after = psutil.cpu_times()
-        names = [name for name in after._fields if name not in ("guest", "guest_nice")]  # parts of user and nice
-        spent = {name: getattr(after, name) - getattr(self._before, name) for name in names}
-        total = sum(spent.values())
-        idle = spent["idle"] + spent.get("iowait", 0.0)
-        return max(0.0, 1 - idle / total) if total > 0 else None
-
-
 class HostMeter:
     """A meter of the use of a host between two calls.
 

@@ -99,11 +99,6 @@ def _parsed(file: Path) -> dict[str, Any]:
     fields = read_mapping(file, "file of prices", FILE_FORMAT)
     if not isinstance(fields.get("per_hour"), dict):
         raise JobConfigError(f"{file} has no table per_hour. A price file looks like this:\n{FILE_FORMAT}")
-    unknown = sorted(map(str, set(fields) - {"currency", "per_hour"}))
-    if unknown:
-        raise JobConfigError(
-            f"The file of prices {file} has the unknown key {unknown[0]}. Prices belong below per_hour."
-        )
     return fields
 
 

@@ -11,7 +11,17 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.record.events import FOLDER, LAUNCHER, FileHead, Line, file_attempt, find_files, read_file
+from lightning_sm.record.events import (
+    FOLDER,
+    LAUNCHER,
+    FileHead,
+    Line,
+    TrainedBatches,
+    file_attempt,
+    find_files,
+    is_record_file,
+    read_file,
+)
 
 # A larger file is not a record: even a process that runs for a month writes less.
 _MAX_FILE_BYTES = 2**30
@@ -47,7 +57,7 @@ class RunRecord:
     records: tuple[ProcessRecord, ...]
 
 
-def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord]:
+def read_runs(sources: Sequence[Path], job: str | None = None, *, with_batches: bool = False) -> list[RunRecord]:
     """Read the records of runs.
 
     Args:
@@ -55,6 +65,8 @@ def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord
             jobs, such as a checkpoint folder from which another job has resumed. One job's files may be in several
             sources.
         job: Name of the only job to read. Default: all.
+        with_batches: Whether to read the batches of each rank, too, which are records of their own: most of a run's
+            bytes.
 
     Returns:
         One run for each job, in the order in which they began.
@@ -64,7 +76,7 @@ def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord
     """
     records: dict[str, list[tuple[str, ProcessRecord]]] = defaultdict(list)
     for source in sources:
-        found = _records(source)
+        found = _records(source, with_batches=with_batches)
         if not found:
             raise JobConfigError(
                 f"{source} has no record of a run: no files {FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them into its "
@@ -79,13 +91,13 @@ def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord
     return sorted(runs, key=lambda run: min(record.head.t for record in run.records))
 
 
-def read_run(source: Path, job: str | None = None) -> RunRecord:
+def read_run(source: Path, job: str | None = None, *, with_batches: bool = False) -> RunRecord:
     """Read the record of one run; see ``read_runs``.
 
     Raises:
         JobConfigError: The source has no record, or has those of several jobs and ``job`` names none.
     """
-    runs = read_runs([source], job)
+    runs = read_runs([source], job, with_batches=with_batches)
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
         raise JobConfigError(
@@ -97,9 +109,10 @@ def read_run(source: Path, job: str | None = None) -> RunRecord:
 def _run(name: str, found: Iterable[tuple[str, ProcessRecord]]) -> RunRecord:
     found = list(found)
     # A file may exist twice: on the host, and where it was uploaded, perhaps without its end. Keep the longer one.
-    longest: dict[tuple[int, str, str, float], ProcessRecord] = {}
+    longest: dict[tuple[int, str, str, float, bool], ProcessRecord] = {}
     for _, record in found:
-        key = (record.attempt, record.head.host, record.head.who, record.head.t)
+        has_batches = isinstance(record.lines[0], TrainedBatches)
+        key = (record.attempt, record.head.host, record.head.who, record.head.t, has_batches)
         if key not in longest or len(longest[key].lines) < len(record.lines):
             longest[key] = record
     records = sorted(
@@ -108,34 +121,44 @@ def _run(name: str, found: Iterable[tuple[str, ProcessRecord]]) -> RunRecord:
     return RunRecord(name, ", ".join(dict.fromkeys(source for source, _ in found)), tuple(records))
 
 
-def _records(source: Path) -> list[ProcessRecord]:
+def _records(source: Path, *, with_batches: bool) -> list[ProcessRecord]:
     try:
         if source.is_dir():
-            return _of_folder(source)
+            return _of_folder(source, with_batches=with_batches)
         with tempfile.TemporaryDirectory(prefix="lightning_sm-") as folder, tarfile.open(source) as archive:
-            _extract(archive, Path(folder))
-            return _of_folder(Path(folder))
+            extract_records(archive, Path(folder))
+            return _of_folder(Path(folder), with_batches=with_batches)
     except (OSError, tarfile.TarError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise JobConfigError(f"{source} cannot be read: {reason}. Expected a folder or a tar archive.") from error
 
 
-def _extract(archive: tarfile.TarFile, folder: Path) -> None:
-    """Copy the records of an archive under names of our own, because an archive may name any path."""
+def extract_records(archive: tarfile.TarFile, folder: Path) -> int:
+    """Copy the records of an archive under names of our own, because an archive may name any path.
+
+    Args:
+        archive: The archive, which may be a stream.
+        folder: Receives them.
+
+    Returns:
+        How many there are.
+    """
+    found = 0
     for number, member in enumerate(archive):
         path = PurePosixPath(member.name)
-        is_record = path.suffix == ".jsonl" and path.parent.name.isdecimal()
-        if not is_record or not member.isfile() or member.size > _MAX_FILE_BYTES:
+        if not is_record_file(path) or not member.isfile() or member.size > _MAX_FILE_BYTES:
             continue
         content = archive.extractfile(member)
         if content is not None:
             copy = folder / str(number) / path.parent.name / path.name
             copy.parent.mkdir(parents=True)
             copy.write_bytes(content.read())
+            found += 1
+    return found
 
 
-def _of_folder(folder: Path) -> list[ProcessRecord]:
-    records = [record for path in find_files(folder) for record in _lives(path)]
+def _of_folder(folder: Path, *, with_batches: bool) -> list[ProcessRecord]:
+    records = [record for path in find_files(folder, with_batches=with_batches) for record in _lives(path)]
     # Without a checkpoint folder, a job cannot know of earlier attempts and numbers each as the first one: count the
     # launcher's starts.
     starts: dict[tuple[str | None, int, str], set[float]] = defaultdict(set)

@@ -4,49 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_sm.record.events import PARTS
+from lightning_sm.record.totals import Totals
 
 DATA_WAIT, TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PARTS))
 # The parts that the GPU itself measures, if there is one.
 ON_GPU = ("forward", "backward", "optimizer")
-
-
-@dataclass
-class Totals:
-    """The sums of all measurements since the start.
-
-    Attributes:
-        num_steps: Number of steps.
-        samples: Number of samples in their batches.
-        parts: Seconds by part.
-        spans: Seconds by name of the span.
-    """
-
-    num_steps: int = 0
-    samples: int = 0
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    spans: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def wall_s(self) -> float:
-        """The seconds of all steps."""
-        return sum(self.parts.values())
-
-    def share(self, *parts: str) -> float:
-        """Return the share of some parts in the steps' time, 0 to 1."""
-        return sum(self.parts[name] for name in parts) / max(1e-9, self.wall_s)
-
-    def copy(self) -> Totals:
-        """Return a snapshot."""
-        return Totals(self.num_steps, self.samples, dict(self.parts), dict(self.spans))
-
-    def since(self, before: Totals) -> Totals:
-        """Return the sums added since a snapshot."""
-        parts = {name: seconds - before.parts[name] for name, seconds in self.parts.items()}
-        spans = {name: seconds - before.spans.get(name, 0.0) for name, seconds in self.spans.items()}
-        return Totals(self.num_steps - before.num_steps, self.samples - before.samples, parts, spans)
 
 
 @dataclass
@@ -71,13 +36,13 @@ class StepClock:
         now: Returns the time in seconds.
 
     Attributes:
-        totals: The time charged so far, up to the last call of any method.
         longest_s: The longest step since it was set to 0.
     """
 
     # Slots, because each step looks these attributes up some thirty times.
     __slots__ = (
-        "_current", "_finished", "_last", "_n", "_now", "_parts", "_samples", "_spans", "_step_s", "longest_s",
+        "_current", "_finished", "_in_transit_s", "_last", "_n", "_noted_wait_s", "_now", "_parts", "_samples",
+        "_spans", "_step_s", "_untimed", "_whole", "longest_s",
     )  # fmt: skip
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -88,13 +53,18 @@ class StepClock:
         self._spans: list[OpenSpan] = []
         self._step_s = 0.0
         self._n = 0
+        self._untimed = 0
         self._samples = 0
         self._finished: dict[str, float] = {}
+        self._in_transit_s = 0.0
+        self._noted_wait_s = 0.0
+        # Parts, and time in transit, at the end of the last step.
+        self._whole: tuple[list[float], float] = self._parts[:], 0.0
         self.longest_s = 0.0
 
     @property
     def n(self) -> int:
-        """Number of steps so far."""
+        """Number of steps outside spans so far."""
         return self._n
 
     @property
@@ -103,9 +73,22 @@ class StepClock:
         return self._current
 
     @property
+    def span(self) -> str:
+        """The name of the innermost span that has begun; empty if there is none."""
+        return self._spans[-1].name if self._spans else ""
+
+    @property
     def totals(self) -> Totals:
-        """The sums of the time charged so far."""
-        return Totals(self._n, self._samples, dict(zip(PARTS, self._parts, strict=True)), dict(self._finished))
+        """The sums of the steps and spans that have ended: anyone may look in mid-step."""
+        parts, in_transit_s = self._whole
+        by_name = dict(zip(PARTS, parts, strict=True))
+        spans = dict(self._finished)
+        return Totals(self._n, self._samples, by_name, spans, in_transit_s, num_untimed=self._untimed)
+
+    @property
+    def unfinished_s(self) -> float:
+        """The time charged to the step that has not ended, up to the last call of any method."""
+        return self._step_s
 
     def enter(self, part: int) -> None:
         """Charge the time until now to the previous part, and from now on to this one."""
@@ -119,14 +102,32 @@ class StepClock:
             self._step_s += elapsed_s
         self._current = part
 
+    def note_wait(self, in_transit: float) -> None:
+        """Say of the wait that ends now, and began after the last one, why it took so long.
+
+        Args:
+            in_transit: The share of the time for its batch in which this was in transit from a data host, 0 to 1.
+        """
+        self.enter(self._current)
+        waited_s = self._parts[DATA_WAIT]
+        self._in_transit_s += in_transit * (waited_s - self._noted_wait_s)
+        self._noted_wait_s = waited_s
+
     def end_step(self, samples: int) -> float:
-        """End a step, unless it is inside a span, and charge ``OTHER`` of the next step; return the time."""
+        """End a step, whose time the span has that it is inside of, if any; charge ``OTHER`` of the next step.
+
+        Returns:
+            The time.
+        """
         self.enter(OTHER)
-        if not self._spans:
+        if self._spans:
+            self._untimed += 1
+        else:
             self._n += 1
             self._samples += samples
             self.longest_s = max(self.longest_s, self._step_s)
             self._step_s = 0.0
+            self._whole = self._parts[:], self._in_transit_s
         return self._last
 
     def begin_span(self, name: str) -> None:

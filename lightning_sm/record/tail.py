@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_sm.record import events
 
 # The window of rates. Lines become rarer the longer a job runs, so the newest one always counts.
 _WINDOW_S = 15.0
 _MAX_LINES = 64
-_MAX_EVENTS = 50
+
+_L = TypeVar("_L", bound=events.Line)
 
 
 @dataclass
@@ -20,51 +22,30 @@ class Writer:
 
     Attributes:
         head: The newest head of its file.
-        steps: Its newest steps.
-        use: The last use of its host.
-        metrics: The last metrics of the model.
-        data: The last sums of data hosts and ranks.
-        span: The last span besides its steps.
-        recent_events: Its newest events.
-        end: Its end.
+        offset: How many bytes of the file have been read.
+        lines: Its newest lines by their class.
     """
 
     head: events.FileHead
-    steps: deque[events.Steps] = field(default_factory=lambda: deque(maxlen=_MAX_LINES))
-    use: events.HostUse | None = None
-    metrics: events.Metrics | None = None
-    data: events.DataService | None = None
-    span: events.Span | None = None
-    recent_events: deque[events.Event] = field(default_factory=lambda: deque(maxlen=_MAX_EVENTS))
-    end: events.End | None = None
+    offset: int = 0
+    lines: dict[type, deque[events.Line]] = field(default_factory=dict)
+
+    def newest(self, kind: type[_L]) -> list[_L]:
+        """Return its newest lines of a class, the newest one last."""
+        return [line for line in self.lines.get(kind, ()) if isinstance(line, kind)]
 
     def recent_steps(self) -> list[events.Steps]:
         """Return the lines of the last seconds before the newest one."""
-        if not self.steps:
-            return []
-        newest = self.steps[-1].t
-        return [line for line in self.steps if newest - line.t <= _WINDOW_S]
+        lines = self.newest(events.Steps)
+        return [line for line in lines if lines[-1].t - line.t <= _WINDOW_S]
 
     def take(self, line: events.Line) -> None:
         """Add a line."""
-        match line:
-            case events.FileHead():  # a restarted process continues the file
-                self.head, self.end = line, None
-                self.steps.clear()
-            case events.Steps():
-                self.steps.append(line)
-            case events.HostUse():
-                self.use = line
-            case events.Metrics():
-                self.metrics = line
-            case events.DataService():
-                self.data = line
-            case events.Span():
-                self.span = line
-            case events.Event():
-                self.recent_events.append(line)
-            case events.End():
-                self.end = line
+        if isinstance(line, events.FileHead):  # a restarted process continues the file
+            self.head = line
+            self.lines.pop(events.End, None)
+            self.lines.pop(events.Steps, None)
+        self.lines.setdefault(type(line), deque(maxlen=_MAX_LINES)).append(line)
 
 
 class RecordTail:
@@ -76,7 +57,6 @@ class RecordTail:
 
     def __init__(self) -> None:
         self.attempt = 0
-        self._offsets: dict[Path, int] = {}
         self._writers: dict[Path, Writer] = {}
 
     def read(self, folders: set[Path]) -> list[Writer]:
@@ -87,32 +67,25 @@ class RecordTail:
         """
         files = [path for folder in sorted(folders) if folder.is_dir() for path in events.find_files(folder)]
         self.attempt = max(map(events.file_attempt, files), default=0)
-        current = {path for path in files if events.file_attempt(path) == self.attempt}
-        self._writers = {path: writer for path, writer in self._writers.items() if path in current}
-        for path in sorted(current):
-            self._read_on(path)
+        current = sorted(path for path in files if events.file_attempt(path) == self.attempt)
+        found = {path: _read_on(path, self._writers.get(path)) for path in current}
+        self._writers = {path: writer for path, writer in found.items() if writer is not None}
         return list(self._writers.values())
 
-    def _read_on(self, path: Path) -> None:
-        offset = self._offsets.get(path, 0) if path in self._writers else 0
-        try:
-            with path.open("rb") as file:
-                if file.seek(0, 2) < offset:  # a new file with this name
-                    offset = 0
-                    self._writers.pop(path, None)
-                file.seek(offset)
-                data = file.read()
-        except OSError:  # the emulator has moved it away
-            self._writers.pop(path, None)
-            return
-        end = data.rfind(b"\n") + 1  # the rest is still being written
-        self._offsets[path] = offset + end
-        for text in data[:end].decode(errors="replace").splitlines():
-            line = events.from_json(text)
-            if line is None:
-                continue
-            writer = self._writers.get(path)
-            if writer is not None:
-                writer.take(line)
-            elif isinstance(line, events.FileHead):
-                self._writers[path] = Writer(line)
+
+def _read_on(path: Path, writer: Writer | None) -> Writer | None:
+    """Add to a writer what its file has now; return a new one where there was none, None where there is no head."""
+    try:
+        if writer is not None and path.stat().st_size < writer.offset:  # a new file with this name
+            writer = None
+        lines, offset = events.read_on(path, 0 if writer is None else writer.offset)
+    except OSError:  # the emulator has moved it away
+        return None
+    for line in lines:
+        if writer is not None:
+            writer.take(line)
+        elif isinstance(line, events.FileHead):
+            writer = Writer(line)
+    if writer is not None:
+        writer.offset = offset
+    return writer

@@ -8,18 +8,18 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lightning_sm._text import duration, percent
-from lightning_sm.record.events import PARTS, Steps
-from lightning_sm.report.figures import OTHER, SHARES, SHUTDOWN, STEPS, WAITING, Figures, StepFigures
+from lightning_sm.record.events import PARTS, HostUse
+from lightning_sm.record.totals import Totals
+from lightning_sm.report.figures import OTHER, RESTARTS, SHARES, SHUTDOWN, STEPS, WAITING, Figures
 
 # Widths in inches: for a page, and for a phone or a column of several runs. Text keeps its size.
 _WIDE = 8.0
@@ -39,32 +39,24 @@ _STYLES = {
     WAITING: ("#d55e00", "//"),
     STEPS: ("#0072b2", ""),
     "start-up": ("#cc79a7", "\\\\"),
-    "first batch": ("#e69f00", "||"),
+    "first batches": ("#e69f00", "||"),
     "validation": ("#56b4e9", "xx"),
     "ends of epochs": ("#44aa99", "-"),
     "checkpoints": ("#009e73", "--"),
-    "export": ("#8c6d31", "++"),
+    "model export": ("#8c6d31", "++"),
     "test and prediction": ("#b0a030", "/"),
+    RESTARTS: ("#f0e442", "xx"),
     SHUTDOWN: ("#bbbbbb", "\\\\"),
     OTHER: ("#999999", ""),
 }
-PART_NAMES = {
-    "data_wait": "waiting for data",
-    "to_device": "to the device",
-    "forward": "forward",
-    "backward": "backward, with gradient exchange",
-    "optimizer": "optimizer",
-    "other": "other",
-}
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
-# A few steps that took this many times as long as usual would flatten the rest of the picture.
-_CUT = 5.0
-# Metrics beyond this number are only in the table.
-MAX_METRICS = 8
-# Events beyond this number cannot be told apart in a picture.
-_MAX_NUMBERED_EVENTS = 30
-_USUAL_EVENTS = {"checkpoint_saved", "retry", "slow_request", "succeeded"}
+# A few steps that took much longer would flatten the rest of the picture: it is cut at this many times what this share
+# of the run stays below.
+_CUT, _USUAL_SHARE = 1.5, 0.9
+_T = TypeVar("_T")
+# Hosts beyond this number are only in the table.
+_MAX_HOSTS = 8
 
 
 @dataclass(frozen=True)
@@ -84,127 +76,113 @@ class Picture:
 
 def time_shares(runs: Sequence[Figures]) -> Picture:
     """Draw where the time of each run went, as one bar per run."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        longest = max(run.seconds for run in runs)
-        factor, unit = _time_unit(longest)
-        shown = [name for name in SHARES if any(run.shares[name] > 0 for run in runs)]
-        for row, run in enumerate(runs):
-            left = 0.0
-            for name in shown:
-                width = run.shares[name] / factor
-                _bar(axes, row, width, left, name, label=name if row == 0 else "")
-                left += width
-        names = [_plain(run.run.name, 28) for run in runs]
-        axes.set_yticks(range(len(runs)) if len(runs) > 1 else [], names if len(runs) > 1 else [])
-        axes.invert_yaxis()
-        axes.set_xlim(0, longest / factor)
-        axes.set_xlabel(unit)
-        _legend(figure, axes)
-
+    factor, unit = _time_unit(max(run.seconds for run in runs))
+    bars = [{name: run.shares[name] / factor for name in SHARES} for run in runs]
     texts = []
     for run in runs:
         parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in run.shares.items() if seconds > 0)
         texts.append(f"{run.run.name}: {parts}")
-    return _picture(f"Where the time went. {'; '.join(texts)}.", draw, 1.5 + 0.35 * len(runs), "shares", runs)
+    return _bars(f"Where the time went. {'; '.join(texts)}.", runs, bars, unit, "shares")
 
 
 def step_times(run: Figures) -> Picture | None:
     """Draw the parts of a step over the time of the run, with its events; None without steps."""
-    lines = [line for _, own in run.series for line in own if line.n]
-    if not lines:
+    if not run.pace.num_steps:
         return None
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         factor, unit = _time_unit(run.attempts[-1].end - run.begin)
-        bins = binned(run, _COLUMNS[figure.get_figwidth()])
-        usual = median(times.step_s for _, _, times in bins)
-        top = min(max(times.step_s for _, _, times in bins), _CUT * usual)
-        scale, step_unit = (1e-3, "ms") if top < 1 else (1.0, "s")
+        bins = run.binned_steps(_COLUMNS[figure.get_figwidth()])
+        longest_s, begin_s, end_s = max((times.step_s, begin, end) for begin, end, times in bins)
+        top = top_of_steps([times.step_s for _, _, times in bins])
+        scale, step_unit = _step_unit(top)
         edges = _edges(bins)
         bottom = [0.0] * len(edges)
         for part in PARTS:
             upper = [
-                low + (times.parts[part] / times.n / scale if times else 0.0)
+                low + (times.parts[part] / times.num_steps / scale if times else 0.0)
                 for low, (_, times) in zip(bottom, edges, strict=True)
             ]
             if upper != bottom:
                 colour, hatch = _STYLES[part]
                 style: Any = {"facecolor": colour, "hatch": hatch, "edgecolor": _PAPER, "linewidth": 0}
-                axes.fill_between([x / factor for x, _ in edges], bottom, upper, label=PART_NAMES[part], **style)
+                axes.fill_between([x / factor for x, _ in edges], bottom, upper, label=PARTS[part], **style)
             bottom = upper
         _mark_events(axes, run, factor, top / scale)
+        if longest_s > top:
+            is_late = begin_s > run.attempts[-1].end - run.begin - end_s
+            at, side = (begin_s, "right") if is_late else (end_s, "left")
+            axes.text(
+                at / factor, 1.1 * top / scale, f" {duration(longest_s)} ", fontsize=8, ha=side, va="top", color=_INK
+            )
         axes.set_ylim(0, 1.12 * top / scale)
         axes.set_xlim(left=0)
         axes.set_ylabel(f"{step_unit} per step")
         axes.set_xlabel(f"{unit} since the start")
         _legend(figure, axes)
 
-    times = StepFigures.of(lines)
     parts = ", ".join(
-        f"{PART_NAMES[part]} {percent(seconds / times.wall_s)}" for part, seconds in times.parts.items() if seconds > 0
+        f"{PARTS[part]} {percent(seconds / run.pace.wall_s)}" for part, seconds in run.pace.parts.items() if seconds > 0
     )
     return _picture(f"Time of a step over the run. On average: {parts}.", draw, 3.4, "steps", [run])
 
 
+def top_of_steps(seconds: Sequence[float]) -> float:
+    """Return where a picture of steps is cut: above all of them, unless a few would flatten the others.
+
+    Args:
+        seconds: Of a step, in each part of the time.
+    """
+    usual = sorted(seconds)[int(_USUAL_SHARE * len(seconds))]
+    return min(max(seconds), _CUT * usual)
+
+
 def step_parts(runs: Sequence[Figures]) -> Picture | None:
     """Draw the mean steps of several runs beside each other; None if none has steps."""
-    timed = [run for run in runs if run.slowest.n]
+    timed = [run for run in runs if run.pace.num_steps]
     if not timed:
         return None
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        scale, unit = (1e-3, "ms") if max(run.slowest.step_s for run in timed) < 1 else (1.0, "s")
-        shown = [part for part in PARTS if any(run.slowest.parts[part] > 0 for run in timed)]
-        for row, run in enumerate(timed):
-            left = 0.0
-            for part in shown:
-                width = run.slowest.parts[part] / run.slowest.n / scale
-                _bar(axes, row, width, left, part, label=PART_NAMES[part] if row == 0 else "")
-                left += width
-        axes.set_yticks(range(len(timed)), [_plain(run.run.name, 28) for run in timed])
-        axes.invert_yaxis()
-        axes.set_xlabel(f"{unit} per step")
-        _legend(figure, axes)
-
-    label = "; ".join(f"{run.run.name}: {duration(run.slowest.step_s)} a step" for run in timed)
-    return _picture(f"Parts of a step. {label}.", draw, 1.5 + 0.35 * len(timed), "parts", timed)
+    scale, unit = _step_unit(max(run.pace.step_s for run in timed))
+    bars = [{part: run.pace.parts[part] / run.pace.num_steps / scale for part in PARTS} for run in timed]
+    label = "; ".join(f"{run.run.name}: {duration(run.pace.step_s)} a step" for run in timed)
+    return _bars(f"Parts of a step. {label}.", timed, bars, f"{unit} per step", "parts")
 
 
 def host_use(run: Figures) -> Picture | None:
-    """Draw how busy the CPUs and GPUs of each host were; None if no host has a record of that."""
-    hosts = [host for host in run.hosts if host.cpu is not None]
+    """Draw how much of CPUs, memory and GPUs each host used over time; None if no host has a record of that."""
+    hosts = [host for host in run.hosts if host.uses]
+    drawn = hosts[:_MAX_HOSTS]
     if not hosts:
         return None
-    kinds: list[tuple[str, tuple[str, str], Callable[[Any], float | None]]] = [
-        ("CPU", ("#0072b2", ""), lambda host: host.cpu)
-    ]
-    if any(host.gpu is not None for host in hosts):
-        kinds.append(("GPU (any kernel running)", ("#e69f00", "//"), lambda host: host.gpu))
+    kinds: dict[str, Callable[[HostUse], float | None]] = {
+        "CPUs": lambda use: use.cpu,
+        "memory": lambda use: use.memory,
+        "GPUs (any kernel running)": lambda use: use.gpu,
+        "memory of GPUs": lambda use: use.gpu_memory,
+    }
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        height = 0.8 / len(kinds)
-        for index, (label, (colour, hatch), value) in enumerate(kinds):
-            rows = [row + index * height for row in range(len(hosts))]
-            widths = [100 * (value(host) or 0.0) for host in hosts]
-            axes.barh(rows, widths, height, color=colour, hatch=hatch, edgecolor=_PAPER, linewidth=0.5, label=label)
-        middle = (len(kinds) - 1) * height / 2
-        axes.set_yticks(
-            [row + middle for row in range(len(hosts))], [_plain(f"{h.name} ({h.role})", 26) for h in hosts]
-        )
-        axes.invert_yaxis()
-        axes.set_xlim(0, 100)
-        axes.set_xlabel("% busy, mean")
-        if len(kinds) > 1:
-            _legend(figure, axes)
+        factor, unit = _time_unit(run.attempts[-1].end - run.begin)
+        for row, host in enumerate(drawn):
+            axes = figure.add_subplot(len(drawn), 1, row + 1)
+            for number, (name, value) in enumerate(kinds.items()):
+                shares = [((use.t - run.begin) / factor, value(use)) for use in host.uses]
+                points = [(t, 100 * share) for t, share in shares if share is not None]
+                _curve(axes, points, _COLUMNS[figure.get_figwidth()], number, name if points else "")
+            axes.set_title(_plain(f"{host.name} ({host.role})", 40), fontsize=10)
+            axes.set_ylim(0, 105)
+            axes.set_xlim(0, max(1e-9, (run.attempts[-1].end - run.begin) / factor))
+            axes.set_ylabel("% in use")
+            if row < len(drawn) - 1:
+                axes.set_xticklabels([])
+        figure.axes[-1].set_xlabel(f"{unit} since the start")
+        _legend(figure, max(figure.axes, key=lambda axes: len(axes.get_legend_handles_labels()[1])))
 
-    texts = [f"{host.name} {percent(host.cpu or 0)}" for host in hosts]
-    height = 1.0 + 0.3 * len(hosts) * len(kinds) + (0.3 if len(kinds) > 1 else 0)
-    return _picture(f"CPUs in use, mean by host: {', '.join(texts)}.", draw, height, "hosts", [run])
+    texts = ", ".join(f"{host.name} {percent(host.cpu or 0)}" for host in hosts)
+    label = f"Use of hosts over the run. CPUs in use, mean by host: {texts}."
+    return _picture(label, draw, 0.8 + 1.15 * len(drawn), "hosts", [run])
 
 
 def metrics(runs: Sequence[Figures], names: Sequence[str]) -> Picture | None:
@@ -224,17 +202,7 @@ def metrics(runs: Sequence[Figures], names: Sequence[str]) -> Picture | None:
         for index, name in enumerate(names):
             axes = figure.add_subplot(rows, columns, index + 1)
             for number, run in enumerate(runs):
-                points = thinned(run.metrics.get(name, []), 200)
-                axes.plot(
-                    [step for step, _ in points],
-                    [value for _, value in points],
-                    color=_LINES[number % len(_LINES)],
-                    linestyle=_DASHES[number % len(_DASHES)],
-                    marker="o" if len(points) < 15 else "",  # noqa: PLR2004 - single points make no line
-                    markersize=3,
-                    linewidth=1.4,
-                    label=_plain(run.run.name, 40),
-                )
+                _curve(axes, run.metrics.get(name, []), 200, number, _plain(run.run.name, 40))
             axes.set_title(_plain(name, 40), fontsize=10)
             axes.set_xlabel("step")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -245,22 +213,7 @@ def metrics(runs: Sequence[Figures], names: Sequence[str]) -> Picture | None:
     return _picture(f"What the model logged, by step: {label}.", draw, 2.0, f"metrics-{label}", runs)
 
 
-def binned(run: Figures, columns: int) -> list[tuple[float, float, StepFigures]]:
-    """Return begin and end, in seconds since the run began, and the steps of each part of the time that has any."""
-    width = max(1e-9, (run.attempts[-1].end - run.begin) / columns)
-    found = []
-    for _, lines in run.series:
-        groups: dict[int, list[Steps]] = {}
-        for line in lines:
-            if line.n:
-                groups.setdefault(int((line.t - run.begin) / width), []).append(line)
-        for group in groups.values():
-            begin = group[0].t - group[0].wall_s - run.begin
-            found.append((max(0.0, begin), group[-1].t - run.begin, StepFigures.of(group)))
-    return found
-
-
-def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+def thinned(points: Sequence[tuple[_T, float]], most: int) -> list[tuple[_T, float]]:
     """Return a limited number of points: means of neighbours, and the last one as it is."""
     if len(points) <= most:
         return list(points)
@@ -271,14 +224,9 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
     return [*means, points[-1]]
 
 
-def numbered_events(run: Figures) -> list[Any]:
-    """Return the events that pictures mark by their numbers, from 1: those that do not happen in every job."""
-    return [event for event in run.events if event.what not in _USUAL_EVENTS][:_MAX_NUMBERED_EVENTS]
-
-
-def _edges(bins: Sequence[tuple[float, float, StepFigures]]) -> list[tuple[float, StepFigures | None]]:
+def _edges(bins: Sequence[tuple[float, float, Totals]]) -> list[tuple[float, Totals | None]]:
     """Return both ends of each bar, and gaps where there were no steps: between attempts, and in validations."""
-    edges: list[tuple[float, StepFigures | None]] = []
+    edges: list[tuple[float, Totals | None]] = []
     for begin, end, times in bins:
         if edges and begin - edges[-1][0] > end - begin:
             edges += [(edges[-1][0], None), (begin, None)]
@@ -289,7 +237,7 @@ def _edges(bins: Sequence[tuple[float, float, StepFigures]]) -> list[tuple[float
 def _mark_events(axes: Any, run: Figures, factor: float, top: float) -> None:
     last = -math.inf
     span = max(1e-9, (run.attempts[-1].end - run.begin) / factor)
-    for number, event in enumerate(numbered_events(run), 1):
+    for number, event in enumerate(run.unusual_events, 1):
         at = event.seconds / factor
         axes.axvline(at, color=_INK, linewidth=0.8, linestyle=":")
         if at - last > 0.03 * span:  # else the numbers overlap; the list below has all
@@ -297,11 +245,44 @@ def _mark_events(axes: Any, run: Figures, factor: float, top: float) -> None:
             last = at
 
 
-def _bar(axes: Any, row: int, width: float, left: float, style: str, *, label: str) -> None:
-    colour, hatch = _STYLES[style]
-    axes.barh(
-        row, width, 0.7, left=left, color=colour, hatch=hatch, edgecolor=_PAPER, linewidth=0.5, label=label or None
+def _curve(axes: Any, points: Sequence[tuple[float, float]], most: int, number: int, label: str) -> None:
+    """Draw a curve through at most so many points, in the style of its number."""
+    shown = thinned(points, most)
+    axes.plot(
+        [x for x, _ in shown],
+        [y for _, y in shown],
+        color=_LINES[number % len(_LINES)],
+        linestyle=_DASHES[number % len(_DASHES)],
+        marker="o" if len(shown) < 15 else "",  # noqa: PLR2004 - single points make no line
+        markersize=3,
+        linewidth=1.4,
+        label=label or None,
     )
+
+
+def _bars(label: str, runs: Sequence[Figures], bars: Sequence[Mapping[str, float]], unit: str, name: str) -> Picture:
+    """Draw a bar for each run, one below the other, whose parts follow one another."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        rows = range(len(runs))
+        left = [0.0] * len(runs)
+        for part in bars[0]:
+            widths = [bar[part] for bar in bars]
+            if not any(widths):
+                continue
+            colour, hatch = _STYLES[part]
+            style: Any = {"color": colour, "hatch": hatch, "edgecolor": _PAPER, "linewidth": 0.5}
+            axes.barh(rows, widths, 0.7, left=left, label=PARTS.get(part, part), **style)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+        names = {row: _plain(run.run.name, 28) for row, run in enumerate(runs) if len(runs) > 1}
+        axes.set_yticks(list(names), list(names.values()))
+        axes.invert_yaxis()
+        axes.margins(x=0)
+        axes.set_xlabel(unit)
+        _legend(figure, axes)
+
+    return _picture(label, draw, 1.5 + 0.35 * len(runs), name, runs)
 
 
 def _legend(figure: Figure, axes: Any) -> None:
@@ -356,6 +337,11 @@ def _time_unit(seconds: float) -> tuple[float, str]:
         if seconds >= 3 * factor:
             return factor, unit
     return 1.0, "seconds"
+
+
+def _step_unit(seconds: float) -> tuple[float, str]:
+    """Return the unit in which to show steps of up to this length: its seconds, and its name."""
+    return (1e-3, "ms") if seconds < 1 else (1.0, "s")
 
 
 def _plain(text: str, most: int) -> str:

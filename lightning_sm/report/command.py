@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_sm._arguments import positive_number, positive_whole_number
 from lightning_sm._log import command_logger
-from lightning_sm.errors import OutputDirectoryError
-from lightning_sm.record.prices import read_prices
+from lightning_sm._text import for_terminal
+from lightning_sm.errors import JobConfigError
+from lightning_sm.job.new_file import write_new, write_whole
+from lightning_sm.job.yaml_file import read_mapping
+from lightning_sm.record.prices import Prices, read_prices
 from lightning_sm.record.runs import read_run, read_runs
-from lightning_sm.report import compare, findings, sizing
+from lightning_sm.report import compare, sizing, verdict
 from lightning_sm.report.figures import Figures
+from lightning_sm.report.job_of_plan import job_of_plan
 from lightning_sm.report.page import check_libraries, render
+from lightning_sm.report.trace import trace
 
 _LOG = command_logger(__name__)
 
@@ -29,8 +35,10 @@ examples:
   the run of an emulated job, or of a downloaded one:
     lightning-sm report outputs/local-20260102-030405-abcd
     lightning-sm report output.tar.gz -o report.html --price ml.g5.xlarge=1.41
-  two runs side by side:
-    lightning-sm report before/ after/ -o both.html
+  two runs side by side, by names of your own:
+    lightning-sm report run-1/ run-2/ --name before --name after -o both.html
+  a timeline of all ranks and hosts for ui.perfetto.dev:
+    lightning-sm report run/ --trace run.json
 {_PRICES}
 exit codes: 0 the report is written, 2 it cannot be"""
 COMPARE_EXAMPLES = f"""\
@@ -50,8 +58,20 @@ examples:
     lightning-sm plan outputs/local-20260102-030405-abcd
   data hosts with 16 vCPUs, for a job of 20,000 steps:
     lightning-sm plan run/ --vcpus 16 --kind ml.c5.4xlarge --steps 20000 --prices prices.yaml
+  the cheapest hosts and workers as a job file:
+    lightning-sm plan run/ --prices prices.yaml --base job.yaml --save planned.yaml
 {_PRICES}
 exit codes: 0 the plan is written, 2 it cannot be"""
+
+
+VERIFY_EXAMPLES = """\
+examples:
+  whether each sample was trained on exactly once, over interruptions, restarts and other numbers of ranks:
+    lightning-sm verify outputs/local-20260102-030405-abcd
+  the record in a job's checkpoint folder, for a script:
+    lightning-sm verify checkpoints/ --json
+
+exit codes: 0 it was, 1 it was not, or the record does not show it, 2 there is no record"""
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +79,10 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folder or output.tar.gz of a run")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for ui.perfetto.dev, too")
+    parser.add_argument(
+        "--name", action="append", default=[], help="name of the run in a DIR, in the order of these; repeatable"
     )
     _add_job(parser)
     _add_prices(parser)
@@ -97,9 +121,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=positive_whole_number, help="steps of the whole job (default: as many as the run had)"
     )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write a job file with the best line; must not exist")
+    parser.add_argument("--base", type=Path, metavar="FILE", help="job file of the run, from which the new one starts")
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     _add_job(parser)
     _add_prices(parser)
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``verify`` to the parser of its subcommand."""
+    parser.add_argument("run", type=Path, metavar="DIR", help="folder or output.tar.gz of a run with data hosts")
+    parser.add_argument("--json", action="store_true", help="write JSON instead of sentences")
+    _add_job(parser)
 
 
 def report(options: argparse.Namespace) -> int:
@@ -109,14 +142,48 @@ def report(options: argparse.Namespace) -> int:
         JobConfigError: There is no record, a price is wrong, or a library is missing.
         OutputDirectoryError: The report cannot be written.
     """
-    check_libraries()
     prices = read_prices(options.prices, options.price)
-    runs = [Figures(run) for run in read_runs(options.runs, options.job)]
-    _write(options.output, render(runs, prices))
-    for run in runs:
-        _LOG.info("%s: %s %s", run.run.name, findings.ending(run), findings.bottleneck(run))
-    _LOG.info("report: %s", options.output)
+    _write_report(options.runs, options.job, options.output, prices, trace_file=options.trace, names=options.name)
     return 0
+
+
+def report_writer() -> Callable[[Sequence[Path], str | None, Path, Prices], None]:
+    """Return a function that writes a report, from where the records are, the only job to read, the page, and prices.
+
+    It raises a ``JobConfigError`` where there is no record, and an ``OutputDirectoryError`` where the report cannot be
+    written.
+
+    Raises:
+        JobConfigError: A library is missing.
+    """
+    check_libraries()
+    return _write_report
+
+
+def _write_report(
+    sources: Sequence[Path],
+    job: str | None,
+    page: Path,
+    prices: Prices,
+    *,
+    trace_file: Path | None = None,
+    names: Sequence[str] = (),
+) -> None:
+    named = dict(zip(map(str, sources), names, strict=False))
+    if len(names) > len(sources):
+        raise JobConfigError(f"--name is given {len(names)} times, for {len(sources)} folders of runs.")
+    runs = [Figures(replace(run, name=named.get(run.source, run.name))) for run in read_runs(sources, job)]
+    for run in runs:  # first, so that a page that takes too long costs no verdict
+        sentences = (verdict.ending(run), verdict.headline(run), verdict.scope(run))
+        _print(f"{run.run.name}: {' '.join(filter(None, sentences))}")
+        for change in verdict.changes(run, prices):
+            _print(f"- {change}")
+    sys.stdout.flush()
+    if trace_file is not None:
+        write_whole(trace_file, trace(runs))
+        _LOG.info("timeline: %s", trace_file)
+    write_whole(page, render(runs, prices))
+    _LOG.info("report: %s", page)
 
 
 def compare_runs(options: argparse.Namespace) -> int:
@@ -127,11 +194,12 @@ def compare_runs(options: argparse.Namespace) -> int:
     """
     prices = read_prices(options.prices, options.price)
     job_a, job_b = options.jobs
-    comparison = compare.compare(_measured(options.a, job_a), _measured(options.b, job_b), prices)
+    runs = _measured(options.a, job_a), _measured(options.b, job_b)
+    comparison = compare.compare(*runs, prices, options.steps)
     if options.json:
-        _print(json.dumps(compare.as_json(comparison, prices, options.steps), indent=2))
+        _print(json.dumps(compare.as_json(comparison, prices), indent=2))
     else:
-        _print(compare.as_text(comparison, prices, options.steps))
+        _print(compare.as_text(comparison, prices))
     return 0
 
 
@@ -139,13 +207,34 @@ def plan_run(options: argparse.Namespace) -> int:
     """Write a plan to stdout and return the exit code.
 
     Raises:
-        JobConfigError: The run cannot be read, does not say enough, or a price is wrong.
+        JobConfigError: The run or the job file cannot be read or does not say enough, or a price is wrong.
+        OutputDirectoryError: The new job file exists or cannot be written.
     """
     prices = read_prices(options.prices, options.price)
     wanted = sizing.Hosts(options.vcpus, options.kind, options.speed, options.network)
-    planned = sizing.plan(Figures(read_run(options.run, options.job)), prices, wanted, options.steps)
+    base = None if options.base is None else _base_job(options.base, options.save)
+    run = Figures(read_run(options.run, options.job))
+    planned = sizing.plan(run, prices, wanted, options.steps)
+    if options.save is not None:
+        write_new(options.save, job_of_plan(run, planned, prices, base))
+        _LOG.info("job file: %s", options.save)
     _print(json.dumps(sizing.as_json(planned), indent=2) if options.json else sizing.as_text(planned, prices))
     return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Write whether each sample was trained on exactly once, and return the exit code.
+
+    Raises:
+        JobConfigError: The run cannot be read.
+    """
+    from lightning_sm.report import coverage  # noqa: PLC0415 - loads NumPy, which submitting does not need
+
+    run = read_run(options.run, options.job)
+    covered = coverage.cover(run)
+    as_json = coverage.as_json(run, covered)
+    _print(json.dumps(as_json, indent=2) if options.json else coverage.as_text(run, covered))
+    return 0 if coverage.is_verified(covered) else 1
 
 
 def _measured(source: Path, job: str | None) -> compare.ComparedRun:
@@ -169,25 +258,17 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _write(file: Path, text: str) -> None:
-    """Replace a file atomically: a reader sees either the old report or the new one."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=file.parent, prefix=f".{file.name}-", delete=False
-        ) as new:
-            new.write(text)
-        try:
-            umask = os.umask(0)
-            os.umask(umask)
-            Path(new.name).chmod(0o666 & ~umask)
-            Path(new.name).replace(file)
-        except OSError:
-            Path(new.name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise OutputDirectoryError(f"The report {file} cannot be written: {error.strerror}.") from error
+def _base_job(file: Path, new: Path | None) -> dict[str, Any]:
+    """Read the job file that a new one starts from."""
+    if new is None:
+        raise JobConfigError("--base is the job file that --save starts from. Name the new file: --save FILE.")
+    if new.absolute().parent != file.absolute().parent:
+        raise JobConfigError(
+            f"{new} is to be in another folder than {file}, whose paths start from its folder. "
+            "Save it beside that file."
+        )
+    return read_mapping(file, "job file")
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(for_terminal(f"{text}\n", sys.stdout))

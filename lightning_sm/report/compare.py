@@ -1,23 +1,28 @@
 """``lightning-sm compare``: how long two runs take for the same work, and what that costs. Pure arithmetic.
 
-The work is a number of samples where both runs say how many a step has, else a number of steps. A run is what its
-record says, or a file of figures that were measured elsewhere.
+The work is a whole training of so many samples where both runs say how many a step has, else of so many steps, without
+interruptions. What a run takes outside its steps is part of it where both say it: once, or in proportion to the steps.
+If the length of the training is unknown, it is a step. A run is what its record says, or a file of figures that were
+measured elsewhere.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_sm._table import draw_table
-from lightning_sm._text import count, duration, percent, step_time
+from lightning_sm._text import count, duration, percent, rate, step_time, times
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.yaml_file import read_mapping
+from lightning_sm.record.events import SUCCEEDED
+from lightning_sm.record.limits import MIN_STEPS
 from lightning_sm.record.prices import Prices, cost
-from lightning_sm.report.figures import Figures
+from lightning_sm.report.figures import RESTARTS, Figures
 
 FIGURES_FORMAT = """\
 name: two hosts        # for people
@@ -27,9 +32,9 @@ hosts:                 # how many of each instance type, or of each group that h
 step_s: 0.1968         # seconds of a step of all trainers together, once the first steps are over
 samples_per_step: 8192 # optional: of all trainers; needed where the two runs differ in it
 steps: 4800            # optional: how many steps the run had
-apart_s: 90            # optional: seconds that the job was up besides its steps (start-up, validation, checkpoints)
+apart_s: 90            # optional: seconds that the job was up besides its steps, however many these are (start-up, end)
+apart_step_s: 0.01     # optional: seconds besides its steps that grow with them, for each one (validation, checkpoints)
 """
-_FIGURES = {"name", "hosts", "step_s", "samples_per_step", "steps", "apart_s"}
 # Costs are shown for this many steps if the length of the training is unknown: one step costs a fraction of a cent.
 _SHOWN_STEPS = 1000
 
@@ -45,8 +50,13 @@ class ComparedRun:
         step_s: Mean seconds of a step.
         samples_per_step: Samples of a step of all trainers together, if known.
         steps: Number of steps, if known.
-        apart_s: Seconds that the job took besides its steps, if known.
+        apart_s: Seconds that the job took besides its steps, however many these are, if known: start-up and end.
+        apart_step_s: Seconds besides the steps that grow with them, for each one: validations, checkpoints, ends of
+            epochs.
         waiting: Share of the step in which training waited for data, if known.
+        num_restarts: How often its training began again.
+        restarts_s: What that cost, with the steps that were trained again, in seconds; in no other time here.
+        outcome: How it ended.
     """
 
     name: str
@@ -56,7 +66,16 @@ class ComparedRun:
     samples_per_step: float | None = None
     steps: int | None = None
     apart_s: float | None = None
+    apart_step_s: float = 0.0
     waiting: float | None = None
+    num_restarts: int = 0
+    restarts_s: float = 0.0
+    outcome: str = SUCCEEDED
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Number of its hosts by instance type, or by group where that is unknown."""
+        return dict(Counter(instance_type or group for group, instance_type in self.hosts))
 
 
 @dataclass(frozen=True)
@@ -66,28 +85,48 @@ class Comparison:
     Attributes:
         first: The run that the other is compared to.
         second: The other run.
-        first_price: Price of an hour of all hosts of the first run; None if it is unknown.
-        second_price: The same of the second.
+        per_hour: Price of an hour of all hosts of each run; None if no prices are given.
         work: Steps of the second run for one of the first: 1, unless their steps have different numbers of samples.
+        steps: Steps of the whole training, of the first run; None if that is not known.
     """
 
     first: ComparedRun
     second: ComparedRun
-    first_price: float | None
-    second_price: float | None
+    per_hour: tuple[float, float] | None
     work: float
+    steps: int | None
+
+    @property
+    def numbers(self) -> tuple[int, int] | None:
+        """Steps of the whole training of each run; None if they are not known."""
+        return None if self.steps is None else (self.steps, math.ceil(self.steps * self.work))
+
+    @property
+    def apart_s(self) -> tuple[float, float]:
+        """Seconds of each run outside the steps of the whole training; 0 unless both are known."""
+        first, second = self.first.apart_s, self.second.apart_s
+        if first is None or second is None or self.numbers is None:
+            return 0.0, 0.0
+        growing = (self.first.apart_step_s * self.numbers[0], self.second.apart_step_s * self.numbers[1])
+        return first + growing[0], second + growing[1]
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds that each run takes for the same work: a whole training, or one step of the first run."""
+        if self.numbers is None:
+            return self.first.step_s, self.second.step_s * self.work
+        apart, steps_s = self.apart_s, (self.first.step_s, self.second.step_s)
+        return apart[0] + steps_s[0] * self.numbers[0], apart[1] + steps_s[1] * self.numbers[1]
 
     @property
     def speed_up(self) -> float:
         """How many times as fast as the first run the second does the same work."""
-        return self.first.step_s / (self.second.step_s * self.work)
+        return self.seconds[0] / self.seconds[1]
 
     @property
     def price_ratio(self) -> float | None:
         """Price of an hour of the second run, divided by that of the first; None if it is not known."""
-        if self.first_price is None or self.second_price is None or not self.first_price:
-            return None
-        return self.second_price / self.first_price
+        return None if self.per_hour is None or not self.per_hour[0] else self.per_hour[1] / self.per_hour[0]
 
     @property
     def cost_ratio(self) -> float | None:
@@ -95,13 +134,14 @@ class Comparison:
         return None if self.price_ratio is None else self.price_ratio / self.speed_up
 
 
-def compare(first: ComparedRun, second: ComparedRun, prices: Prices) -> Comparison:
+def compare(first: ComparedRun, second: ComparedRun, prices: Prices, steps: int | None = None) -> Comparison:
     """Compare two runs.
 
     Args:
         first: The run that the other is compared to.
         second: The other run.
         prices: Prices of the hosts; empty to compare times only.
+        steps: How many steps the training has, of the first run; default: as many as that run had.
 
     Raises:
         JobConfigError: There are prices, but not of all hosts.
@@ -109,7 +149,8 @@ def compare(first: ComparedRun, second: ComparedRun, prices: Prices) -> Comparis
     work = 1.0
     if first.samples_per_step and second.samples_per_step:
         work = first.samples_per_step / second.samples_per_step
-    return Comparison(first, second, _price(first, prices), _price(second, prices), work)
+    per_hour = (_price(first, prices), _price(second, prices)) if prices else None
+    return Comparison(first, second, per_hour, work, steps or first.steps)
 
 
 def of_run(run: Figures) -> ComparedRun:
@@ -118,17 +159,24 @@ def of_run(run: Figures) -> ComparedRun:
     Raises:
         JobConfigError: It has no training steps.
     """
-    if not run.slowest.n:
+    if not run.pace.num_steps:
         raise JobConfigError(f"{run.run.source}: no training steps are recorded, so there is nothing to compare.")
+    num_repeated = sum(restart.num_repeated for restart in run.restarts)
+    restarts_s = run.shares[RESTARTS] + num_repeated * run.pace.step_s
+    apart_step_s = run.growing_s / run.pace.num_trained
     return ComparedRun(
         name=run.run.name,
         source=run.run.source,
         hosts=tuple((host.group, host.instance_type) for host in run.hosts),
-        step_s=run.slowest.step_s,
+        step_s=run.pace.step_s,
         samples_per_step=run.samples_per_step,
         steps=run.num_steps,
-        apart_s=run.apart_s,
-        waiting=run.slowest.waiting,
+        apart_s=max(0.0, run.seconds - restarts_s - run.num_steps * (run.pace.step_s + apart_step_s)),
+        apart_step_s=apart_step_s,
+        waiting=run.pace.waiting,
+        num_restarts=len(run.restarts),
+        restarts_s=restarts_s,
+        outcome=run.outcome,
     )
 
 
@@ -142,49 +190,42 @@ def read_figures(file: Path) -> ComparedRun:
         JobConfigError: The file cannot be read, or a value is missing or wrong.
     """
     fields = read_mapping(file, "file of figures", FIGURES_FORMAT)
-    unknown = sorted(map(str, set(fields) - _FIGURES))
-    if unknown:
-        raise JobConfigError(f"{file}: unknown key {unknown[0]}. A file of figures looks like this:\n{FIGURES_FORMAT}")
     hosts = fields.get("hosts")
     if not isinstance(hosts, dict) or not hosts:
         raise JobConfigError(f"{file}: hosts is {hosts!r}; expected the number of hosts of each instance type.")
     counts = {str(name): _number(file, f"hosts.{name}", number, whole=True) for name, number in hosts.items()}
     optional = {
         name: _number(file, name, fields[name], whole=name == "steps")
-        for name in ("samples_per_step", "steps", "apart_s")
+        for name in ("samples_per_step", "steps", "apart_s", "apart_step_s")
         if fields.get(name) is not None
     }
-    steps = optional.pop("steps", None)
+    if "apart_step_s" in optional and "apart_s" not in optional:
+        raise JobConfigError(f"{file}: apart_step_s without apart_s: give both, or neither; apart_s may be 0.")
     return ComparedRun(
         name=str(fields.get("name", file.stem)),
         source=str(file),
-        hosts=tuple((name, name) for name, number in counts.items() for _ in range(int(number))),
+        hosts=tuple((name, name) for name, number in counts.items() for _ in range(number)),
         step_s=_number(file, "step_s", fields.get("step_s")),
-        steps=None if steps is None else int(steps),
         **optional,
     )
 
 
-def as_text(comparison: Comparison, prices: Prices, steps: int | None = None) -> str:
+def as_text(comparison: Comparison, prices: Prices) -> str:
     """Return the comparison for people: a sentence, a table, and what the figures are.
 
     Args:
         comparison: The two runs.
         prices: The prices that were used.
-        steps: How many steps the training has, of the first run; default: as many as that run had.
     """
-    steps = steps or comparison.first.steps
-    rows = list(_rows(comparison, prices, steps))
-    table = draw_table(rows, ["", "A", "B", "B compared to A"])
+    table = draw_table(list(_rows(comparison, prices)), ["", "A", "B", "B compared to A"])
     return "\n\n".join([sentence(comparison, prices), table, "\n".join(_notes(comparison, prices))])
 
 
-def as_json(comparison: Comparison, prices: Prices, steps: int | None = None) -> dict[str, Any]:
+def as_json(comparison: Comparison, prices: Prices) -> dict[str, Any]:
     """Return the comparison for programs; see ``as_text`` for the arguments."""
-    steps = steps or comparison.first.steps
     return {
-        "a": _run_json(comparison.first, comparison.first_price, steps),
-        "b": _run_json(comparison.second, comparison.second_price, steps and _steps_of_second(comparison, steps)),
+        "a": _run_json(comparison, 0),
+        "b": _run_json(comparison, 1),
         "speed_up": comparison.speed_up,
         "price_ratio": comparison.price_ratio,
         "cost_ratio": comparison.cost_ratio,
@@ -193,7 +234,22 @@ def as_json(comparison: Comparison, prices: Prices, steps: int | None = None) ->
 
 
 def sentence(comparison: Comparison, prices: Prices) -> str:
-    """Return the result in a sentence or two."""
+    """Return the result in a sentence or two, after what makes it doubtful."""
+    doubts = [*_doubts("A", comparison.first), *_doubts("B", comparison.second)]
+    return " ".join([*doubts, _result(comparison, prices)])
+
+
+def _doubts(name: str, run: ComparedRun) -> Iterator[str]:
+    if run.steps is not None and run.steps < MIN_STEPS:
+        yield f"{name} has only {count(run.steps, 'step')}, whose times say little."
+    if run.outcome != SUCCEEDED:
+        yield f"{name} has not succeeded ({run.outcome})."
+    if run.num_restarts:
+        cost_s = duration(run.restarts_s)
+        yield f"{name} was restarted {times(run.num_restarts)}: what that cost ({cost_s}) is left out."
+
+
+def _result(comparison: Comparison, prices: Prices) -> str:
     faster = comparison.speed_up
     verb, words = _verb_and_speed(faster)
     speed = f"B {verb} {words} as A"
@@ -211,7 +267,7 @@ def sentence(comparison: Comparison, prices: Prices) -> str:
     return text
 
 
-def _rows(comparison: Comparison, prices: Prices, steps: int | None) -> Any:
+def _rows(comparison: Comparison, prices: Prices) -> Any:
     a, b = comparison.first, comparison.second
     yield "run", a.name, b.name, ""
     yield "hosts", _hosts(a), _hosts(b), ""
@@ -219,38 +275,22 @@ def _rows(comparison: Comparison, prices: Prices, steps: int | None) -> Any:
         yield "waiting for data", *(_optional(run.waiting, percent) for run in (a, b)), ""
     yield "time of a step", step_time(a.step_s), step_time(b.step_s), _speed(a.step_s / b.step_s)
     if a.samples_per_step and b.samples_per_step:
-        rates = [run.samples_per_step / run.step_s for run in (a, b) if run.samples_per_step]
-        yield "samples per second", *(f"{rate:,.4g}" for rate in rates), _speed(comparison.speed_up)
-    if comparison.first_price is not None and comparison.second_price is not None:
-        both = (comparison.first_price, comparison.second_price)
-        ratio = comparison.price_ratio
-        yield "price of an hour", *map(prices.amount, both), "" if ratio is None else _change(ratio)
-        work = (a.step_s * _SHOWN_STEPS, b.step_s * _SHOWN_STEPS * comparison.work)
-        amounts = [prices.amount(cost(*pair)) for pair in zip(both, work, strict=True)]
-        ratio = comparison.cost_ratio
-        label = f"cost of {count(_SHOWN_STEPS, 'step')}" + ("" if comparison.work == 1 else " of A")
-        yield label, *amounts, "" if ratio is None else _change(ratio)
-    if steps is not None:
-        yield from _whole_job(comparison, prices, steps)
-
-
-def _whole_job(comparison: Comparison, prices: Prices, steps: int) -> Any:
-    """Yield rows about the training as a whole, of ``steps`` steps of the first run."""
-    runs = (comparison.first, comparison.second)
-    numbers = (steps, _steps_of_second(comparison, steps))
-    seconds = [(run.apart_s or 0.0) + run.step_s * number for run, number in zip(runs, numbers, strict=True)]
-    yield "steps", f"{numbers[0]:,}", f"{numbers[1]:,}", ""
-    if any(run.apart_s for run in runs):
-        yield "outside the steps", *(_optional(run.apart_s, duration) for run in runs), ""
-    yield "time to train", *map(duration, seconds), _speed(seconds[0] / seconds[1])
-    if comparison.first_price is not None and comparison.second_price is not None:
-        first, second = cost(comparison.first_price, seconds[0]), cost(comparison.second_price, seconds[1])
-        yield (
-            "cost to train",
-            prices.amount(first),
-            prices.amount(second),
-            _change(second / first) if first else "",
-        )
+        rates = (a.samples_per_step / a.step_s, b.samples_per_step / b.step_s)
+        yield "samples per second", *map(rate, rates), _speed(rates[1] / rates[0])
+    if comparison.per_hour is not None:
+        yield "price of an hour", *map(prices.amount, comparison.per_hour), _change(comparison.price_ratio)
+    if comparison.numbers is not None:
+        yield "steps", *(f"{number:,}" for number in comparison.numbers), ""
+        if any(comparison.apart_s):
+            yield "outside the steps", *map(duration, comparison.apart_s), ""
+        yield "time to train", *map(duration, comparison.seconds), _speed(comparison.speed_up)
+    if comparison.per_hour is not None:
+        label, shown = "cost to train", 1
+        if comparison.numbers is None:
+            label = f"cost of {count(_SHOWN_STEPS, 'step')}{'' if comparison.work == 1 else ' of A'}"
+            shown = _SHOWN_STEPS
+        costs = [cost(price, shown * own) for price, own in zip(comparison.per_hour, comparison.seconds, strict=True)]
+        yield label, *map(prices.amount, costs), _change(comparison.cost_ratio)
 
 
 def _notes(comparison: Comparison, prices: Prices) -> Any:
@@ -264,21 +304,22 @@ def _notes(comparison: Comparison, prices: Prices) -> Any:
             f"A step of A has {a.samples_per_step:,.0f} samples, one of B {b.samples_per_step:,.0f}: times are for "
             "the same number of samples. Whether both train the model equally well is another question."
         )
-    elif not (a.samples_per_step and b.samples_per_step):
+    if (a.apart_s is None) != (b.apart_s is None):
+        known = "A" if b.apart_s is None else "B"
+        yield f"Only {known} says what it took outside the steps (start-up, validation, checkpoints): that is left out."
+    if not (a.samples_per_step and b.samples_per_step):
         yield "The comparison is by step: that is the same work only if a step of A and one of B have as many samples."
 
 
-def _run_json(run: ComparedRun, price: float | None, steps: int | None) -> dict[str, Any]:
-    seconds = None if steps is None else (run.apart_s or 0.0) + run.step_s * steps
+def _run_json(comparison: Comparison, index: int) -> dict[str, Any]:
+    run = (comparison.first, comparison.second)[index]
+    price = None if comparison.per_hour is None else comparison.per_hour[index]
+    numbers = comparison.numbers
+    seconds = None if numbers is None else comparison.seconds[index]
     return {
-        "name": run.name,
-        "source": run.source,
-        "hosts": dict(Counter(instance_type or group for group, instance_type in run.hosts)),
-        "step_s": run.step_s,
-        "samples_per_step": run.samples_per_step,
-        "steps": steps,
-        "apart_s": run.apart_s,
-        "waiting": run.waiting,
+        **asdict(run),
+        "hosts": run.kinds,
+        "steps": None if numbers is None else numbers[index],
         "price_per_hour": price,
         "cost_per_step": None if price is None else cost(price, run.step_s),
         "time_to_train_s": seconds,
@@ -286,25 +327,19 @@ def _run_json(run: ComparedRun, price: float | None, steps: int | None) -> dict[
     }
 
 
-def _steps_of_second(comparison: Comparison, steps: int) -> int:
-    return math.ceil(steps * comparison.work)
-
-
-def _price(run: ComparedRun, prices: Prices) -> float | None:
-    if not prices:
-        return None
-    missing = sorted({kind or group for group, kind in run.hosts if prices.of(group, kind) is None})
-    if missing:
+def _price(run: ComparedRun, prices: Prices) -> float:
+    per_hour = prices.total(run.hosts)
+    if per_hour is None:
+        missing = sorted({kind or group for group, kind in run.hosts if prices.of(group, kind) is None})
         raise JobConfigError(
             f"{run.name} ({run.source}) has hosts without a price: {', '.join(missing)}. "
             f"Prices known: {', '.join(sorted(prices.per_hour))} ({prices.source})."
         )
-    return prices.total(run.hosts)
+    return per_hour
 
 
 def _hosts(run: ComparedRun) -> str:
-    kinds = Counter(instance_type or group for group, instance_type in run.hosts)
-    return ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+    return ", ".join(f"{number} x {kind}" for kind, number in run.kinds.items())
 
 
 def _speed(ratio: float) -> str:
@@ -317,8 +352,10 @@ def _verb_and_speed(ratio: float) -> tuple[str, str]:
     return ("is", f"{ratio:.3g} times as fast") if ratio >= 1 else ("takes", f"{1 / ratio:.3g} times as long")
 
 
-def _change(ratio: float) -> str:
-    """Return a change such as ``46.5% less``, for the second value divided by the first."""
+def _change(ratio: float | None) -> str:
+    """Return a change such as ``46.5% less``, for the second value divided by the first; empty if that is unknown."""
+    if ratio is None:
+        return ""
     change = round(100 * (ratio - 1), 1)
     if change == 0:
         return "the same"
@@ -329,9 +366,14 @@ def _optional(value: float | None, text: Any) -> str:
     return "not known" if value is None else str(text(value))
 
 
-def _number(file: Path, name: str, value: Any, *, whole: bool = False) -> float:
+def _number(file: Path, name: str, value: Any, *, whole: bool = False) -> Any:
     is_number = type(value) in ({int} if whole else {int, float})
-    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and name != "apart_s"):
+    if (
+        not is_number
+        or not math.isfinite(value)
+        or value < 0
+        or (value == 0 and name not in ("apart_s", "apart_step_s"))
+    ):
         kind = "a positive whole number" if whole else "a positive number"
         raise JobConfigError(f"{file}: {name} is {value!r}; expected {kind}.")
-    return float(value)
+    return value

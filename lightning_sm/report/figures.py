@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.record.events import (
+    FAILED,
     LAUNCHER,
-    PARTS,
+    SPANS,
+    SUCCEEDED,
     DataService,
     End,
     Event,
@@ -24,42 +29,36 @@ from lightning_sm.record.events import (
     Span,
     Steps,
 )
+from lightning_sm.record.limits import RankPace
 from lightning_sm.record.runs import ProcessRecord, RunRecord
+from lightning_sm.record.totals import Totals, of_all_ranks, pace_of, samples_per_step, with_longest_wait
 
-# The parts of the job's whole time, in the order of pictures and tables: spans first, then steps.
-_SPANS = {
-    "preparation": "start-up",
-    "startup": "start-up",
-    "first_batch": "first batch",
-    "validation": "validation",
-    "checkpoint": "checkpoints",
-    "export": "export",
-    "between": "ends of epochs",
-    "test": "test and prediction",
-    "predict": "test and prediction",
-}
+# The parts of the job's whole time, in the order of pictures and tables.
 WAITING = "waiting for data"
 STEPS = "training steps"
+RESTARTS = "restarts"
 SHUTDOWN = "shutdown"
 OTHER = "not measured"
-SHARES = (
-    "start-up",
-    "first batch",
-    STEPS,
-    WAITING,
-    "validation",
-    "ends of epochs",
-    "checkpoints",
-    "export",
-    "test and prediction",
-    SHUTDOWN,
-    OTHER,
-)
-# Leave the first seconds of a series out of means if enough follow: caches fill, and the clocks of CPUs rise.
+_START, _FIRST, *_LATER = dict.fromkeys(SPANS.values())
+SHARES = (_START, _FIRST, STEPS, WAITING, *_LATER, RESTARTS, SHUTDOWN, OTHER)
+# What a training does again and again.
+_GROWING = tuple(dict.fromkeys(SPANS[name] for name in ("validation", "between", "checkpoint")))
+# What the time of a restart goes into, in its order.
+SAVING = "the last checkpoint before it"
+ENDING = "the end of the processes before it"
+FRUITLESS = "attempts that did not train"
+PREPARATION = "code and requirements"
+STARTUP = "the start of the script until training begins"
+FIRST_BATCH = "the first batch"
+# The first figures of data hosts, in which the first batches are, are left out if enough follow.
 _LEAST_LINES = 4
 RUNNING = "no end recorded"
+_USUAL_EVENTS = {"checkpoint_saved", "retry", "slow_request", "succeeded"}
+# Events beyond this number cannot be told apart in a picture.
+_MAX_UNUSUAL_EVENTS = 30
 
 _L = TypeVar("_L", bound=Line)
+_F = TypeVar("_F", RankFigures, HostFigures)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ class HostSummary:
         instance_type: None if unknown.
         cpus: CPUs that it may use; 0 if it has no record here.
         gpus: Number of its GPUs.
-        uses: What it did, over time; empty if it has no record here.
+        uses: What it did over time, in all attempts; empty if it has no record here.
+        earlier_roles: Its role in each earlier attempt in which that was another one.
     """
 
     name: str
@@ -107,17 +107,17 @@ class HostSummary:
     cpus: int = 0
     gpus: int = 0
     uses: tuple[HostUse, ...] = ()
+    earlier_roles: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def cpu(self) -> float | None:
         """Mean share of its CPUs in use."""
-        return fmean(use.cpu for use in self.uses) if self.uses else None
+        return _mean(use.cpu for use in self.uses)
 
     @property
     def gpu(self) -> float | None:
         """Mean share of the time in which a kernel ran, over its GPUs."""
-        shares = [gpu.use for use in self.uses for gpu in use.gpus]
-        return fmean(shares) if shares else None
+        return _mean(use.gpu for use in self.uses)
 
     @property
     def memory(self) -> tuple[int, int] | None:
@@ -130,58 +130,32 @@ class HostSummary:
     @property
     def received_bytes_s(self) -> float | None:
         """Mean bytes per second from the network."""
-        return fmean(use.received_bytes_s for use in self.uses) if self.uses else None
+        return _mean(use.received_bytes_s for use in self.uses)
 
     @property
     def sent_bytes_s(self) -> float | None:
         """Mean bytes per second to the network."""
-        return fmean(use.sent_bytes_s for use in self.uses) if self.uses else None
+        return _mean(use.sent_bytes_s for use in self.uses)
 
 
 @dataclass(frozen=True)
-class StepFigures:
-    """Steps of one rank, added up.
+class TrainingRestart:
+    """A start of a training that had begun before, and was interrupted or has failed.
 
     Attributes:
-        n: Number of steps.
-        wall_s: Seconds that they took.
-        samples: Samples of this rank.
-        longest_s: The longest one.
-        parts: Seconds by part of a step.
+        since: When the training before it ended, in seconds since the Unix epoch.
+        until: When its own steps began.
+        seconds: The time between, without that between two attempts, in which no host costs anything.
+        num_repeated: Steps that were trained again.
+        parts: Seconds by what they went into: ``SAVING``, ``ENDING``, ``FRUITLESS``, ``PREPARATION``, ``STARTUP`` and
+            ``FIRST_BATCH``.
     """
 
-    n: int
-    wall_s: float
-    samples: int
-    longest_s: float
-    parts: Mapping[str, float]
-
-    @classmethod
-    def of(cls, lines: Iterable[Steps]) -> StepFigures:
-        """Add up lines of a record."""
-        lines = list(lines)
-        return cls(
-            n=sum(line.n for line in lines),
-            wall_s=math.fsum(line.wall_s for line in lines),
-            samples=sum(line.samples for line in lines),
-            longest_s=max((line.longest_s for line in lines), default=0.0),
-            parts={part: math.fsum(line.parts.get(part, 0.0) for line in lines) for part in PARTS},
-        )
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step; 0 without steps."""
-        return self.wall_s / self.n if self.n else 0.0
-
-    @property
-    def waiting(self) -> float:
-        """Share of the time that the rank waited for data."""
-        return self.parts["data_wait"] / self.wall_s if self.wall_s else 0.0
-
-    @property
-    def own_s(self) -> float:
-        """Mean seconds of a step without waiting for data."""
-        return self.step_s * (1.0 - self.waiting)
+    since: float
+    until: float
+    seconds: float
+    num_repeated: int
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -199,6 +173,23 @@ class Happening:
     host: str
     what: str
     text: str
+
+
+@dataclass(frozen=True)
+class _DataFigures:
+    """What ranks and data hosts had done at a moment, by their names."""
+
+    t: float
+    ranks: Mapping[str, RankFigures] = field(default_factory=dict)
+    hosts: Mapping[str, HostFigures] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, line: DataService) -> _DataFigures:
+        """Read a line, which another version may have written. Names of data hosts lose the address behind them."""
+        hosts = [_known_fields(HostFigures, host) for host in line.hosts]
+        short = [structs.replace(host, name=host.name.partition(" (")[0]) for host in hosts]
+        ranks = {name: _known_fields(RankFigures, rank) for name, rank in line.ranks.items()}
+        return cls(line.t, ranks, {host.name: host for host in short})
 
 
 @dataclass(frozen=True)
@@ -242,28 +233,52 @@ class Figures:
     @cached_property
     def hosts(self) -> list[HostSummary]:
         """All hosts of the last attempt, also those without a record here. Trainers come first."""
-        latest = self._of_attempt(self.attempts[-1].number)
-        head = max((record.head for record in latest), key=lambda head: len(head.hosts))
-        groups = dict(head.hosts) or {record.head.host: record.head.group for record in latest}
-        roles = {record.head.group: record.head.role for record in self.run.records}
+        head = max((record.head for record in self._latest), key=lambda head: len(head.hosts))
+        roles = self._roles
         hosts = []
-        for name, group in groups.items():
-            own = [record for record in latest if record.head.host == name]
+        for name, (group, role) in roles[self.attempts[-1].number].items():
+            earlier = {number: places[name][1] for number, places in roles.items() if name in places}
+            own = [record for record in self._latest if record.head.host == name]
             heads = [record.head for record in own]
             kind = next((one.instance_type for one in heads if one.instance_type), head.instance_types.get(group))
             hosts.append(
                 HostSummary(
                     name=name,
                     group=group,
-                    # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
-                    role=roles.get(group, "data"),
+                    role=role,
                     instance_type=kind,
                     cpus=max((one.cpus for one in heads), default=0),
                     gpus=max((one.gpus for one in heads), default=0),
-                    uses=tuple(_lines(own, HostUse)),
+                    uses=tuple(_lines([one for one in self.run.records if one.head.host == name], HostUse)),
+                    earlier_roles={number: other for number, other in earlier.items() if other != role},
                 )
             )
         return sorted(hosts, key=lambda host: (host.role == "data", host.name))
+
+    @cached_property
+    def _roles(self) -> dict[int, dict[str, tuple[str, str]]]:
+        """Group and role of each host, by its name, in each attempt: the service names hosts anew."""
+        roles = {record.head.group: record.head.role for record in self.run.records}
+        found = {}
+        for attempt in self.attempts:
+            heads = [record.head for record in self.run.records if record.attempt == attempt.number]
+            groups = max((dict(head.hosts) for head in heads), key=len) or {head.host: head.group for head in heads}
+            # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
+            known = roles | {head.group: head.role for head in heads}
+            found[attempt.number] = {name: (group, known.get(group, "data")) for name, group in groups.items()}
+        return found
+
+    @property
+    def hosts_without_record(self) -> list[str]:
+        """Hosts of the last attempt of which there is no record here."""
+        known = {record.head.host for record in self._latest}
+        return [host.name for host in self.hosts if host.name not in known]
+
+    @property
+    def hosts_without_end(self) -> list[str]:
+        """Hosts of the last attempt whose records have no end: they were killed, or still ran."""
+        ends = {record.head.host: bool(_lines([record], End)) for record in self._latest if record.head.who == LAUNCHER}
+        return [name for name, has_ended in ends.items() if not has_ended]
 
     @cached_property
     def main_records(self) -> list[ProcessRecord]:
@@ -272,30 +287,161 @@ class Figures:
         return [record for record in self.run.records if ranks and record.head.rank == min(ranks)]
 
     @cached_property
-    def ranks(self) -> dict[int, StepFigures]:
-        """The steps of each rank, without the first lines, over all attempts."""
+    def ranks(self) -> dict[int, Totals]:
+        """The steps of each rank, over all attempts."""
         lines: dict[int, list[Steps]] = defaultdict(list)
         for record in self.run.records:
             if record.head.rank is not None:
-                own = _lines([record], Steps)
-                lines[record.head.rank] += own[1:] if len(own) >= _LEAST_LINES else own
-        return {rank: StepFigures.of(own) for rank, own in sorted(lines.items()) if any(line.n for line in own)}
+                lines[record.head.rank] += _lines([record], Steps)
+        return {rank: Totals.of(own) for rank, own in sorted(lines.items()) if any(line.n for line in own)}
+
+    @property
+    def pace_rank(self) -> int | None:
+        """The rank that sets the pace; None without steps."""
+        return self._pace[0]
 
     @cached_property
-    def slowest(self) -> StepFigures:
-        """The steps of the rank that waited the longest for data: others wait for it when they exchange gradients."""
-        return max(self.ranks.values(), key=lambda rank: rank.waiting, default=StepFigures.of([]))
+    def pace_records(self) -> list[ProcessRecord]:
+        """What the rank that sets the pace wrote, over all attempts; the first rank, if there are no steps."""
+        rank = self.pace_rank
+        return self.main_records if rank is None else self._of_rank(rank)
+
+    @property
+    def pace(self) -> Totals:
+        """The steps of the rank that sets the pace, which all numbers of a page are about.
+
+        Data hosts know how much longer training waits than this rank, for ranks without a record here, and where ranks
+        take turns: the others wait for the one that waits in their backward pass.
+        """
+        return self._pace[1]
+
+    @cached_property
+    def _pace(self) -> tuple[int | None, Totals]:
+        rank, steps = pace_of(self.ranks)
+        own = self._added(lambda ranks: next((ranks[name] for name in ranks if _number(name) == rank), RankFigures()))
+        longer_s = self.longest_waits.wait_s - own.wait_s
+        share = steps.waiting + longer_s / max(1e-9, self.longest_waits.seconds)
+        return rank, replace(steps, parts=with_longest_wait(steps.parts, share))
+
+    @cached_property
+    def rank_paces(self) -> list[RankPace]:
+        """How fast each rank is by itself, of those with a record."""
+        paces = []
+        for rank, steps in self.ranks.items():
+            own_s = sum(steps.parts[part] for part in ("to_device", "forward", "other"))
+            n, wait_s = steps.num_steps, steps.parts["data_wait"]
+            paces.append(RankPace(self.name_of(rank), steps.num_trained, steps.step_s, own_s / n, wait_s / n))
+        return paces
+
+    @cached_property
+    def spans(self) -> dict[str, list[float]]:
+        """Seconds of each span of the pace rank and its host, by what people read for it, without those of restarts."""
+        spans: dict[str, list[float]] = defaultdict(list)
+        for span in _lines([*self.pace_records, *self._pace_launchers], Span):
+            # A process that waited for a restart had begun before it.
+            if not any(span.begin < restart.until and restart.since < span.t for restart in self.restarts):
+                spans[SPANS.get(span.name, OTHER)].append(span.seconds)
+        return dict(spans)
+
+    @cached_property
+    def restarts(self) -> list[TrainingRestart]:
+        """The starts of the pace rank's training after the first one."""
+        restarts = []
+        for before, after in pairwise(record for record in self.pace_records if _lines([record], Loader)):
+            steps, earlier = _lines([after], Steps), _lines([before], Steps)
+            since = _stopped_at(before)
+            until = steps[0].t - steps[0].wall_s if steps else max(line.t for line in after.lines)
+            between = (one for one in self.attempts if before.attempt <= one.number <= after.attempt)
+            without_hosts_s = math.fsum(max(0.0, later.begin - one.end) for one, later in pairwise(between))
+            repeated = max(0, self._num_undone(before, after)) if steps and earlier else 0
+            seconds = max(0.0, until - since - without_hosts_s)
+            parts = self._restart_parts(before, after, since, until)
+            restarts.append(TrainingRestart(since, until, seconds, repeated, parts))
+        return restarts
+
+    def _num_undone(self, before: ProcessRecord, after: ProcessRecord) -> int:
+        """Return the steps of a process that the next one trained again; below 0: steps that no line has."""
+        begun, steps = _last_fit(before)
+        reached = steps[-1].step if steps else begun.step
+        return round((reached - _lines([after], Loader)[0].step) * self._batches_per_step)
+
+    @cached_property
+    def _batches_per_step(self) -> float:
+        """Steps, of a batch each, for one that ``trainer.global_step`` counts: of the optimizer."""
+        batches, counted = 0, 0
+        for record in self.pace_records:
+            if _lines([record], Loader):
+                begun, steps = _last_fit(record)
+                batches += Totals.of(steps).num_trained
+                counted += steps[-1].step - begun.step if steps else 0
+        return batches / counted if counted > 0 else 1.0
+
+    def _restart_parts(
+        self, before: ProcessRecord, after: ProcessRecord, since: float, until: float
+    ) -> dict[str, float]:
+        """Return what a restart's time went into, from the end of one training to the first steps of the next one."""
+        by_number = {attempt.number: attempt for attempt in self.attempts}
+        trains_at = min(line.t for line in _lines([after], Loader))
+        startups = [span for span in _lines([after], Span) if span.name == "startup" and span.t <= trains_at]
+        # A process that waits for a restart has begun before it.
+        starts_at = max([max(line.t for line in before.lines), *(span.begin for span in startups)])
+        ended = starts_at
+        if before.attempt != after.attempt:
+            ended, starts_at = by_number[before.attempt].end, max(starts_at, by_number[after.attempt].begin)
+        saving = [span for span in _lines([before], Span) if span.name == "checkpoint" and span.begin >= since]
+        saving_s = math.fsum(span.seconds for span in saving)
+        launchers = [one for one in self._pace_launchers if one.attempt == after.attempt]
+        preparing = [span for span in _lines(launchers, Span) if since <= span.begin and span.t <= until]
+        return {
+            SAVING: saving_s,
+            ENDING: max(0.0, ended - since - saving_s),
+            FRUITLESS: math.fsum(one.seconds for one in self.attempts if before.attempt < one.number < after.attempt),
+            PREPARATION: math.fsum(span.seconds for span in preparing),
+            STARTUP: max(0.0, trains_at - starts_at),
+            FIRST_BATCH: max(0.0, until - trains_at),
+        }
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the GPU measured the parts of steps."""
+        return any(line.gpu_parts for line in _lines(self.main_records, Steps))
+
+    @property
+    def fullest_memory(self) -> tuple[str, int, int] | None:
+        """The host, or the GPU of a host, whose memory was the fullest; what it had in use at most, and what it has."""
+        found = [(host.name, *host.memory) for host in self.hosts if host.memory is not None]
+        found += [
+            (f"A GPU of {host.name}", gpu.memory_bytes, gpu.memory_total_bytes)
+            for host in self.hosts
+            for use in host.uses
+            for gpu in use.gpus
+        ]
+        return max((one for one in found if one[2]), key=lambda one: one[1] / one[2], default=None)
+
+    @cached_property
+    def waits_for_lost_hosts(self) -> dict[str, float]:
+        """Seconds in which training waited for data while a data host was lost, by name of the host."""
+        waits: dict[str, float] = defaultdict(float)
+        steps = _lines(self.pace_records, Steps)
+        for before, after in self._data_changes:
+            waited_s = math.fsum(line.parts.get("data_wait", 0.0) for line in steps if before.t < line.t <= after.t)
+            for name, host in after.hosts.items():
+                last = before.hosts.get(name, HostFigures(name))
+                if host.num_lost > last.num_lost or last.state != "up":
+                    waits[name] += waited_s
+        return dict(waits)
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole run."""
-        return sum(line.n for line in _lines(self.main_records, Steps))
+        """Number of steps of the whole run, of which those that were trained again count once."""
+        trained = [one for one in self.pace_records if any(_lines([one], Loader)) and any(_lines([one], Steps))]
+        undone = sum(self._num_undone(before, after) for before, after in pairwise(trained))
+        return sum(line.n + line.untimed for line in _lines(self.pace_records, Steps)) - undone
 
     @property
     def samples_per_step(self) -> float | None:
         """Samples of a step of all ranks; None if one does not know."""
-        means = [rank.samples / rank.n for rank in self.ranks.values()]
-        return self.of_all_ranks(means) if means and all(means) else None
+        return samples_per_step(self.ranks.values(), self.world_size)
 
     @property
     def world_size(self) -> int:
@@ -304,29 +450,20 @@ class Figures:
 
     def of_all_ranks(self, values: Sequence[float]) -> float:
         """Return the sum over all ranks; ranks without a value are taken to be like the others."""
-        return math.fsum(values) * max(1.0, self.world_size / len(values)) if values else 0.0
+        return of_all_ranks(values, self.world_size)
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Seconds of the main rank's host by what they went into (``SHARES``), over all attempts."""
-        shares = dict.fromkeys(SHARES, 0.0)
-        for attempt in self.attempts:
-            own = [record for record in self.main_records if record.attempt == attempt.number]
-            hosts = {record.head.host for record in own}
-            launchers = [
-                record
-                for record in self._of_attempt(attempt.number)
-                if record.head.who == LAUNCHER and record.head.host in hosts
-            ]
-            for span in _lines([*own, *launchers], Span):
-                shares[_SPANS.get(span.name, OTHER)] += span.seconds
-            steps = StepFigures.of(_lines(own, Steps))
-            shares[WAITING] += steps.parts["data_wait"]
-            shares[STEPS] += steps.wall_s - steps.parts["data_wait"]
+        """Seconds by what they went into (``SHARES``), of the pace rank and its host, over all attempts."""
+        shares = dict.fromkeys(SHARES, 0.0) | {name: math.fsum(seconds) for name, seconds in self.spans.items()}
+        shares[RESTARTS] = math.fsum(restart.seconds for restart in self.restarts)
+        for record in self.pace_records[-1:]:
             # From the last line of the training process to that of its launcher, which may wait for other hosts.
-            ends = [line.t for line in _lines(launchers, End)]
-            if ends and own:
-                shares[SHUTDOWN] += max(0.0, max(ends) - max(line.t for record in own for line in record.lines))
+            launchers = [one for one in self._pace_launchers if one.attempt == record.attempt]
+            ended = max(line.t for line in record.lines)
+            shares[SHUTDOWN] = max([0.0, *(end.t - ended for end in _lines(launchers, End))])
+        shares[WAITING] = self.pace.parts["data_wait"]
+        shares[STEPS] = self.pace.wall_s - shares[WAITING]
         shares[OTHER] += max(0.0, self.seconds - math.fsum(shares.values()))
         return shares
 
@@ -334,6 +471,12 @@ class Figures:
     def apart_s(self) -> float:
         """Seconds that the job took besides its training steps."""
         return max(0.0, self.seconds - self.shares[STEPS] - self.shares[WAITING])
+
+    @property
+    def growing_s(self) -> float:
+        """Seconds outside the steps that grow with the number of steps: a training twice as long has twice as much."""
+        later = math.fsum(self.spans.get(_FIRST, ())[1:])  # the first batches of the epochs after the first one
+        return later + math.fsum(self.shares[name] for name in _GROWING)
 
     @cached_property
     def loaders(self) -> dict[int, Loader]:
@@ -353,28 +496,28 @@ class Figures:
         """
         ranks: dict[str, RankFigures] = {}
         hosts: dict[str, HostFigures] = {}
-        for record in self.main_records:
-            lines = _lines([record], DataService)
-            if not lines:
-                continue
-            last = lines[-1]
-            first = lines[0] if len(lines) >= _LEAST_LINES else DataService(0.0)
-            before = {str(host.get("name")): host for host in first.hosts}
-            for name, values in last.ranks.items():
-                change = _difference(RankFigures, values, first.ranks.get(name, {}))
-                ranks[name] = _sum(ranks[name], change) if name in ranks else change
-            for values in last.hosts:
-                host = _difference(HostFigures, values, before.get(str(values.get("name")), {}))
-                hosts[host.name] = _sum(hosts[host.name], host) if host.name in hosts else host
+        for moments in self._data:
+            first, last = moments[1 if len(moments) > _LEAST_LINES else 0], moments[-1]
+            for name, rank in last.ranks.items():
+                ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first.ranks.get(name)))
+            for name, host in last.hosts.items():
+                hosts[name] = hosts.get(name, HostFigures(name)).plus(host.since(first.hosts.get(name)))
         return {name: rank for name, rank in ranks.items() if rank.num_steps}, list(hosts.values())
+
+    @cached_property
+    def longest_waits(self) -> RankFigures:
+        """The sum of what the rank measured that waited the longest, between each two lines of data hosts' figures."""
+        return self._added(lambda ranks: max(ranks.values(), key=lambda rank: rank.wait_s, default=RankFigures()))
 
     @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
         """Steps and values of each metric; what an attempt repeats replaces what the one before had logged.
 
-        Lines repeat the last value of metrics that are logged once an epoch: only changes are points.
+        Lines repeat the last value of metrics that are logged once an epoch: only changes are points, and the last
+        line, so that a curve ends where the run does.
         """
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        held: dict[str, tuple[int, float]] = {}
         for record in self.main_records:
             begins: dict[str, int] = {}
             for line in _lines([record], Metrics):
@@ -386,7 +529,23 @@ class Figures:
                         series[name] = [point for point in series[name] if point[0] < line.step]
                     if not series[name] or series[name][-1][1] != value:
                         series[name].append((line.step, value))
+                        held.pop(name, None)
+                    else:
+                        held[name] = (line.step, value)
+        for name, (step, value) in held.items():
+            if step > series[name][-1][0]:
+                series[name].append((step, value))
         return dict(series)
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The script of the last attempt and its arguments, without secrets; empty if unknown."""
+        return tuple(next((record.head.command for record in self._latest if record.head.command), ()))
+
+    @property
+    def hyperparameters(self) -> dict[str, str]:
+        """Those of the last attempt, without secrets, as the job was given them."""
+        return dict(next((record.head.hyperparameters for record in self._latest if record.head.hyperparameters), {}))
 
     @cached_property
     def events(self) -> list[Happening]:
@@ -402,56 +561,135 @@ class Figures:
                     found.append(Happening(seconds, record.head.host, line.outcome, f"This host ended{code}."))
         return sorted(found, key=lambda event: event.seconds)
 
-    @cached_property
-    def series(self) -> list[tuple[int, list[Steps]]]:
-        """Rank 0's steps over time, by attempt."""
-        return [(record.attempt, _lines([record], Steps)) for record in self.main_records]
+    @property
+    def unusual_events(self) -> list[Happening]:
+        """The first events that do not happen in every job: pictures mark them by their numbers, from 1."""
+        return [event for event in self.events if event.what not in _USUAL_EVENTS][:_MAX_UNUSUAL_EVENTS]
 
-    def _of_attempt(self, number: int) -> list[ProcessRecord]:
-        return [record for record in self.run.records if record.attempt == number]
+    def binned_steps(self, number: int) -> list[tuple[float, float, Totals]]:
+        """Return the steps over time of the rank that sets the pace.
+
+        Args:
+            number: Into how many parts the time of the run is divided.
+
+        Returns:
+            Begin and end, in seconds since the run began, and the steps of each part of the time that has any.
+        """
+        width = max(1e-9, (self.attempts[-1].end - self.begin) / number)
+        found = []
+        for record in self.pace_records:
+            lines = [line for line in _lines([record], Steps) if line.n]
+            for _, own in groupby(lines, key=lambda line: int((line.t - self.begin) / width)):
+                group = list(own)
+                begin = group[0].t - group[0].wall_s - self.begin
+                found.append((max(0.0, begin), group[-1].t - self.begin, Totals.of(group)))
+        return found
+
+    @cached_property
+    def _latest(self) -> list[ProcessRecord]:
+        """What the processes of the last attempt wrote."""
+        return [record for record in self.run.records if record.attempt == self.attempts[-1].number]
+
+    @cached_property
+    def _data(self) -> list[list[_DataFigures]]:
+        """What ranks and data hosts had done at some moments, by life of rank 0, at whose start that was nothing."""
+        lines = [(record, _lines([record], DataService)) for record in self.main_records]
+        return [[_DataFigures(record.head.t), *map(_DataFigures.of, own)] for record, own in lines if own]
+
+    @property
+    def _data_changes(self) -> Iterator[tuple[_DataFigures, _DataFigures]]:
+        for moments in self._data:
+            yield from pairwise(moments)
+
+    def _added(self, choose: Callable[[Mapping[str, RankFigures]], RankFigures]) -> RankFigures:
+        """Return the sum of what one of the ranks measured between each two lines of data hosts' figures."""
+        total = RankFigures()
+        for before, after in self._data_changes:
+            total = total.plus(choose({name: rank.since(before.ranks.get(name)) for name, rank in after.ranks.items()}))
+        return total
+
+    @cached_property
+    def _pace_launchers(self) -> list[ProcessRecord]:
+        """What the launchers wrote that started the rank that sets the pace."""
+        hosts = {(record.attempt, record.head.host) for record in self.pace_records}
+        launchers = [record for record in self.run.records if record.head.who == LAUNCHER]
+        return [record for record in launchers if (record.attempt, record.head.host) in hosts]
+
+    def name_of(self, rank: int) -> str:
+        """Return the name of a rank with a record, for people."""
+        return f"rank {rank} on {self._of_rank(rank)[-1].head.host}"
+
+    def _of_rank(self, rank: int) -> list[ProcessRecord]:
+        return [record for record in self.run.records if record.head.rank == rank]
 
 
 def _attempt(number: int, records: Sequence[ProcessRecord]) -> AttemptFigures:
-    ends = [(record.head, line) for record in records for line in record.lines if isinstance(line, End)]
-    # A data host may fail, or may no longer be needed: trainers decide how the job ends.
-    ends = [(head, end) for head, end in ends if head.role == "trainer"]
-    launchers = [end for head, end in ends if head.who == LAUNCHER] or [end for _, end in ends]
-    # As on the service, the first failure is that of the job.
-    worst = min(
-        launchers,
-        key=lambda end: (end.outcome != "failed", end.outcome == "succeeded", end.t),
-        default=End(0.0, RUNNING),
-    )
+    outcome, reason = _outcome(records)
     times = [line.t for record in records for line in record.lines]
     begins = [record.head.t for record in records]
     begins += [line.begin for record in records for line in record.lines if isinstance(line, Span)]
-    return AttemptFigures(number, min(begins), max(times + begins), worst.outcome, worst.reason)
+    return AttemptFigures(number, min(begins), max(times + begins), outcome, reason)
+
+
+def _outcome(records: Sequence[ProcessRecord]) -> tuple[str, str]:
+    """Return how an attempt ended, and why it did not succeed.
+
+    A launcher that has learned how the job ended says so. Else trainers decide, because a data host may fail alone, or
+    may no longer be needed; as on the service, the first failure is that of the job.
+    """
+    ends = [(record.head, line) for record in records for line in record.lines if isinstance(line, End)]
+    ranked = [
+        (
+            end.job_outcome is None,
+            head.role != "trainer",
+            head.who != LAUNCHER,
+            end.outcome != FAILED,
+            end.outcome == SUCCEEDED,
+            end.t,
+            end,
+        )
+        for head, end in ends
+        if end.job_outcome is not None or head.role == "trainer"
+    ]
+    if not ranked:
+        return RUNNING, ""
+    end = min(ranked, key=lambda row: row[:-1])[-1]
+    return end.job_outcome or end.outcome, end.reason
+
+
+def _last_fit(record: ProcessRecord) -> tuple[Loader, list[Steps]]:
+    """Return the begin and the steps of the last fit of a process, which has begun at least one."""
+    begun = _lines([record], Loader)[-1]
+    return begun, [line for line in record.lines[record.lines.index(begun) :] if isinstance(line, Steps)]
+
+
+def _stopped_at(record: ProcessRecord) -> float:
+    """Return when a training process began to end: before the checkpoint that it saved because of an interruption."""
+    saved_at = None
+    for line in record.lines:
+        match line:
+            case Steps():
+                saved_at = None
+            case Span(name="checkpoint"):
+                saved_at = line.begin
+            case Event(what="interruption"):
+                return line.t if saved_at is None else saved_at
+    return max(line.t for line in record.lines)
 
 
 def _lines(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
     return [line for record in records for line in record.lines if isinstance(line, kind)]
 
 
-_F = TypeVar("_F", RankFigures, HostFigures)
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
-def _difference(kind: type[_F], after: Mapping[str, Any], before: Mapping[str, Any]) -> _F:
-    """Return what was added between two lines; everything, if a restart has reset the sums."""
-    known = {one.name: one for one in fields(kind)}
-    values = {name: value for name, value in after.items() if name in known}
-    numbers = {name for name, value in values.items() if _is_sum(name, value)}
-    if all(values[name] >= before.get(name, 0) for name in numbers):
-        values |= {name: values[name] - before.get(name, 0) for name in numbers}
-    return kind(**values)
+def _number(rank: str) -> int:
+    """Return the number of a rank from its name in data hosts' figures, such as ``rank 3 on algo-1``."""
+    return int(rank.split()[1])
 
 
-def _sum(first: _F, second: _F) -> _F:
-    """Add up the sums of both; take every other value from the second."""
-    values = {
-        name: value + getattr(first, name) if _is_sum(name, value) else value for name, value in vars(second).items()
-    }
-    return type(second)(**values)
-
-
-def _is_sum(name: str, value: Any) -> bool:
-    return type(value) in (int, float) and name != "workers"
+def _known_fields(kind: type[_F], values: Mapping[str, Any]) -> _F:
+    return kind(**{name: value for name, value in values.items() if name in kind.__struct_fields__})

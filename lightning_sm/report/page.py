@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lightning_sm._text import duration, percent, size, step_time
+from lightning_sm._text import duration, percent, rate, size, step_time
 from lightning_sm._version import __version__
 from lightning_sm.errors import JobConfigError
+from lightning_sm.record.bottleneck import NOT_INPUT_BOUND
 from lightning_sm.record.events import PARTS
 from lightning_sm.record.prices import Prices
-from lightning_sm.report import findings
+from lightning_sm.report import verdict
 from lightning_sm.report.figures import Figures, Happening, HostSummary
 
 _TABLE_ROWS = 40
+# Metrics beyond this number are only in the table.
+_MAX_CURVES = 8
+# Numbers in boxes below the verdict.
+_BOXES = 4
 # Longer lists of events are folded.
 _OPEN_ROWS = 12
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -97,19 +103,35 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
 
 
 def _summary(run: Figures, prices: Prices) -> dict[str, Any]:
-    amount = findings.price(run, prices)
-    waiting = percent(run.slowest.waiting) if run.slowest.n else "no steps"
     return {
         "name": run.run.name,
-        "ending": findings.ending(run),
-        "bottleneck": findings.bottleneck(run),
-        "numbers": [
-            ("outcome", run.outcome),
-            ("duration", duration(run.seconds)),
-            ("cost", "no prices" if amount is None else prices.amount(amount)),
-            ("waiting for data", waiting),
-        ],
+        "ending": verdict.ending(run),
+        "headline": " ".join(filter(None, (verdict.headline(run), verdict.scope(run)))),
+        "numbers": list(islice(_numbers(run, prices), _BOXES)),
     }
+
+
+def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
+    """Yield the figures of a run, each with its name, the most telling ones first."""
+    yield "duration", duration(run.seconds)
+    amount = verdict.price(run, prices)
+    if amount is not None:
+        yield "cost", prices.amount(amount)
+    if run.pace.waiting >= NOT_INPUT_BOUND:
+        yield "steps wait for data", percent(run.pace.waiting)
+    # What the model is judged by: a metric of the validation rather than a loss, or than one of the training.
+    for name in sorted(_metric_names(run), key=lambda name: (not name.startswith("val"), "loss" in name))[:1]:
+        values = [value for _, value in run.metrics[name]]
+        is_lower_better = any(word in name for word in ("loss", "err", "perplexity"))
+        best, last = f"{(min if is_lower_better else max)(values):.4g}", f"{values[-1]:.4g}"
+        yield f"best {name}", best if best == last else f"{best} (last {last})"
+    if run.pace.num_steps:
+        what, number = ("samples", run.samples_per_step) if run.samples_per_step else ("steps", 1.0)
+        yield f"{what} per second", rate(number / run.pace.step_s)
+        yield "time of a step", step_time(run.pace.step_s)
+    yield "outcome", run.outcome
+    yield "steps", f"{run.num_steps:,}"
+    yield "hosts", f"{len(run.hosts):,}"
 
 
 def _shared(runs: Sequence[Figures]) -> tuple[Section, ...]:
@@ -128,9 +150,9 @@ def _sections(run: Figures, prices: Prices, *, is_alone: bool) -> list[Section]:
     from lightning_sm.report import charts  # noqa: PLC0415 - see above
 
     names = _metric_names(run)
-    changes = findings.advice(run, prices) or ["Nothing that this record shows is worth a change."]
-    notes = []
-    if charts.numbered_events(run):
+    changes = verdict.changes(run, prices) or ["Nothing that this record shows is worth a change."]
+    notes = list(_pace_notes(run))
+    if run.unusual_events:
         notes.append("Dotted lines are the numbered events below.")
     # Of several runs, one picture shows it side by side.
     times = Section("Where the time went", _existing(charts.time_shares([run])), tables=(_shares_table([run]),))
@@ -138,12 +160,13 @@ def _sections(run: Figures, prices: Prices, *, is_alone: bool) -> list[Section]:
         Section(
             "Time of a step",
             _existing(charts.step_times(run)),
-            texts=() if run.slowest.n else ("No training step is recorded.",),
-            tables=(_parts_table([run]), _steps_table(run)) if run.slowest.n else (),
+            texts=() if run.pace.num_steps else ("No training step is recorded.",),
+            tables=(_parts_table([run]), _steps_table(run)) if run.pace.num_steps else (),
             note=" ".join(notes),
         ),
         Section("What to change", texts=tuple(changes)),
         *([times] if is_alone else []),
+        *([Section("Ranks", tables=(_ranks_table(run),))] if len(run.ranks) > 1 else []),
         Section("Hosts", _existing(charts.host_use(run)), tables=_host_tables(run), texts=tuple(_host_notes(run))),
         Section(
             "Loss and metrics",
@@ -152,6 +175,7 @@ def _sections(run: Figures, prices: Prices, *, is_alone: bool) -> list[Section]:
             tables=(_metrics_table(run, names),) if names else (),
         ),
         Section("Events", texts=() if run.events else ("None.",), tables=_event_tables(run)),
+        *([Section("Hyperparameters", tables=(_hyperparameters_table(run),))] if run.hyperparameters else []),
         Section("How it was measured", texts=tuple(_method(run, prices)), tables=(_packages_table(run),)),
     ]
 
@@ -167,57 +191,84 @@ def _metric_names(run: Figures) -> list[str]:
 
 def _curves(run: Figures) -> list[str]:
     """Return the names of the metrics that have a curve, as many as a page takes."""
-    from lightning_sm.report.charts import MAX_METRICS  # noqa: PLC0415 - see above
-
-    return [name for name in _metric_names(run) if len(run.metrics[name]) > 1][:MAX_METRICS]
+    return [name for name in _metric_names(run) if len(run.metrics[name]) > 1][:_MAX_CURVES]
 
 
 def _shares_table(runs: Sequence[Figures]) -> Table:
-    names = [name for name in runs[0].shares if any(run.shares[name] > 0 for run in runs)]
+    shown = [name for name in runs[0].shares if any(run.shares[name] > 0 for run in runs)]
     rows = [
         (
             name,
             *(f"{duration(run.shares[name])} ({percent(run.shares[name] / max(1e-9, run.seconds))})" for run in runs),
         )
-        for name in names
+        for name in shown
     ]
     rows.append(("all attempts", *(duration(run.seconds) for run in runs)))
-    return Table("Seconds of the main host", ("", *(run.run.name for run in runs)), tuple(rows))
+    names = ("", *(run.run.name for run in runs))
+    return Table("Seconds of the rank that sets the pace, and of its host", names, tuple(rows))
 
 
 def _parts_table(runs: Sequence[Figures]) -> Table:
-    from lightning_sm.report.charts import PART_NAMES  # noqa: PLC0415 - see above
-
     def cell(run: Figures, part: str) -> str:
-        steps = run.slowest
-        if not steps.n:
+        steps = run.pace
+        if not steps.num_steps:
             return ""
-        return f"{step_time(steps.parts[part] / steps.n)} ({percent(steps.parts[part] / steps.wall_s)})"
+        return f"{step_time(steps.parts[part] / steps.num_steps)} ({percent(steps.parts[part] / steps.wall_s)})"
 
-    rows = [(PART_NAMES[part], *(cell(run, part) for run in runs)) for part in PARTS]
-    rows.append(("a step", *(step_time(run.slowest.step_s) if run.slowest.n else "" for run in runs)))
-    rows.append(("longest step", *(step_time(run.slowest.longest_s) if run.slowest.n else "" for run in runs)))
-    samples = [(run.samples_per_step or 0.0) / run.slowest.step_s if run.slowest.n else 0.0 for run in runs]
+    rows = [(PARTS[part], *(cell(run, part) for run in runs)) for part in PARTS]
+    rows.append(("a step", *(step_time(run.pace.step_s) if run.pace.num_steps else "" for run in runs)))
+    rows.append(("longest step", *(step_time(run.pace.longest_s) if run.pace.num_steps else "" for run in runs)))
+    samples = [(run.samples_per_step or 0.0) / run.pace.step_s if run.pace.num_steps else 0.0 for run in runs]
     if any(samples):
-        rows.append(("samples per second, all ranks", *(f"{rate:,.4g}" if rate else "" for rate in samples)))
-    rows.append(("steps", *(f"{run.num_steps:,}" for run in runs)))
-    return Table("Mean step of the rank that waited the longest", ("", *(run.run.name for run in runs)), tuple(rows))
+        rows.append(("samples per second, all ranks", *(rate(number) if number else "" for number in samples)))
+    rows.append(("steps of the run", *(f"{run.num_steps:,}" for run in runs)))
+    return Table(
+        "Mean step of the rank that sets the pace, without the first step of each start",
+        ("", *(run.run.name for run in runs)),
+        tuple(rows),
+    )
 
 
 def _steps_table(run: Figures) -> Table:
-    from lightning_sm.report.charts import PART_NAMES, binned  # noqa: PLC0415 - see above
-
     rows = [
         (
             f"{duration(begin)}",
-            f"{times.n:,}",
+            f"{times.num_steps:,}",
             step_time(times.step_s),
-            *(f"{1e3 * times.parts[part] / times.n:.3g}" for part in PARTS),
+            *(f"{1e3 * times.parts[part] / times.num_steps:.3g}" for part in PARTS),
         )
-        for begin, _, times in binned(run, _TABLE_ROWS)
+        for begin, _, times in run.binned_steps(_TABLE_ROWS)
     ]
-    headers = ("since the start", "steps", "a step", *(f"{PART_NAMES[part]} (ms)" for part in PARTS))
-    return Table("Steps over time", headers, tuple(rows))
+    headers = ("since the start", "steps", "a step", *(f"{PARTS[part]} (ms)" for part in PARTS))
+    return Table("Steps over time, without the first one of each start", headers, tuple(rows))
+
+
+def _pace_notes(run: Figures) -> Iterator[str]:
+    """Yield whose steps the page shows, if there are several ranks."""
+    if run.pace_rank is None or run.world_size <= 1:
+        return
+    name = run.name_of(run.pace_rank)
+    yield f"The steps are those of {name}, for which the others wait in their backward pass."
+    waited_s = run.ranks[run.pace_rank].parts["data_wait"]
+    if run.pace.parts["data_wait"] > waited_s:
+        yield (
+            f"The picture has {percent(waited_s / run.pace.wall_s)} of waiting for data. Others wait, too: training "
+            f"waits {percent(run.pace.waiting)} of the time, the rest of which {name} has in its backward pass."
+        )
+
+
+def _ranks_table(run: Figures) -> Table:
+    """Return how fast each rank is by itself, the slowest one first."""
+    rows = [
+        (
+            pace.name,
+            f"{pace.num_steps:,}",
+            *map(step_time, (pace.step_s, pace.wait_s, pace.own_s, pace.step_s - pace.wait_s - pace.own_s)),
+        )
+        for pace in sorted(run.rank_paces, key=lambda pace: -pace.own_s - pace.wait_s)
+    ]
+    headers = ("rank", "steps", "a step", "waiting for data", "its own work", "with other ranks: backward, optimizer")
+    return Table("The ranks, the slowest one first", headers, tuple(rows), is_open=len(rows) <= _OPEN_ROWS)
 
 
 def _host_tables(run: Figures) -> tuple[Table, ...]:
@@ -228,7 +279,7 @@ def _host_tables(run: Figures) -> tuple[Table, ...]:
         memory = host.memory
         return (
             host.name,
-            host.role,
+            _role(host),
             host.group,
             host.instance_type or "",
             str(host.cpus or ""),
@@ -241,7 +292,11 @@ def _host_tables(run: Figures) -> tuple[Table, ...]:
         )
 
     headers = ("host", "role", "group", "type", "CPUs", "GPUs", "CPU", "GPU", "peak memory", "received", "sent")
-    tables = [Table("What each host did", headers, tuple(row(host) for host in run.hosts))]
+    caption, of_data = "What each host did", "What the data hosts did, as rank 0 saw it"
+    if len(run.attempts) > 1:
+        caption += f" in all attempts; groups and types are those of attempt {run.attempts[-1].number}"
+        of_data += ", in all attempts"
+    tables = [Table(caption, headers, tuple(row(host) for host in run.hosts))]
     _, data_hosts = run.data
     if data_hosts:
         rows = []
@@ -260,8 +315,16 @@ def _host_tables(run: Figures) -> tuple[Table, ...]:
             "retries",
             "connections lost",
         )
-        tables.append(Table("What the data hosts did, as rank 0 saw it", names, tuple(rows)))
+        tables.append(Table(of_data, names, tuple(rows)))
     return tuple(tables)
+
+
+def _role(host: HostSummary) -> str:
+    """Return the role of a host in the last attempt, and in those in which its name had another one."""
+    if not host.earlier_roles:
+        return host.role
+    earlier = ", ".join(f"{role} in attempt {number}" for number, role in host.earlier_roles.items())
+    return f"{host.role} ({earlier})"
 
 
 def _host_notes(run: Figures) -> Any:
@@ -284,9 +347,7 @@ def _metrics_table(run: Figures, names: Sequence[str]) -> Table:
 
 
 def _event_tables(run: Figures) -> tuple[Table, ...]:
-    from lightning_sm.report.charts import numbered_events  # noqa: PLC0415 - see above
-
-    numbered = numbered_events(run)
+    numbered = run.unusual_events
     numbers = {id(event): str(number) for number, event in enumerate(numbered, 1)}
     headers = ("", "since the start", "host", "what", "")
 
@@ -318,14 +379,19 @@ def _method(run: Figures, prices: Prices) -> Any:
     yield (
         "A step is one training batch. Its times are those of the training process: on a GPU, forward, backward and "
         "optimizer are measured on the GPU every few steps where the record says so; else only their start is timed. "
-        "Steps do not include validations, checkpoints or the first batch after each start; means leave out the first "
-        "seconds. The exchange of gradients overlaps with the backward pass and cannot be told apart from it."
+        "Steps do not include validations, checkpoints, the first batch after each start, or the ends of epochs. The "
+        "exchange of gradients overlaps with the backward pass and cannot be told apart from it."
     )
     if prices:
         yield f"Cost: time of the attempts x prices ({prices.source}). Storage, transfer and logs cost extra."
     commands = {" ".join(head.command) for head in heads if head.command}
     for command in sorted(commands):
         yield f"Command: {command}"
+
+
+def _hyperparameters_table(run: Figures) -> Table:
+    rows = tuple(run.hyperparameters.items())
+    return Table("Hyperparameters of the job", ("name", "value"), rows, is_open=len(rows) <= _OPEN_ROWS)
 
 
 def _packages_table(run: Figures) -> Table:

@@ -16,7 +16,9 @@ from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, size, step_time
 from lightning_sm.data.settings import default_workers
 from lightning_sm.errors import JobConfigError
+from lightning_sm.job.instance_types import num_vcpus
 from lightning_sm.record.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, StepModel
+from lightning_sm.record.limits import MIN_STEPS
 from lightning_sm.record.prices import Prices, cost
 from lightning_sm.report.figures import Figures
 
@@ -31,6 +33,12 @@ _OTHER_KIND = (0.7, 1.4)
 # A line of a plan is a number of workers or of hosts; more lines than this help nobody.
 _MAX_LINES = 7
 _GBIT_S = 1e9 / 8
+# Any host's network carries at least 1 Gbit/s, so that the latency of small batches is not taken for its limit.
+_LEAST_NETWORK = _GBIT_S
+# A change that saves less of the job is not proposed.
+_WORTH = 0.02
+# More than this many times the measured workers are not proposed: transforms are what is too slow.
+_MOST_WORKERS = 10
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,11 @@ class MeasuredRun:
         waiting: Share of it in which training waited for data.
         is_remote: Whether data hosts build the batches.
         num_hosts: Number of hosts whose workers build them.
+        num_ranks: Number of ranks.
+        most_per_rank: The most workers for the loader of a rank, for which there are CPUs; None if batches are built on
+            data hosts.
         bytes_per_step: Bytes of the batches of a step of all ranks; None if they cross no network.
+        bytes_per_s: The most that the network has carried for a rank; None if batches cross no network.
         busy: Share of the time that the workers of data hosts worked; None if unknown.
         variation: Standard deviation of the time for a batch, divided by its mean; None if unknown.
         is_bound: Whether the work of a step is only known not to be more than the model says.
@@ -77,7 +89,10 @@ class MeasuredRun:
     waiting: float
     is_remote: bool
     num_hosts: int
+    num_ranks: int = 1
+    most_per_rank: int | None = None
     bytes_per_step: float | None = None
+    bytes_per_s: float | None = None
     busy: float | None = None
     variation: float | None = None
     is_bound: bool = False
@@ -90,6 +105,7 @@ class SizingRow:
 
     Attributes:
         workers: Number of workers, of all ranks or data hosts together.
+        per_rank: The same as ``num_workers`` of the loader of each rank; None if data hosts build the batches.
         num_hosts: Number of hosts that they are on.
         step_s: Seconds of a step: the least and the most.
         limit: What limits it: ``training``, ``workers`` or ``network``.
@@ -100,6 +116,7 @@ class SizingRow:
     """
 
     workers: int
+    per_rank: int | None
     num_hosts: int
     step_s: tuple[float, float]
     limit: str
@@ -116,7 +133,10 @@ class Sizing:
     Attributes:
         name: Name of the measured run.
         measured: What it says.
-        lines: The measured numbers of workers first, then more, up to the number that removes the waiting.
+        lines: The measured numbers of workers first, then more, up to the number that removes the waiting, or up to the
+            CPUs that there are.
+        best: The line to choose: the cheapest one. If no prices are given, all hosts count as equally expensive.
+        kind: Instance type or group of the data hosts; None for that of the measured run.
         steps: Number of steps of the whole job.
         has_data_hosts: Whether the predictions are for data hosts, and not for workers on the hosts of the trainers.
         caveats: What the predictions rest on.
@@ -125,14 +145,20 @@ class Sizing:
     name: str
     measured: MeasuredRun
     lines: tuple[SizingRow, ...]
+    best: SizingRow
+    kind: str | None
     steps: int
     has_data_hosts: bool
     caveats: tuple[str, ...]
 
     @property
-    def best(self) -> SizingRow:
-        """The prediction without waiting."""
-        return self.lines[-1]
+    def saved(self) -> float:
+        """The share of the job's time that the best line saves, 0 to 1; of its cost, if that is larger."""
+        first, best = self.lines[0], self.best
+        saved = 1.0 - sum(best.seconds) / max(1e-9, sum(first.seconds))
+        if first.cost and best.cost and sum(first.cost):
+            saved = max(saved, 1.0 - sum(best.cost) / sum(first.cost))
+        return saved
 
 
 def measure(run: Figures) -> MeasuredRun:
@@ -144,10 +170,18 @@ def measure(run: Figures) -> MeasuredRun:
     Raises:
         JobConfigError: It does not say enough.
     """
-    if run.slowest.n == 0:
+    if run.pace.num_steps == 0:
         raise JobConfigError(f"{run.run.source}: no training steps are recorded, and nothing can be planned from that.")
-    step_s, waiting = run.slowest.step_s, run.slowest.waiting
-    own_s = min(rank.own_s for rank in run.ranks.values())
+    if run.pace.num_trained < MIN_STEPS:
+        raise JobConfigError(
+            f"{run.run.source}: {count(run.pace.num_trained, 'step')} are recorded; a plan takes at least {MIN_STEPS}."
+        )
+    step_s, waiting = run.pace.step_s, run.pace.waiting
+    # In the backward pass, each rank waits for the data of the others, too: of those without a record here as well.
+    own = [rank.step_s * (1.0 - rank.waiting) for rank in run.ranks.values()]
+    own_s = min(
+        [*own, *(rank.busy_s / rank.num_timed for rank in run.data[0].values() if rank.busy_s and rank.num_timed)]
+    )
     if run.data[0]:
         return _remote(run, own_s)
     loaders = list(run.loaders.values())
@@ -157,14 +191,22 @@ def measure(run: Figures) -> MeasuredRun:
             "this version of lightning_sm."
         )
     workers = round(run.of_all_ranks([loader.workers for loader in loaders]))
-    num_hosts = sum(host.role == "trainer" for host in run.hosts)
+    num_ranks = max(1, run.world_size)
+    found = MeasuredRun(
+        StepModel(own_s, 0.0, workers),
+        step_s,
+        waiting,
+        is_remote=False,
+        num_hosts=sum(host.role == "trainer" for host in run.hosts),
+        num_ranks=num_ranks,
+        most_per_rank=min(max(1, loader.cpus // max(1, loader.ranks_of_host)) for loader in loaders),
+        is_bound=workers > 0 and waiting < NOT_INPUT_BOUND,
+    )
     if workers == 0:  # the training process builds its batches between two steps
-        model = StepModel(own_s, waiting * step_s * max(1, run.world_size), workers=0)
-        return MeasuredRun(model, step_s, waiting, is_remote=False, num_hosts=num_hosts)
-    at_work = min(workers, max(1, sum(host.cpus for host in run.hosts if host.role == "trainer") or workers))
-    is_bound = waiting < NOT_INPUT_BOUND
-    model = StepModel(own_s, at_work * (own_s if is_bound else step_s), workers)
-    return MeasuredRun(model, step_s, waiting, is_remote=False, num_hosts=num_hosts, is_bound=is_bound)
+        return replace(found, model=replace(found.model, cost_s=waiting * step_s * num_ranks))
+    at_work = min(workers, num_ranks * (found.most_per_rank or workers))
+    cost_s = at_work * (own_s if found.is_bound else step_s)
+    return replace(found, model=replace(found.model, cost_s=cost_s))
 
 
 def plan(run: Figures, prices: Prices, wanted: Hosts | None = None, steps: int | None = None) -> Sizing:
@@ -179,56 +221,80 @@ def plan(run: Figures, prices: Prices, wanted: Hosts | None = None, steps: int |
     Raises:
         JobConfigError: The run does not say enough.
     """
-    wanted = wanted or Hosts()
+    wanted = _known(run, wanted or Hosts())
     measured = measure(run)
     steps = steps or run.num_steps
-    caveats = list(_caveats(run, measured, wanted))
-    per_host = max(1, round(measured.model.workers / max(1, measured.num_hosts)))
-    if wanted.vcpus is not None:
-        per_host = default_workers(wanted.vcpus)
-    _, slowest = _speeds(wanted)
-    needed = replace(measured.model, cost_s=measured.model.cost_s / slowest).workers_needed
     first = _measured_line(run, measured, prices, steps)
-    if measured.waiting < NOT_INPUT_BOUND and not wanted.is_other_kind:
-        return Sizing(run.run.name, measured, (first,), steps, measured.is_remote, ())
-    most = max(1, math.ceil(needed / per_host))
-    # Hosts of the measured kind are added to those that there are; another kind takes their place.
-    least = measured.num_hosts + 1 if measured.is_remote and not wanted.is_other_kind else 1
     has_data_hosts = measured.is_remote or wanted.is_other_kind
-    if not has_data_hosts:
-        numbers = _between(measured.model.workers + 1, max(measured.model.workers + 1, needed))
-        pairs = [(number, measured.num_hosts) for number in numbers]
-    else:
-        pairs = [(number * per_host, number) for number in _between(least, max(least, most))]
+    if measured.waiting < NOT_INPUT_BOUND and not wanted.is_other_kind:
+        return Sizing(run.run.name, measured, (first,), first, wanted.kind, steps, has_data_hosts, ())
     lines = [
         _line(run, measured, prices, wanted, steps, workers=workers, num_hosts=num_hosts)
-        for workers, num_hosts in pairs
+        for workers, num_hosts in (_data_hosts if has_data_hosts else _loaders)(measured, wanted)
     ]
-    return Sizing(run.run.name, measured, (first, *lines), steps, has_data_hosts, tuple(caveats))
+    best = _cheapest(run, measured, first, lines)
+    shown = [line for line in lines if line is best or line.workers in _spread([one.workers for one in lines])]
+    caveats = tuple(_caveats(run, measured, wanted))
+    return Sizing(run.run.name, measured, (first, *shown), best, wanted.kind, steps, has_data_hosts, caveats)
 
 
 def sentence(planned: Sizing, prices: Prices) -> str:
-    """Return the plan in a sentence or two."""
-    measured, best = planned.measured, planned.best
-    first = planned.lines[0]
-    if best is first:
-        return (
-            f"Training waits {percent(measured.waiting)} of the time for data: more workers would change nothing worth "
-            "mentioning."
-        )
+    """Return the plan in a few sentences."""
+    measured = planned.measured
+    waits = f"Training waits {percent(measured.waiting)} of the time for data"
+    if measured.waiting < NOT_INPUT_BOUND and len(planned.lines) == 1:
+        return f"{waits}: more workers would change nothing worth mentioning."
+    said = [measured.reason, advice(planned, prices)]
+    return f"{waits}. {' '.join(filter(None, said))}"
+
+
+def advice(planned: Sizing, prices: Prices) -> str:
+    """Return what to do about the waiting, in a sentence or two; empty if the plan knows nothing that helps."""
+    measured, best, first = planned.measured, planned.best, planned.lines[0]
     if measured.reason:
-        return f"Training waits {percent(measured.waiting)} of the time for data. {measured.reason}"
-    where = f" on {count(best.num_hosts, 'data host')}" if planned.has_data_hosts else ""
-    effect = "is the most that the network can feed" if best.limit == "network" else "would remove the wait"
+        return ""
+    said = []
+    needed = measured.model.workers_needed
+    if needed > _most_workers(measured):
+        ratio = measured.model.cost_s / measured.num_ranks / max(1e-9, measured.model.own_s)
+        said.append(
+            f"Make the transforms cheaper first, or do them beforehand: building a batch takes {ratio:.2g} times as "
+            f"long as training on it, and to keep up would take {count(needed, 'worker')}, each with a CPU of its own."
+        )
+    if best is first and not planned.has_data_hosts and len(planned.lines) == 1:
+        said.append("Each CPU of these hosts has a worker: data hosts would add some.")
+        return " ".join(said)
+    if best is first or planned.saved < _WORTH:
+        quickest = min(planned.lines, key=lambda line: sum(line.seconds))
+        if sum(quickest.seconds) > (1.0 - _WORTH) * sum(first.seconds):
+            said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of the job.")
+        elif quickest.cost and first.cost:
+            said.append(
+                f"{count(quickest.num_hosts, 'data host')} would shorten the job of {count(planned.steps, 'step')} to "
+                f"{_range(quickest.seconds, duration)} from {duration(first.seconds[0])}, but it would cost "
+                f"{_range(quickest.cost, prices.amount)} instead of {prices.amount(first.cost[0])}."
+            )
+        else:
+            said.append(
+                "If all hosts cost the same, more of them cost more than they save: give their prices (--price)."
+            )
+        return " ".join(said)
+    effect = {"network": ", the most that the network can feed", "training": ", which would remove the wait"}
+    where = f"Set num_workers={best.per_rank}{_of_each_rank(measured)}"
+    if best.per_rank is None:
+        more = f" instead of {first.num_hosts:,}" if measured.is_remote else ""
+        kind = "" if planned.kind is None else f" of {planned.kind}"
+        where = f"Use {count(best.num_hosts, 'data host')}{kind}{more}, with {count(best.workers, 'worker')} in all"
     text = (
-        f"{count(best.workers, 'worker')}{where} {effect}: a step would take "
-        f"{_range(best.step_s, step_time)} instead of {step_time(measured.step_s)}, and "
-        f"the job of {count(planned.steps, 'step')} "
-        f"{_range(best.seconds, duration)} instead of {duration(first.seconds[0])}."
+        f"{where}{effect.get(best.limit, '')}: a step would take {_range(best.step_s, step_time)} instead of "
+        f"{step_time(measured.step_s)}, and the job of {count(planned.steps, 'step')} {_range(best.seconds, duration)} "
+        f"instead of {duration(first.seconds[0])}."
     )
     if best.cost and first.cost:
-        text += f" The job would cost {_range(best.cost, prices.amount)} instead of {prices.amount(first.cost[0])}."
-    return text
+        text += f" It would cost {_range(best.cost, prices.amount)} instead of {prices.amount(first.cost[0])}."
+    elif best.per_rank is None:
+        text += " This is the cheapest number if all hosts cost the same: give their prices (--price)."
+    return " ".join([*said, text])
 
 
 def as_text(planned: Sizing, prices: Prices) -> str:
@@ -264,6 +330,7 @@ def as_json(planned: Sizing) -> dict[str, Any]:
         "steps": planned.steps,
         "measured": asdict(planned.measured),
         "lines": [asdict(line) for line in planned.lines],
+        "best": planned.lines.index(planned.best),
         "caveats": list(planned.caveats),
     }
 
@@ -279,8 +346,11 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
     num_bytes = run.of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()])
     capacity_s = math.fsum(host.capacity_s for host in up)
     busy = min(1.0, math.fsum(host.busy_s for host in up) / capacity_s) if capacity_s else 1.0
+    # What a rank received while it waited, or batch by batch while workers were slower than the network.
+    rates = [rank.num_bytes / rank.seconds for rank in ranks.values() if rank.seconds > 0]
+    rates += [rank.num_bytes / rank.transfer_s for rank in ranks.values() if rank.transfer_s > 0]
     variations = [rank.produce_variation for rank in ranks.values() if rank.produce_variation is not None]
-    step_s, waiting = run.slowest.step_s, run.slowest.waiting
+    step_s, waiting = run.pace.step_s, run.pace.waiting
     reason = ""
     if waiting >= NOT_INPUT_BOUND and busy < WORKERS_ARE_BUSY:
         reason = (
@@ -294,7 +364,9 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
         waiting=waiting,
         is_remote=True,
         num_hosts=len(up),
+        num_ranks=max(1, run.world_size),
         bytes_per_step=num_bytes,
+        bytes_per_s=max([_LEAST_NETWORK, *rates]),
         busy=busy,
         variation=max(variations, default=None),
         reason=reason,
@@ -302,11 +374,12 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
 
 
 def _measured_line(run: Figures, measured: MeasuredRun, prices: Prices, steps: int) -> SizingRow:
-    seconds = _job_s(run, measured.step_s, steps)
+    seconds = _job_s(run, measured, measured.step_s, steps)
     price = prices.total((host.group, host.instance_type) for host in run.hosts)
     amount = None if price is None else cost(price, seconds)
     return SizingRow(
         workers=measured.model.workers,
+        per_rank=None if measured.is_remote else round(measured.model.workers / measured.num_ranks),
         num_hosts=measured.num_hosts,
         step_s=(measured.step_s, measured.step_s),
         limit="training" if measured.waiting < NOT_INPUT_BOUND else "workers",
@@ -325,14 +398,15 @@ def _line(
     least = replace(model, cost_s=model.cost_s / fastest, busy=1.0 if model.busy >= _LEAST_BUSY else model.busy)
     most = replace(model, cost_s=model.cost_s / slowest, busy=min(model.busy, 1.0))
     step_s = (least.step_s(workers), most.step_s(workers) * _in_order(measured.variation, workers))
-    seconds = (_job_s(run, step_s[0], steps), _job_s(run, step_s[1], steps))
+    seconds = (_job_s(run, measured, step_s[0], steps), _job_s(run, measured, step_s[1], steps))
     price = _price(run, measured, prices, wanted, num_hosts)
     return SizingRow(
         workers=workers,
+        per_rank=None if measured.is_remote or wanted.is_other_kind else workers // measured.num_ranks,
         num_hosts=num_hosts,
         step_s=step_s,
         limit=most.limit(workers),
-        network=model.wire_s / step_s[0] if model.wire_s else None,
+        network=model.wire_s / step_s[0] if model.wire_s and wanted.network_gbit is not None else None,
         seconds=seconds,
         cost=None if price is None else (cost(price, seconds[0]), cost(price, seconds[1])),
     )
@@ -350,11 +424,84 @@ def _in_order(variation: float | None, workers: int) -> float:
 
 
 def _wire_s(run: Figures, measured: MeasuredRun, wanted: Hosts, num_hosts: int) -> float:
-    """Return the seconds that the network of data hosts or trainers needs for the batches of a step."""
-    if wanted.network_gbit is None or not measured.bytes_per_step:
+    """Return the seconds that the network of data hosts or trainers needs for the batches of a step.
+
+    As fast as the user says, or else as was measured for the batches of one rank; ranks receive theirs side by side.
+    """
+    if not measured.bytes_per_step:
         return 0.0
+    if wanted.network_gbit is None:
+        return measured.bytes_per_step / measured.num_ranks / (measured.bytes_per_s or _LEAST_NETWORK)
     trainers = sum(host.role == "trainer" for host in run.hosts) or 1
     return measured.bytes_per_step / (wanted.network_gbit * _GBIT_S * min(num_hosts, trainers))
+
+
+def _known(run: Figures, wanted: Hosts) -> Hosts:
+    """Return the wanted hosts with their vCPUs, which follow from an instance type; no kind if it is the measured one.
+
+    Raises:
+        JobConfigError: They do not follow, and are not given.
+    """
+    measured = {(host.group, host.instance_type) for host in run.hosts if host.role == "data"}
+    if wanted.vcpus is not None or wanted.kind is None or any(wanted.kind in pair for pair in measured):
+        return wanted if wanted.vcpus is not None else replace(wanted, kind=None)
+    vcpus = num_vcpus(wanted.kind)
+    if vcpus is None:
+        raise JobConfigError(
+            f"--kind {wanted.kind}: the number of its vCPUs is not known, because it is not an instance type such as "
+            "ml.c5.4xlarge. Give it with --vcpus N."
+        )
+    return replace(wanted, vcpus=vcpus)
+
+
+def _most_workers(measured: MeasuredRun) -> int:
+    """Return the most workers that a plan proposes."""
+    if measured.most_per_rank is not None:
+        return measured.num_ranks * measured.most_per_rank
+    return _MOST_WORKERS * max(1, measured.model.workers)
+
+
+def _loaders(measured: MeasuredRun, wanted: Hosts) -> list[tuple[int, int]]:
+    """Return numbers of workers of all ranks, and of trainer hosts: more than measured, as far as there are CPUs."""
+    ranks = measured.num_ranks
+    first = round(measured.model.workers / ranks) + 1
+    last = min(measured.most_per_rank or first, max(first, math.ceil(measured.model.workers_needed / ranks)))
+    return [(ranks * number, measured.num_hosts) for number in range(first, last + 1)]
+
+
+def _data_hosts(measured: MeasuredRun, wanted: Hosts) -> list[tuple[int, int]]:
+    """Return numbers of workers of all data hosts, and of these hosts, up to the number that removes the waiting."""
+    per_host = max(1, round(measured.model.workers / max(1, measured.num_hosts)))
+    if wanted.vcpus is not None:
+        per_host = default_workers(wanted.vcpus)
+    _, slowest = _speeds(wanted)
+    needed = replace(measured.model, cost_s=measured.model.cost_s / slowest).workers_needed
+    # Hosts of the measured kind are added to those that there are; another kind takes their place.
+    least = measured.num_hosts + 1 if measured.is_remote and not wanted.is_other_kind else 1
+    most = max(least, math.ceil(needed / per_host))
+    return [(number * per_host, number) for number in range(least, most + 1)]
+
+
+def _cheapest(run: Figures, measured: MeasuredRun, first: SizingRow, lines: Sequence[SizingRow]) -> SizingRow:
+    """Return the line whose job costs least; of equally cheap ones, the quickest.
+
+    Without prices, all hosts count as equally expensive, and only steps as work: a short run to plan from is mostly
+    start-up. A line with many times the measured workers is not proposed, unless it is the one with the fewest.
+    """
+    trainers = sum(host.role == "trainer" for host in run.hosts) or 1
+    has_prices = first.cost is not None and all(line.cost is not None for line in lines)
+
+    def key(line: SizingRow) -> tuple[float, float, int]:
+        hosts = trainers + (line.num_hosts if line.per_rank is None else 0)
+        price = sum(line.cost) if has_prices and line.cost is not None else hosts * sum(line.step_s)
+        return price, sum(line.seconds), -line.workers  # workers in reserve cost nothing
+
+    most = _most_workers(measured) if measured.is_remote else math.inf
+    return min([first, *(line for line in lines if line is lines[0] or line.workers <= most)], key=key)
+
+
+def _of_each_rank(measured: MeasuredRun) -> str:
+    return "" if measured.num_ranks == 1 else f" for each of the {measured.num_ranks:,} ranks"
 
 
 def _speeds(wanted: Hosts) -> tuple[float, float]:
@@ -374,19 +521,19 @@ def _price(run: Figures, measured: MeasuredRun, prices: Prices, wanted: Hosts, n
     return prices.total([*trainers, *([kind] * num_hosts)])
 
 
-def _job_s(run: Figures, step_s: float, steps: int) -> float:
-    """Return the seconds of the job: its steps, and all else, of which validations and checkpoints grow with them."""
-    grows = sum(run.shares[name] for name in ("validation", "checkpoints"))
-    fixed = run.apart_s - grows
-    return fixed + grows * steps / max(1, run.num_steps) + step_s * steps
+def _job_s(run: Figures, measured: MeasuredRun, step_s: float, steps: int) -> float:
+    """Return the seconds of the job: its steps, and all else, a part of which grows with them.
+
+    A prediction of the measured run is the time that it took.
+    """
+    work = run.growing_s + (run.seconds - run.apart_s) * step_s / measured.step_s
+    return run.apart_s - run.growing_s + work * steps / max(1, run.num_steps)
 
 
-def _between(first: int, last: int) -> list[int]:
-    """Return some whole numbers from the first to the last."""
-    if last - first < _MAX_LINES:
-        return list(range(first, last + 1))
-    parts = _MAX_LINES - 1
-    return sorted({round(first + (last - first) * index / parts) for index in range(parts + 1)})
+def _spread(numbers: Sequence[int]) -> set[int]:
+    """Return some of the numbers, with the first and the last."""
+    parts = min(len(numbers), _MAX_LINES) - 1
+    return {numbers[round((len(numbers) - 1) * index / max(1, parts))] for index in range(parts + 1)}
 
 
 def _caveats(run: Figures, measured: MeasuredRun, wanted: Hosts) -> Any:
@@ -426,15 +573,16 @@ def _caveats(run: Figures, measured: MeasuredRun, wanted: Hosts) -> Any:
         rate = measured.bytes_per_step / measured.step_s
         then = measured.bytes_per_step / measured.model.own_s
         yield (
-            f"The network carried {size(rate)}/s and would carry {size(then)}/s without waiting. The run does not show "
-            "whether it can: give --network GBIT."
+            f"The network carried {size(rate)}/s and would carry {size(then)}/s without waiting. The plan counts on "
+            f"{size(measured.bytes_per_s or 0.0)}/s for a rank, the most that was measured, but at least 1 Gbit/s; "
+            "--network GBIT says otherwise."
         )
 
 
 def _table(planned: Sizing, prices: Prices) -> str:
     headers = [
-        "workers",
-        "hosts for data",
+        "workers" if planned.has_data_hosts else "num_workers",
+        "data hosts" if planned.has_data_hosts else "ranks",
         "time of a step",
         "limited by",
         f"job of {count(planned.steps, 'step')}",
@@ -442,13 +590,12 @@ def _table(planned: Sizing, prices: Prices) -> str:
     has_network = any(line.network is not None for line in planned.lines)
     has_costs = any(line.cost for line in planned.lines)
     headers += ["network"] * has_network + ["cost"] * has_costs
-    if not planned.has_data_hosts:
-        headers[1] = "hosts"
     rows = []
     for line in planned.lines:
         row = [
-            f"{line.workers:,}" + (" (measured)" if line.is_measured else ""),
-            f"{line.num_hosts:,}",
+            f"{line.workers if planned.has_data_hosts else line.per_rank:,}{' (measured)' * line.is_measured}"
+            f"{' (best)' * (line is planned.best and not line.is_measured)}",
+            _hosts_or_ranks(planned, line),
             _range(line.step_s, step_time),
             line.limit,
             _range(line.seconds, duration),
@@ -457,6 +604,12 @@ def _table(planned: Sizing, prices: Prices) -> str:
         row += ["" if line.cost is None else _range(line.cost, prices.amount)] * has_costs
         rows.append(row)
     return draw_table(rows, headers)
+
+
+def _hosts_or_ranks(planned: Sizing, line: SizingRow) -> str:
+    if not planned.has_data_hosts:
+        return f"{planned.measured.num_ranks:,}"
+    return "none" if line.per_rank is not None else f"{line.num_hosts:,}"
 
 
 def _range(values: Sequence[float], text: Any) -> str:

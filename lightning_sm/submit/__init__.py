@@ -1,1 +1,1 @@
-"""Submission of jobs: from one small YAML file to the SageMaker SDK, checked before anything is sent."""
+"""Submission of jobs: from one small YAML file to SageMaker's API, checked before anything is sent."""

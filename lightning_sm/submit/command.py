@@ -2,52 +2,84 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jsonargparse import ArgumentError, ArgumentParser
-from jsonargparse.typing import PositiveFloat
-
+from lightning_sm._arguments import CommandParser, positive_number
 from lightning_sm._log import command_logger
 from lightning_sm._untested import SERVICE
-from lightning_sm.errors import SubmitError
-from lightning_sm.submit.job_file import add_arguments, parse_job
-from lightning_sm.submit.sdk.version import sdk_version
+from lightning_sm.cloud.installed import check_boto3
+from lightning_sm.errors import AWSError, JobConfigError, OutputDirectoryError, SDKError, SubmitError
+from lightning_sm.record.prices import Prices
+from lightning_sm.submit.confirm import confirm
+from lightning_sm.submit.job_file import Job, parse_job
+from lightning_sm.submit.job_keys import KeyPath, all_keys, is_section, shown_default
+from lightning_sm.submit.overrides import parse_overrides
+from lightning_sm.submit.problems import raise_problems
+
+if TYPE_CHECKING:
+    from lightning_sm.cloud.records import ReportWriter  # loads boto3
 
 _LOG = command_logger(__name__)
 
-_FLAGS = {"--dry-run", "--local", "--cloud", "--keep", "--follow"}
-_USAGE = "lightning-sm submit JOB.yaml (--dry-run | --local | --cloud) [--KEY=VALUE ...]"
-_DESCRIPTION = """\
-Submit a training job that is described in a YAML file, with version 2 or 3 of the SageMaker SDK, whichever is
-installed. "lightning-sm submit job.yaml --dry-run" checks the job and prints the request; "--local" runs it in the
-SDK's local mode; "--cloud" submits it, and with "--follow" shows its log until it ends. Every key of the file is also
-an option and overrides the file, for example --groups.trainer.count=4.
+_USAGE = "lightning-sm submit JOB.yaml [--dry-run | --local] [--KEY=VALUE ...]"
+_DESCRIPTION = f"""\
+Submit a training job that is described in a YAML file, with boto3: check it, say what it can cost, ask, submit it, show
+its log until it ends, and write its report. With --dry-run, only check the job and print the request; with --local, run
+it in containers of its image on this machine, with Docker. Every key of the file is also an option and overrides the
+file, for example --groups.trainer.count=4.
+
+{SERVICE}
 """
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+_KEYS = "keys of the job file, which are also options; NAME is any name"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) -> int:
     """Run the command and return its exit code.
 
     Args:
         argv: The arguments after ``submit``.
+        new_report_writer: Returns what writes the report of a job that has ended, or says what is missing for that.
 
     Returns:
         0; if the job failed, the exit code of a host where it is known, else 1.
 
     Raises:
         AWSError: Region or credentials are missing.
-        SDKError: The SDK is not installed.
+        ContainerError: With --local, Docker is missing, or does not have the image.
+        SDKError: boto3 is not installed.
         SubmitError: The job cannot be submitted; nothing was sent.
     """
+    parser = CommandParser(
+        prog="lightning-sm submit",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own_options = _add_options(parser)
+    if "-h" in argv or "--help" in argv:
+        _add_keys(parser)
+        parser.print_help()
+        return 0
     try:
-        job, options = parse_job(_parser(), _with_job_option(argv))
-    except ArgumentError as error:
-        raise SubmitError(f"{error}\nusage: {_USAGE}") from error
-    if not options.wait and options.follow:
-        raise SubmitError("--wait=false and --follow contradict each other: leave one out.")
-    sdk_version()  # before the next import, which needs boto3: it comes with the SDK
+        overrides, words = parse_overrides(argv, Job, own_options)
+    except SubmitError as error:
+        parser.error(str(error))
+    options = parser.parse_args(words)
+    if options.file is None and not overrides:
+        parser.error("no job file is given")
+    job = parse_job(options.file, overrides)
+    try:
+        check_boto3("lightning-sm submit")
+    except SDKError:
+        raise_problems(job.source.problems, job.source)
+        raise
     from lightning_sm.cloud.follow import exit_code, reason_of  # noqa: PLC0415
     from lightning_sm.submit import submit  # noqa: PLC0415
 
@@ -58,32 +90,90 @@ def main(argv: Sequence[str]) -> int:
         _LOG.info("0 problems; nothing was sent")
         return 0
     if options.local:
-        return submit.run_locally(job, timeout_s=options.timeout_s, keep=options.keep)
-    description = submit.send(job, wait=options.wait, shows_log=options.follow)
+        return submit.run_locally(job, timeout_s=options.timeout_s)
+    ask = None if options.yes else _ask
+    description = submit.send(job, wait=options.wait, shows_log=True, ask=ask)
     code = exit_code(description) if options.wait else 0
+    if options.wait and job.tune is None:
+        _write_report(job, description, new_report_writer)
     if code:
         _LOG.error("the job did not complete: %s", reason_of(description) or "no reason given")
     return code
 
 
-def _with_job_option(argv: Sequence[str]) -> list[str]:
-    """Insert --job before a file that is named without it, unless the word may be the value of an option."""
-    words = list(argv)
-    at = next((index for index, word in enumerate(words) if word not in _FLAGS), len(words))
-    if at < len(words) and not words[at].startswith("-"):
-        words.insert(at, "--job")
-    return words
+def _write_report(job: Job, description: Mapping[str, Any], new_writer: Callable[[], ReportWriter]) -> None:
+    """Write the report of a job that has ended into this folder, if that is possible: the job's outcome stands."""
+    from lightning_sm.cloud.aws import Clients, new_session, one_line_errors  # noqa: PLC0415 - loads boto3
+    from lightning_sm.cloud.records import write_report_of  # noqa: PLC0415
+    from lightning_sm.submit.price_list import with_list_prices  # noqa: PLC0415
+
+    page = Path(f"{description['TrainingJobName']}.html")
+    try:
+        write = new_writer()
+        with one_line_errors():
+            session = new_session()
+            clients = Clients(session)
+            prices = Prices(with_list_prices(clients, job, session.region_name).prices)
+            write_report_of(clients.s3, description, write, page, prices)
+    except (AWSError, JobConfigError, OutputDirectoryError) as error:
+        _LOG.info("No report was written here: %s", error)
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False, exit_on_error=False)
-    modes = parser.add_mutually_exclusive_group(required=True)
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of the command, and those that stand for keys of a job file, for the completion of shells."""
+    _add_options(parser)
+    _add_keys(parser)
+
+
+def _add_options(parser: CommandParser) -> list[str]:
+    """Add the command's own options, and return their names."""
+    parser.add_argument("file", nargs="?", metavar="JOB.yaml", help="job file: YAML with the keys below")
+    modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="check the job and print the request; send nothing")
-    modes.add_argument("--local", action="store_true", help="run the job in the SDK's local mode, with Docker")
-    modes.add_argument("--cloud", action="store_true", help=f"submit the job and wait until it ends. {SERVICE}")
-    parser.add_argument("--wait", type=bool, default=True, help="with --cloud: false returns right after submission")
-    parser.add_argument("--follow", action="store_true", help="with --cloud: show the job's log until it ends")
-    parser.add_argument("--timeout_s", type=PositiveFloat | None, help="with --local: time limit of the job in seconds")
-    parser.add_argument("--keep", action="store_true", help="with --local: keep the containers")
-    add_arguments(parser)
-    return parser
+    modes.add_argument("--local", action="store_true", help="run the job in containers on this machine")
+    parser.add_argument(
+        "--wait",
+        type=_true_or_false,
+        default=True,
+        metavar="{true,false}",
+        help="false returns right after submission (default: true)",
+    )
+    parser.add_argument("--yes", action="store_true", help="submit without asking, as scripts must")
+    parser.add_argument(
+        "--timeout_s", type=positive_number, metavar="SECONDS", help="with --local: time limit of the job in seconds"
+    )
+    return parser.option_names
+
+
+def _add_keys(parser: CommandParser) -> None:
+    """Add an option for each key, which only the help and the completion of shells use."""
+    keys = parser.add_argument_group(_KEYS)
+    for path in all_keys(Job):
+        keys.add_argument(f"--{'.'.join(path.parts)}", metavar="VALUE", help=_help(path))
+
+
+def _help(path: KeyPath) -> str:
+    field = path.field
+    meaning = _LINK.sub(r"\1", field.about.meaning).replace("`", "")
+    if field.is_required:
+        default = "required"
+    else:
+        default = (
+            ""
+            if field.default in (None, [], {}) or is_section(type(field.default))
+            else f"default: {shown_default(field.default)}"
+        )
+    return (f"{meaning.rstrip('.')} ({default})" if default else meaning.rstrip(".")).replace("%", "%%")
+
+
+def _ask(job: Job) -> None:
+    """Say what a job can cost, and ask whether to submit it."""
+    from lightning_sm.submit.cost_limit import shown_cost  # noqa: PLC0415 - after the check for boto3
+
+    confirm(shown_cost(job))
+
+
+def _true_or_false(text: str) -> bool:
+    if text.lower() not in {"true", "false"}:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() == "true"

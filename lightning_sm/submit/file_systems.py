@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_sm.submit.job_file import Job
+from lightning_sm.submit.problems import JobProblem
 
 _FOLDER = re.compile(r"(?P<scheme>fsx|efs)://(?P<id>fs-[0-9a-f]{8,18})(?P<path>/\S*)?")
 _KINDS: dict[str, Literal["FSxLustre", "EFS"]] = {"fsx": "FSxLustre", "efs": "EFS"}
@@ -37,28 +38,37 @@ def file_system_folder(uri: str) -> FileSystemFolder | None:
     return FileSystemFolder(_KINDS[match["scheme"]], match["id"], path or "/")
 
 
-def file_system_problems(job: Job) -> Iterator[str]:
+def file_system_problems(job: Job) -> Iterator[JobProblem]:
     """Find channels in file systems that the service would refuse."""
     for name, channel in job.channels.items():
+        key = f"channels.{name}"
         folder = file_system_folder(channel.uri)
         if folder is None:
             if channel.access != "ro":
-                yield f"channels.{name}.access is {channel.access}, but only file systems can be written to."
+                yield JobProblem(
+                    f"{key}.access", f"{key}.access is {channel.access}, but only file systems can be written to."
+                )
             continue
         if folder.kind == "FSxLustre" and folder.path == "/":
-            yield (
-                f"channels.{name}.uri is {channel.uri!r}, which lacks the mount name of the file system "
-                "(aws fsx describe-file-systems shows it): fsx://<id>/<mount name>/folder."
+            yield JobProblem(
+                f"{key}.uri",
+                f"{key}.uri is {channel.uri!r}, which lacks the mount name of the file system "
+                "(aws fsx describe-file-systems shows it): fsx://<id>/<mount name>/folder.",
             )
         if job.vpc is None:
-            yield (
-                f"channels.{name}.uri is {channel.uri!r}, but vpc is missing; hosts reach a file system only in its "
-                "network. Set vpc."
+            yield JobProblem(
+                f"{key}.uri",
+                f"{key}.uri is {channel.uri!r}, but vpc is missing; hosts reach a file system only in its network. "
+                "Set vpc.",
+                also=("vpc",),
             )
         if channel.groups is not None:
-            yield f"channels.{name}.groups is set, but all hosts mount a file system. Remove the key."
+            yield JobProblem(
+                f"{key}.groups", f"{key}.groups is set, but all hosts mount a file system. Remove the key."
+            )
         if channel.mode != "File" or channel.distribution != "FullyReplicated":
-            yield (
-                f"channels.{name} is {channel.mode} and {channel.distribution}; a file system is mounted, and has "
-                "neither mode nor distribution. Remove the keys."
+            yield JobProblem(
+                key,
+                f"{key} is {channel.mode} and {channel.distribution}; a file system is mounted, and has neither mode "
+                "nor distribution. Remove the keys.",
             )

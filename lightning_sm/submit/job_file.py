@@ -1,153 +1,273 @@
-"""The job file: its keys, and how it is read together with the options that override it."""
+"""The job file: its keys, and how it is read together with the options that override it.
+
+The annotations of the classes are the one description of the keys: the reader checks against them, and the help of
+``lightning-sm submit`` and the reference are made of them.
+"""
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS, MODEL
+from lightning_sm.submit.job_keys import JobKey
+from lightning_sm.submit.job_reader import JobReader
+from lightning_sm.submit.overrides import Override, parse_overrides
+from lightning_sm.submit.problems import JobSource, raise_problems
 
-from lightning_sm.errors import SubmitError
-from lightning_sm.job.redaction import HIDDEN
-
-_DAY_S = 24 * 60 * 60  # the SDK's own default
-_HYPERPARAMETER = "--hyperparameters."
-# How jsonargparse names a key that it does not know.
-_UNKNOWN_KEY = re.compile(
-    r"""[Oo]ption ['"]([\w.]+)['"] is not accepted|does not accept option ['"]([\w.]+)['"]|"""
-    r"""[Kk]ey ['"]([\w.]+)['"] is not expected|[Uu]nrecognized arguments: --([\w-]+)"""
-)
+_DAY_S = 24 * 60 * 60  # the default of SageMaker's SDKs
 
 
 @dataclass
 class Group:
-    """Hosts of one instance type.
+    """Hosts of one instance type."""
 
-    Attributes:
-        instance_type: For example ml.g5.xlarge.
-        count: Number of hosts.
-    """
-
-    instance_type: str
-    count: int = 1
+    instance_type: Annotated[
+        str, JobKey("Instance type of the hosts.", "ml.g5.xlarge", ("instance", "type", "machine_type"))
+    ]
+    count: Annotated[
+        int,
+        JobKey(
+            "Number of hosts.",
+            "2",
+            ("instance_count", "initial_instance_count", "num_hosts", "num_nodes", "hosts", "nodes"),
+            least=1,
+        ),
+    ] = 1
+    alternatives: Annotated[
+        dict[str, int],
+        JobKey(
+            "Instance types and numbers of hosts to take, in this order, while there is no capacity for "
+            "`instance_type`; for a job of one group, without `spot`.",
+            "{ml.g5.2xlarge: 2, ml.g6.2xlarge: 2}",
+            ("instance_preferences", "fallbacks", "any_of"),
+        ),
+    ] = field(default_factory=dict)
 
 
 @dataclass
 class InputChannel:
-    """Input data, which hosts see as a folder.
+    """Input data, which hosts see as a folder."""
 
-    Attributes:
-        uri: s3://bucket/prefix; a folder of a file system, fsx://<id>/<mount name>/folder (FSx for Lustre) or
-            efs://<id>/folder; with --local also file:///folder.
-        groups: Names of the groups that receive the channel (default: all). All hosts mount a file system.
-        mode: File copies all files before the script starts; FastFile downloads a file when it is read.
-        distribution: With ShardedByS3Key each host receives a different part of the files.
-        content_type: MIME type.
-        access: Whether the script may write to a file system (rw) or only read (ro).
-    """
-
-    uri: str
-    groups: list[str] | None = None
-    mode: Literal["File", "FastFile", "Pipe"] = "File"
-    distribution: Literal["FullyReplicated", "ShardedByS3Key"] = "FullyReplicated"
-    content_type: str | None = None
-    access: Literal["ro", "rw"] = "ro"
+    uri: Annotated[
+        str,
+        JobKey(
+            "`s3://bucket/prefix`; a folder of [a file system](../submit.md#file-systems), "
+            "`fsx://<id>/<mount name>/folder` (FSx for Lustre) or `efs://<id>/folder`; with `--local` also "
+            "`file:///folder`.",
+            "s3://bucket/prefix",
+            ("s3_uri", "s3_data", "path", "url", "data_source"),
+        ),
+    ]
+    groups: Annotated[
+        list[str] | None,
+        JobKey(
+            "Groups that receive the channel; without the key, all. All hosts mount a file system.",
+            "[data]",
+            ("instance_groups", "instance_group_names", "group"),
+        ),
+    ] = None
+    mode: Annotated[
+        Literal["File", "FastFile", "Pipe"],
+        JobKey(
+            "`File` copies all files before the script starts; `FastFile` downloads a file when it is read.",
+            "FastFile",
+            ("input_mode", "training_input_mode"),
+        ),
+    ] = "File"
+    distribution: Annotated[
+        Literal["FullyReplicated", "ShardedByS3Key"],
+        JobKey(
+            "With `ShardedByS3Key`, each host receives a different part of the files.",
+            "FullyReplicated",
+            ("s3_data_distribution_type", "data_distribution_type"),
+        ),
+    ] = "FullyReplicated"
+    content_type: Annotated[str | None, JobKey("MIME type.", "application/x-parquet")] = None
+    access: Annotated[
+        Literal["ro", "rw"],
+        JobKey(
+            "Whether the script may write to a file system (`rw`) or only read (`ro`).",
+            "rw",
+            ("file_system_access_mode", "access_mode"),
+        ),
+    ] = "ro"
 
 
 @dataclass
 class Spot:
-    """Spot capacity: cheaper, but AWS may interrupt the job.
+    """Spot capacity: cheaper, but AWS may interrupt the job."""
 
-    Attributes:
-        max_wait_s: Seconds from submission to the end of the job, including waiting and restarts; at least max_run_s.
-    """
-
-    max_wait_s: int
+    max_wait_s: Annotated[
+        int,
+        JobKey(
+            "Seconds from submission to the end of the job, including waiting and restarts; at least `max_run_s`.",
+            "7200",
+            ("max_wait", "max_wait_time_in_seconds", "max_wait_time"),
+            least=1,
+            unit="seconds",
+        ),
+    ]
 
 
 @dataclass
 class Vpc:
-    """The network in which the hosts run.
+    """The network in which the hosts run."""
 
-    Attributes:
-        subnets: Subnet ids.
-        security_groups: Ids of security groups; one must allow all traffic from itself.
-    """
-
-    subnets: list[str]
-    security_groups: list[str]
+    subnets: Annotated[list[str], JobKey("Subnet ids.", "[subnet-1]", ("subnet_ids", "subnet"))]
+    security_groups: Annotated[
+        list[str],
+        JobKey(
+            "Ids of security groups; one must allow all traffic from itself.",
+            "[sg-1]",
+            ("security_group_ids", "security_group"),
+        ),
+    ]
 
 
 @dataclass
 class Retries:
-    """Resubmission when there is no capacity.
+    """Resubmission when there is no capacity."""
 
-    Attributes:
-        max_tries: Maximum number of submissions; 1 disables retries.
-        first_pause_s: Seconds before the second submission; doubled each time and shortened at random by up to a half.
-        max_pause_s: Longest pause.
-    """
-
-    max_tries: int = 5
-    first_pause_s: float = 60.0
-    max_pause_s: float = 1800.0
+    max_tries: Annotated[
+        int,
+        JobKey("Maximum number of submissions; 1 disables retries.", "5", ("max_retries", "tries"), least=1),
+    ] = 5
+    first_pause_s: Annotated[
+        float,
+        JobKey(
+            "Seconds before the second submission; doubled each time and shortened at random by up to a half.",
+            "60",
+            ("pause_s", "first_pause"),
+            least=0,
+            unit="seconds",
+        ),
+    ] = 60.0
+    max_pause_s: Annotated[
+        float, JobKey("Longest pause in seconds.", "1800", ("max_pause",), least=0, unit="seconds")
+    ] = 1800.0
 
 
 @dataclass
 class Range:
-    """Values of a hyperparameter that a tuning job may try: all from min to max, or those of a list.
+    """Values of a hyperparameter that a tuning job may try: all from min to max, or those of a list."""
 
-    Attributes:
-        min: Smallest value. If min and max are both whole numbers, only whole numbers are tried.
-        max: Largest value.
-        values: The values, instead of min and max.
-        scale: With log or reverse_log, the values near min or near max are tried more often.
-    """
-
-    min: int | float | None = None
-    max: int | float | None = None
-    values: list[Any] | None = None
-    scale: Literal["auto", "linear", "log", "reverse_log"] = "auto"
+    min: Annotated[
+        int | float | None,
+        JobKey(
+            "Smallest value. If `min` and `max` are both whole numbers, only whole numbers are tried.",
+            "1e-4",
+            ("min_value", "low", "lower"),
+        ),
+    ] = None
+    max: Annotated[int | float | None, JobKey("Largest value.", "1e-1", ("max_value", "high", "upper"))] = None
+    values: Annotated[
+        list[Any] | None,
+        JobKey("The values, instead of `min` and `max`; they keep their types.", "[adam, sgd]", ("choices", "value")),
+    ] = None
+    scale: Annotated[
+        Literal["auto", "linear", "log", "reverse_log"],
+        JobKey(
+            "With `log` or `reverse_log`, the values near `min` or near `max` are tried more often.",
+            "log",
+            ("scaling_type", "scaling"),
+        ),
+    ] = "auto"
 
 
 @dataclass
 class Tune:
-    """A tuning job: many training jobs with different hyperparameters.
+    """A tuning job: many training jobs with different hyperparameters."""
 
-    Attributes:
-        objective: Name of the metric, as LineProgress prints it, or one of metric_patterns.
-        ranges: What is tried, by the name of the hyperparameter.
-        direction: Whether the metric is to be as large or as small as possible.
-        strategy: How the next values are chosen.
-        max_jobs: Number of training jobs (default: 10; with grid: all combinations).
-        parallel_jobs: How many of them run at the same time.
-        max_run_s: Seconds after which the tuning job ends.
-        early_stopping: Stop training jobs that are unlikely to become the best one.
-        min_epochs: With hyperband: a training job is not stopped before it has logged the metric this many times.
-        max_epochs: With hyperband: maximum number of times that a training job logs the metric.
-        warm_start: Names of earlier tuning jobs whose results are used.
-        warm_start_kind: Whether data and script are those of the earlier jobs (identical), or not (transfer).
-        seed: Seed of the choice of values.
-    """
-
-    objective: str
-    ranges: dict[str, Range]
-    direction: Literal["maximize", "minimize"]
-    strategy: Literal["bayesian", "random", "hyperband", "grid"] = "bayesian"
-    max_jobs: int | None = None
-    parallel_jobs: int = 1
-    max_run_s: int | None = None
-    early_stopping: bool = False
-    min_epochs: int | None = None
-    max_epochs: int | None = None
-    warm_start: list[str] = field(default_factory=list)
-    warm_start_kind: Literal["identical", "transfer"] = "transfer"
-    seed: int | None = None
+    objective: Annotated[
+        str,
+        JobKey(
+            "Name of the metric, as `LineProgress` prints it, or one of `metric_patterns`.",
+            "val_acc",
+            ("objective_metric_name", "metric", "metric_name", "monitor"),
+        ),
+    ]
+    ranges: Annotated[
+        dict[str, Range],
+        JobKey(
+            "What is tried, by the name of the hyperparameter.",
+            "{model.learning_rate: {min: 1e-4, max: 1e-1}}",
+            ("hyperparameter_ranges", "parameter_ranges", "parameters"),
+        ),
+    ]
+    direction: Annotated[
+        Literal["maximize", "minimize"],
+        JobKey("Whether the metric is to be as large or as small as possible.", "maximize", ("objective_type", "mode")),
+    ]
+    strategy: Annotated[
+        Literal["bayesian", "random", "hyperband", "grid"],
+        JobKey("How the next values are chosen.", "bayesian", ("search", "algorithm")),
+    ] = "bayesian"
+    max_jobs: Annotated[
+        int | None,
+        JobKey(
+            "Number of training jobs; without the key 10, with `grid` all combinations.",
+            "20",
+            ("max_number_of_training_jobs", "num_jobs", "num_trials", "trials"),
+            least=1,
+        ),
+    ] = None
+    parallel_jobs: Annotated[
+        int,
+        JobKey(
+            "How many of them run at the same time.",
+            "2",
+            ("max_parallel_jobs", "max_parallel_training_jobs"),
+            least=1,
+        ),
+    ] = 1
+    max_run_s: Annotated[
+        int | None, JobKey("Seconds after which the tuning job ends.", "86400", least=1, unit="seconds")
+    ] = None
+    early_stopping: Annotated[
+        bool,
+        JobKey(
+            "Stop training jobs that are unlikely to become the best one.",
+            "true",
+            ("early_stopping_type", "training_job_early_stopping_type"),
+        ),
+    ] = False
+    min_epochs: Annotated[
+        int | None,
+        JobKey(
+            "With `hyperband`: a training job is not stopped before it has logged the metric this many times.",
+            "1",
+            ("min_resource",),
+            least=1,
+        ),
+    ] = None
+    max_epochs: Annotated[
+        int | None,
+        JobKey(
+            "With `hyperband`: maximum number of times that a training job logs the metric.",
+            "10",
+            ("max_resource",),
+            least=1,
+        ),
+    ] = None
+    warm_start: Annotated[
+        list[str],
+        JobKey(
+            "Names of earlier tuning jobs whose results are used.", "[digits-261124-101010]", ("warm_start_config",)
+        ),
+    ] = field(default_factory=list)
+    warm_start_kind: Annotated[
+        Literal["identical", "transfer"],
+        JobKey(
+            "Whether data and script are those of the earlier jobs (`identical`), or not (`transfer`).",
+            "identical",
+            ("warm_start_type",),
+        ),
+    ] = "transfer"
+    seed: Annotated[int | None, JobKey("Seed of the choice of values.", "1", ("random_seed",), least=0)] = None
 
 
 @dataclass
@@ -157,83 +277,365 @@ class Job:
     Relative paths in a job file, or in options that are given together with one, start from the folder of the file.
 
     Attributes:
-        image: Docker image: <account>.dkr.ecr.<region>.amazonaws.com/name:tag, or with --local any local image.
-        groups: Instance groups by name. With more than one the cluster is heterogeneous; hosts of groups named data*
-            build the batches.
-        role: ARN of the role that the job runs under (not needed with --local).
-        name: Start of the job's name; the time is appended.
-        channels: Input channels by name.
-        config: Configuration file of the script (LightningCLI); its content becomes hyperparameters.
-        hyperparameters: Options of the script by name, such as data.batch_size. They override the config file.
-        subcommand: Subcommand of the script (default: fit).
-        script: Training script, relative to source_dir (default: the image's script).
-        source_dir: Folder with your own code, which is sent with the job; its requirements.txt is installed.
-        local_script: A copy of the image's script on this machine, against which the hyperparameters are checked
-            before anything is sent (default: script in source_dir).
-        environment: Environment variables of all hosts.
-        output: S3 prefix for the model and the logs (default: the bucket that the SDK creates for the account).
-        checkpoints: S3 prefix that is synchronized with the checkpoint folder, in both directions.
-        model: What the job leaves as its model (LIGHTNING_SM_MODEL): full (checkpoint, weights and configuration),
-            weights (without the checkpoint), or none.
-        tensorboard: S3 prefix to which TensorBoard files are uploaded during training.
-        mlflow: ARN of a tracking server or an app of SageMaker's managed MLflow, or another tracking URI, for a script
-            that logs with an MLFlowLogger (MLFLOW_TRACKING_URI).
-        metrics: Names of metrics, as LineProgress prints them, for CloudWatch.
-        metric_patterns: Metrics from other log lines: name and regular expression, whose first group is the number.
-        max_run_s: Maximum training time in seconds.
-        spot: Use spot capacity.
-        retries: Resubmission when there is no capacity.
-        max_restarts: How many times the scripts of all trainer hosts restart together, from the latest checkpoint,
-            when one has failed (LIGHTNING_SM_MAX_RESTARTS).
-        max_retry_attempts: How many times SageMaker itself restarts a job after an internal error (1 to 30).
-        keep_alive_s: Seconds that the hosts are kept, and billed, for the next job (warm pool).
-        volume_gb: Disk size of each host in GB; channels in File mode must fit.
-        volume_kms_key: KMS key (id, alias or ARN) with which the disks of the hosts are encrypted.
-        output_kms_key: KMS key with which model and output are encrypted.
-        training_plan: ARN of a training plan, whose reserved hosts are used.
-        encrypt_between_hosts: Encrypt the traffic between hosts, which makes it slower.
-        network_isolation: The hosts reach each other and nothing else; the service copies channels and output.
-        vpc: Run the hosts in your own network.
-        tags: Tags of the job.
-        remote_debug: Allow a shell on the running hosts (SSM).
-        tune: Run a tuning job: many training jobs with different hyperparameters.
+        source: What the job was read from; a changed copy has none.
     """
 
-    image: str
-    groups: dict[str, Group]
-    role: str | None = None
-    name: str = "lightning"
-    channels: dict[str, InputChannel] = field(default_factory=dict)
-    config: str | None = None
-    hyperparameters: dict[str, Any] = field(default_factory=dict)
-    subcommand: str | None = None
-    script: str | None = None
-    source_dir: str | None = None
-    local_script: str | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    output: str | None = None
-    checkpoints: str | None = None
-    model: Literal["full", "weights", "none"] = "full"
-    tensorboard: str | None = None
-    mlflow: str | None = None
-    metrics: list[str] = field(default_factory=list)
-    metric_patterns: dict[str, str] = field(default_factory=dict)
-    max_run_s: int = _DAY_S
-    spot: Spot | None = None
-    retries: Retries = field(default_factory=Retries)
-    max_restarts: int = 0
-    max_retry_attempts: int | None = None
-    keep_alive_s: int | None = None
-    volume_gb: int = 30
-    volume_kms_key: str | None = None
-    output_kms_key: str | None = None
-    training_plan: str | None = None
-    encrypt_between_hosts: bool = False
-    network_isolation: bool = False
-    vpc: Vpc | None = None
-    tags: dict[str, str] = field(default_factory=dict)
-    remote_debug: bool = False
-    tune: Tune | None = None
+    image: Annotated[
+        str,
+        JobKey(
+            "Docker image: `<account>.dkr.ecr.<region>.amazonaws.com/name:tag`, in the region of the job; with "
+            "`--local` any local image.",
+            "111122223333.dkr.ecr.eu-west-1.amazonaws.com/lightning-sm:latest",
+            ("image_uri", "training_image", "docker_image", "container"),
+        ),
+    ]
+    groups: Annotated[
+        dict[str, Group],
+        JobKey(
+            "Instance groups by name. With more than one the cluster is "
+            "[heterogeneous](../heterogeneous-clusters.md): hosts of groups named `data*` build the batches.",
+            "{trainer: {instance_type: ml.g5.xlarge, count: 2}}",
+            ("instance_groups", "group", "cluster", "resource_config", "compute"),
+        ),
+    ]
+    role: Annotated[
+        str | None,
+        JobKey(
+            "ARN of the [role](../submit.md#permissions) that the job runs under; not needed with `--local`.",
+            "arn:aws:iam::111122223333:role/training",
+            ("role_arn", "iam_role", "execution_role"),
+        ),
+    ] = None
+    name: Annotated[
+        str,
+        JobKey(
+            "Start of the job's name; the time is appended.",
+            "digits",
+            ("job_name", "base_job_name", "training_job_name"),
+        ),
+    ] = "lightning"
+    channels: Annotated[
+        dict[str, InputChannel],
+        JobKey(
+            "Input channels by name. The service accepts `groups` for all channels or for none; missing ones are "
+            "filled in.",
+            "{training: {uri: s3://bucket/prefix, groups: [data]}}",
+            ("channel", "inputs", "input_data_config", "data", "input_channels"),
+        ),
+    ] = field(default_factory=dict)
+    config: Annotated[
+        str | None,
+        JobKey(
+            "Configuration file of the script (LightningCLI); its content becomes hyperparameters.",
+            "configs/digits.yaml",
+            ("config_file", "configuration"),
+        ),
+    ] = None
+    hyperparameters: Annotated[
+        dict[str, Any],
+        JobKey(
+            "Options of the script by name. They override `config`, and `--hyperparameters.data.batch_size=32` "
+            "overrides both.",
+            "{data.batch_size: 64}",
+            ("hyper_parameters", "hparams", "params", "arguments", "args"),
+        ),
+    ] = field(default_factory=dict)
+    subcommand: Annotated[str | None, JobKey("Subcommand of the script; without the key `fit`.", "fit")] = None
+    script: Annotated[
+        str | None,
+        JobKey(
+            "Training script, a path in `source_dir`; without both, the image's script.",
+            "train.py",
+            ("entry_point", "entry_script", "program"),
+        ),
+    ] = None
+    source_dir: Annotated[
+        str | None,
+        JobKey(
+            "Folder with [your own code](../submit.md#your-own-code) for an unchanged image; its `requirements.txt` is "
+            "installed, and the image's entry point starts `script`.",
+            "src",
+            ("source", "source_code", "code", "code_dir"),
+        ),
+    ] = None
+    build: Annotated[
+        str | None,
+        JobKey(
+            "Folder from which `image` is [built and pushed](../submit.md#the-image) before the job is submitted.",
+            ".",
+            ("docker_build", "build_context", "context"),
+        ),
+    ] = None
+    dockerfile: Annotated[
+        str | None,
+        JobKey("Dockerfile of `build`, if it is another one than that folder's `Dockerfile`.", "docker/Dockerfile"),
+    ] = None
+    local_script: Annotated[
+        str | None,
+        JobKey(
+            "Copy of the image's script on this machine, against which the "
+            "[hyperparameters are checked](../submit.md#the-scripts-own-parser); not needed with `source_dir` and "
+            "`script`.",
+            "train.py",
+        ),
+    ] = None
+    environment: Annotated[
+        dict[str, str],
+        JobKey(
+            f"Environment variables of all hosts; `{JOB_SECRET.name}`, a random secret of the job, is added.",
+            "{NCCL_DEBUG: INFO}",
+            ("env", "environ", "environment_variables", "variables"),
+        ),
+    ] = field(default_factory=dict)
+    not_secret: Annotated[
+        list[str],
+        JobKey(
+            "Hyperparameters and variables whose names or values look like [secrets](../submit.md#secrets), and may be "
+            "read by whoever may describe the job.",
+            "[model.pooler_token]",
+        ),
+    ] = field(default_factory=list)
+    output: Annotated[
+        str | None,
+        JobKey(
+            "S3 prefix for `model.tar.gz` and `output.tar.gz`; `source_dir` is uploaded below it. Without the key, the "
+            "account's own bucket `sagemaker-<region>-<account>`, which is created if it does not exist.",
+            "s3://bucket/output",
+            ("output_path", "output_s3_uri", "s3_output_path", "output_dir", "output_data_config"),
+        ),
+    ] = None
+    checkpoints: Annotated[
+        str | None,
+        JobKey(
+            "S3 prefix that is synchronized with the checkpoint folder, in both directions. No output can be below it.",
+            "s3://bucket/checkpoints",
+            ("checkpoint_s3_uri", "checkpoint", "checkpoint_dir", "checkpoint_config"),
+        ),
+    ] = None
+    model: Annotated[
+        Literal["full", "weights", "none"],
+        JobKey(
+            f"What the job leaves as its model (`{MODEL.name}`): `full` (checkpoint, weights and configuration), "
+            "`weights` (without the checkpoint), or `none`.",
+            "weights",
+        ),
+    ] = "full"
+    tensorboard: Annotated[
+        str | None,
+        JobKey(
+            "S3 prefix to which TensorBoard files are uploaded during training.",
+            "s3://bucket/tensorboard",
+            ("tensorboard_output_config", "tensor_board_output_config"),
+        ),
+    ] = None
+    mlflow: Annotated[
+        str | None,
+        JobKey(
+            "ARN of a tracking server or an app of SageMaker's managed MLflow, or another tracking URI, for a script "
+            "that logs with an `MLFlowLogger` (`MLFLOW_TRACKING_URI`).",
+            "https://mlflow.example.com",
+            ("mlflow_tracking_uri", "tracking_uri", "mlflow_config", "mlflow_resource_arn"),
+        ),
+    ] = None
+    mlflow_experiment: Annotated[
+        str | None,
+        JobKey(
+            "Experiment in which SageMaker itself records the job; needs an ARN in `mlflow`.",
+            "digits",
+            ("mlflow_experiment_name", "experiment_name", "experiment"),
+        ),
+    ] = None
+    mlflow_run: Annotated[
+        str | None,
+        JobKey(
+            "Name of the run in which SageMaker itself records the job; needs an ARN in `mlflow`.",
+            "first",
+            ("mlflow_run_name", "run_name"),
+        ),
+    ] = None
+    metrics: Annotated[
+        list[str],
+        JobKey(
+            "Names of metrics, as `LineProgress` prints them, for CloudWatch and the console.", "[val_acc]", ("metric",)
+        ),
+    ] = field(default_factory=list)
+    metric_patterns: Annotated[
+        dict[str, str],
+        JobKey(
+            "Metrics from other log lines: name and regular expression, whose first group is the number.",
+            "{loss: 'loss is ([0-9.]+)'}",
+            ("metric_definitions",),
+        ),
+    ] = field(default_factory=dict)
+    max_run_s: Annotated[
+        int,
+        JobKey(
+            "Maximum training time in seconds.",
+            "3600",
+            ("max_run", "max_runtime_in_seconds", "max_runtime", "stopping_condition", "timeout", "timeout_s"),
+            least=1,
+            unit="seconds",
+        ),
+    ] = _DAY_S
+    prices: Annotated[
+        dict[str, float],
+        JobKey(
+            "Hourly prices of a host, by instance type or group, from which the most that the job can cost follows.",
+            "{ml.g5.xlarge: 1.41}",
+            ("price", "per_hour"),
+        ),
+    ] = field(default_factory=dict)
+    max_cost: Annotated[
+        float | None,
+        JobKey(
+            "Do not submit a job that can cost more, at `prices`, until `max_run_s` is over.",
+            "20",
+            ("budget", "cost_limit"),
+        ),
+    ] = None
+    max_pending_s: Annotated[
+        int | None,
+        JobKey(
+            "Maximum time in seconds that the job waits for GPU hosts before it ends; 1800 or more.",
+            "7200",
+            ("max_pending", "max_pending_time_in_seconds", "max_pending_time"),
+            least=1800,
+            unit="seconds",
+        ),
+    ] = None
+    spot: Annotated[
+        Spot | None,
+        JobKey(
+            "Use spot capacity.",
+            "{max_wait_s: 7200}",
+            ("use_spot_instances", "use_spot", "enable_managed_spot_training", "spot_instances"),
+        ),
+    ] = None
+    retries: Annotated[
+        Retries,
+        JobKey(
+            "Resubmission when there is no capacity.",
+            "{max_tries: 5, first_pause_s: 60, max_pause_s: 1800}",
+            ("retry",),
+        ),
+    ] = field(default_factory=Retries)
+    max_restarts: Annotated[
+        int,
+        JobKey(
+            "How many times the scripts of all trainer hosts "
+            "[restart together](../lifecycle.md#restart-within-the-job) on the same hosts, from the latest checkpoint, "
+            f"when one has failed (`{MAX_RESTARTS.name}`).",
+            "3",
+            ("restarts",),
+            least=0,
+        ),
+    ] = 0
+    max_retry_attempts: Annotated[
+        int | None,
+        JobKey(
+            "How many times SageMaker itself restarts a job after an internal error (1 to 30).",
+            "3",
+            ("maximum_retry_attempts", "retry_strategy"),
+            least=1,
+        ),
+    ] = None
+    keep_alive_s: Annotated[
+        int | None,
+        JobKey(
+            "Warm pool: seconds that the hosts are kept, and billed, for the next job.",
+            "600",
+            ("keep_alive_period_in_seconds", "keep_alive", "warm_pool"),
+            least=0,
+            unit="seconds",
+        ),
+    ] = None
+    volume_gb: Annotated[
+        int,
+        JobKey(
+            "Disk size of each host in GB; channels in `File` mode must fit.",
+            "100",
+            ("volume_size", "volume_size_in_gb", "disk_size", "disk_gb", "volume"),
+            least=1,
+            unit="GB",
+        ),
+    ] = 30
+    volume_kms_key: Annotated[
+        str | None,
+        JobKey(
+            "KMS key (id, alias or ARN) with which the disks of the hosts are encrypted; without the key AWS's own.",
+            "alias/training",
+            ("volume_kms_key_id",),
+        ),
+    ] = None
+    output_kms_key: Annotated[
+        str | None,
+        JobKey(
+            "KMS key with which model and output are encrypted; needs `output`.",
+            "alias/training",
+            ("kms_key_id", "kms_key"),
+        ),
+    ] = None
+    training_plan: Annotated[
+        str | None,
+        JobKey(
+            "ARN of a training plan, whose reserved hosts are used.",
+            "arn:aws:sagemaker:eu-west-1:111122223333:training-plan/name",
+            ("training_plan_arn",),
+        ),
+    ] = None
+    infra_check: Annotated[
+        bool,
+        JobKey(
+            "SageMaker checks the health of GPU hosts before the training starts.",
+            "true",
+            ("infra_check_config", "enable_infra_check", "health_check"),
+        ),
+    ] = False
+    encrypt_between_hosts: Annotated[
+        bool,
+        JobKey(
+            "Encrypt the traffic between hosts, which makes it slower.",
+            "true",
+            ("encrypt_inter_container_traffic", "enable_inter_container_traffic_encryption"),
+        ),
+    ] = False
+    network_isolation: Annotated[
+        bool,
+        JobKey(
+            "The hosts reach each other and nothing else; the service copies channels, checkpoints and output. No "
+            "`requirements.txt`, no downloads.",
+            "true",
+            ("enable_network_isolation",),
+        ),
+    ] = False
+    vpc: Annotated[
+        Vpc | None,
+        JobKey(
+            "Run the hosts in [your own network](../submit.md#network).",
+            "{subnets: [subnet-1], security_groups: [sg-1]}",
+            ("vpc_config", "networking", "network"),
+        ),
+    ] = None
+    tags: Annotated[dict[str, str], JobKey("Tags of the job.", "{project: digits}", ("tag", "labels"))] = field(
+        default_factory=dict
+    )
+    remote_debug: Annotated[
+        bool,
+        JobKey(
+            "Allow a shell on the running hosts (SSM); `lightning-sm jobs debug` allows it later.",
+            "true",
+            ("remote_debug_config", "enable_remote_debug"),
+        ),
+    ] = False
+    tune: Annotated[
+        Tune | None,
+        JobKey(
+            "Run a [tuning job](../submit.md#tuning-jobs): many training jobs with different hyperparameters.",
+            "{objective: val_acc, direction: maximize, ranges: {model.learning_rate: {min: 1e-4, max: 1e-1}}}",
+            ("tuner", "tuning", "hyper_parameter_tuning_job_config"),
+        ),
+    ] = None
+    source: JobSource = field(default_factory=JobSource, init=False, compare=False, repr=False)
 
     @property
     def num_hosts(self) -> int:
@@ -241,51 +643,32 @@ class Job:
         return sum(group.count for group in self.groups.values())
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add an option for every key of a job file, and ``--job`` for the file itself."""
-    parser.add_argument("--job", action="config", help="job file: YAML with any of the options below")
-    parser.add_class_arguments(Job, as_group=False)
-
-
-def parse_job(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Job, Namespace]:
-    """Parse options into a job.
+def parse_job(path: str | os.PathLike[str] | None, overrides: Sequence[Override] = ()) -> Job:
+    """Read a job, and leave it to the checks to report what is wrong with it.
 
     Args:
-        parser: Has the arguments of ``add_arguments``, and perhaps others.
-        argv: The options.
+        path: The job file; None for a job that is described by options alone.
+        overrides: Options that override the file.
 
     Returns:
-        The job, and all parsed options.
+        The job; its ``source`` has the problems, and the values that these are about are defaults.
 
     Raises:
-        ArgumentError: The options or the file are wrong; the message names key and value.
+        SubmitError: The file cannot be read.
     """
-    words, hyperparameters = _split_hyperparameters(argv)
-    try:
-        options = parser.parse_args(words)
-    except ArgumentError as error:
-        raise ArgumentError(None, _with_similar_key(_without_values(str(error)))) from error
-    # A key without a value, perhaps because all lines below it are comments, counts as missing.
-    for name, default in vars(parser.get_defaults()).items():
-        if options[name] is None:
-            options[name] = default
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before 4.49
-    values = vars(instantiate(options))
-    # Paths start from the last file if there are several.
-    folder = Path(os.fspath(options.job[-1])).absolute().parent if options.job else Path.cwd()
-    for name in ("config", "source_dir", "local_script"):
-        if values[name] is not None:
-            values[name] = str(folder / values[name])
-    job = Job(**{name: values[name] for name in Job.__dataclass_fields__})
-    _check_names(job)
-    for name, value in hyperparameters.items():
-        # An option replaces the file's value of the same hyperparameter and of its parts. A value that contains it
-        # can stay, because the script applies data.size after data.
-        for stated in list(job.hyperparameters):
-            if stated == name or stated.startswith(f"{name}."):
-                del job.hyperparameters[stated]
-        job.hyperparameters[name] = value
-    return job, options
+    reader = JobReader(Job)
+    if path is not None:
+        reader.read_file(path)
+    for override in overrides:
+        reader.override(override)
+    job: Job = reader.build()
+    # Paths start from the file.
+    folder = Path.cwd() if path is None else Path(path).absolute().parent
+    for name in ("config", "source_dir", "local_script", "build", "dockerfile"):
+        if getattr(job, name) is not None:
+            setattr(job, name, str(folder / getattr(job, name)))
+    job.source = reader.source
+    return job
 
 
 def read_job(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
@@ -296,68 +679,9 @@ def read_job(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job
         overrides: Options that override the file, such as ``["--groups.trainer.count=4"]``.
 
     Raises:
-        SubmitError: The file cannot be read, lacks a required key, has an unknown one, or a value of the wrong type.
+        SubmitError: The file cannot be read, lacks a required key, has an unknown one, or a value of the wrong type;
+            the message lists all problems, each with its line.
     """
-    parser = ArgumentParser(exit_on_error=False)
-    add_arguments(parser)
-    try:
-        return parse_job(parser, ["--job", os.fspath(path), *overrides])[0]
-    except ArgumentError as error:
-        raise SubmitError(f"{os.fspath(path)}: {error}") from error
-
-
-def _split_hyperparameters(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Separate ``--hyperparameters.NAME=VALUE`` from the other options.
-
-    Dots in NAME are part of the hyperparameter's name; jsonargparse would take them for a path into nested dicts.
-    """
-    others: list[str] = []
-    hyperparameters: dict[str, Any] = {}
-    values = ArgumentParser(exit_on_error=False)
-    values.add_argument("--value", type=Any)  # converts text as in a job file
-    words = iter(argv)
-    for word in words:
-        if not word.startswith(_HYPERPARAMETER):
-            others.append(word)
-            continue
-        name, equals, text = word.removeprefix(_HYPERPARAMETER).partition("=")
-        value = text if equals else next(words, None)
-        if value is None:
-            raise ArgumentError(None, f"{word}: expected a value, as in {word}=1.")
-        hyperparameters[name] = values.parse_args([f"--value={value}"]).value
-    return others, hyperparameters
-
-
-def _without_values(message: str) -> str:
-    """Leave out of an error of jsonargparse the values of dicts, which may be secrets."""
-    if not re.search(r'"(environment|hyperparameters)', message):
-        return message
-    return re.sub(r"(?is)(got value: ).*", rf"\g<1>{HIDDEN}", message)
-
-
-def _with_similar_key(message: str) -> str:
-    """Add the key that was probably meant to an error about an unknown one."""
-    unknown = _UNKNOWN_KEY.search(message)
-    if unknown is None:
-        return message
-    word = next(filter(None, unknown.groups()))
-    close = difflib.get_close_matches(word, _all_keys(Job), n=1)
-    return f"{message}\nDid you mean {close[0]}?" if close else message
-
-
-def _all_keys(section: type) -> set[str]:
-    """Return the keys of a section of a job file, and of the sections below it."""
-    keys: set[str] = set()
-    for name, kind in get_type_hints(section).items():
-        keys.add(name)
-        for part in (kind, *get_args(kind)):
-            if is_dataclass(part):
-                keys |= _all_keys(cast(type, part))
-    return keys
-
-
-def _check_names(job: Job) -> None:
-    for key, value in vars(job).items():
-        for name in value if isinstance(value, dict) else ():
-            if not isinstance(name, str):
-                raise ArgumentError(None, f"{key}: the name {name!r} is of type {type(name).__name__}; quote it.")
+    job = parse_job(path, parse_overrides(overrides, Job)[0])
+    raise_problems(job.source.problems, job.source)
+    return job

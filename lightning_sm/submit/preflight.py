@@ -6,66 +6,45 @@ limits of single values are in ``service_limits``.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote
 
-from lightning_sm._log import command_logger
-from lightning_sm.errors import JobConfigError, SubmitError, TopologyError
+from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
-from lightning_sm.job.topology import Topology
+from lightning_sm.job.instance_types import num_gpus
+from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS, MODEL, SETTINGS, misspelled
+from lightning_sm.submit.cost_limit import cost_problems
 from lightning_sm.submit.file_systems import file_system_folder, file_system_problems
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.metric_patterns import pattern_problem
 from lightning_sm.submit.mlflow import mlflow_problems
+from lightning_sm.submit.problems import Findings, JobProblem
+from lightning_sm.submit.secret_check import secret_problems
 from lightning_sm.submit.service_limits import matches
+from lightning_sm.submit.source_archive import source_entries
+from lightning_sm.submit.training_job import NAME_ENDING_CHARS
 from lightning_sm.submit.tuning import advice as tuning_advice
 from lightning_sm.submit.tuning import tuning_problems
 
-_LOG = command_logger(__name__)
-
-# The SDKs append the time: 24 of 63 characters in version 2.
-_MAX_NAME_CHARS = 63 - 24
+_MAX_NAME_CHARS = 63 - NAME_ENDING_CHARS
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 # Amazon ECR, "Private registry"; training images from elsewhere need a VPC and a private registry.
-_ECR = re.compile(r"\d{12}\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/[^\s:@]+([:@]\S+)?")
+ECR_IMAGE = re.compile(
+    r"(?P<account>\d{12})\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/[^\s:@]+([:@]\S+)?"
+)
+_ROLE_ACCOUNT = re.compile(r"arn:[a-z-]+:iam::(?P<account>\d{12}):")
 # Amazon S3, "General purpose bucket naming rules".
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
 # SageMaker API, StoppingCondition.MaxRuntimeInSeconds: "the maximum value is 28 days".
 _MAX_RUN_S = 28 * 24 * 60 * 60
 # Found beside code; large or secret, and of no use in a job.
 _NOT_CODE = {".git", ".venv", "venv", ".aws"}
-
-
-@dataclass
-class Findings:
-    """Result of the checks.
-
-    Attributes:
-        problems: Why the job cannot be submitted, each with what to change.
-        warnings: What is allowed but rarely intended.
-    """
-
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    def report(self) -> None:
-        """Log the warnings, and raise all problems as one error.
-
-        Raises:
-            SubmitError: There are problems.
-        """
-        for warning in self.warnings:
-            _LOG.warning("warning: %s", warning)
-        problems = list(dict.fromkeys(self.problems))
-        if problems:
-            title = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-            listed = "\n".join(f"  - {problem}" for problem in problems)
-            raise SubmitError(f"{title}; nothing was sent:\n{listed}")
+_LARGE_BYTES = 100_000_000
 
 
 def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) -> Findings:
@@ -78,24 +57,37 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
     """
     problems = [
         *_groups(job),
+        *_alternatives(job),
         *_channels(job),
         *_limits(job),
         *_script(job),
+        *_build(job),
         *_metrics(job),
         *_environment(job),
         *_restarts(job),
         *mlflow_problems(job),
         *tuning_problems(job),
     ]
-    problems += _local_channels(job) if mode == "local" else [*_addresses(job), *file_system_problems(job)]
-    return Findings(problems, [*_advice(job, region), *tuning_advice(job)])
+    warnings = [*_advice(job), *_capacity_advice(job), *_account_advice(job), *tuning_advice(job)]
+    if mode == "local":
+        problems += _local_channels(job)
+    else:
+        warnings += _source_advice(job)
+        problems += [
+            *cost_problems(job),
+            *_addresses(job),
+            *_region(job, region),
+            *_overlaps(job),
+            *file_system_problems(job),
+            *secret_problems(job),
+        ]
+    findings = Findings([*job.source.problems], warnings, job.source)
+    findings.add(problems)
+    return findings
 
 
 def with_placeholders(job: Job) -> Job:
-    """Replace values that the SDK would fail on, so that the rest of the request can be checked.
-
-    ``check`` has reported the values that are replaced here.
-    """
+    """Replace values that ``check`` has reported, so that the rest of the request can be checked without them."""
     return replace(
         job,
         name=job.name if _is_name(job.name) else "rehearsal",
@@ -108,154 +100,341 @@ def with_placeholders(job: Job) -> Job:
     )
 
 
-def _groups(job: Job) -> Iterator[str]:
+def _groups(job: Job) -> Iterator[JobProblem]:
     if not job.groups:
-        yield "groups is empty; name at least one group, as in {trainer: {instance_type: ml.g5.xlarge, count: 2}}."
+        yield JobProblem(
+            "groups",
+            "groups is empty; name at least one group, as in {trainer: {instance_type: ml.g5.xlarge, count: 2}}.",
+        )
         return
     for name, group in job.groups.items():
         if group.count < 1:
-            yield f"groups.{name}.count is {group.count}; a group needs at least 1 host. Raise it or remove the group."
+            yield JobProblem(
+                f"groups.{name}.count",
+                f"groups.{name}.count is {group.count}; a group needs at least 1 host. Raise it or remove the group.",
+            )
     # One host per group is enough: the rules depend on types and names.
     groups = tuple(InstanceGroup(name, (name,), group.instance_type) for name, group in job.groups.items())
     hosts = tuple(job.groups)
-    data_groups = DATA_GROUPS.read(job.environment)
     try:
-        Topology.from_job(SageMakerJob(hosts[0], hosts, groups, "the job file", data_groups=data_groups))
+        data_groups = DATA_GROUPS.read(job.environment)
+    except JobConfigError:  # a problem of the environment
+        return
+    try:
+        roles = {
+            name: Topology.from_job(SageMakerJob(name, hosts, groups, "the job file", data_groups=data_groups)).role
+            for name in hosts
+        }
     except TopologyError as error:
-        yield f"groups: {error}"
+        yield JobProblem("groups", f"groups: {error}", also=(f"environment.{DATA_GROUPS.name}",))
+        return
+    yield from _swapped(job, roles, data_groups)
 
 
-def _environment(job: Job) -> Iterator[str]:
+def _alternatives(job: Job) -> Iterator[JobProblem]:
+    """Find what contradicts other instance types for a group (API, ResourceConfig, InstancePreferences)."""
+    for name, group in job.groups.items():
+        key = f"groups.{name}.alternatives"
+        if not group.alternatives:
+            continue
+        if len(job.groups) > 1:
+            yield JobProblem(
+                key,
+                f"{key} is set, but there are {len(job.groups)} groups; the service chooses the instance type of a "
+                "job of one group only. Remove alternatives.",
+                also=("groups",),
+            )
+        if job.spot is not None:
+            yield JobProblem(
+                key, f"{key} and spot are both set, which the service does not support. Remove one.", also=("spot",)
+            )
+        if group.instance_type in group.alternatives:
+            yield JobProblem(
+                key, f"{key} names {group.instance_type}, which is instance_type already. Remove it there."
+            )
+        for other, count in group.alternatives.items():
+            if count < 1:
+                yield JobProblem(key, f"{key}: {other} has {count} hosts; expected at least 1.")
+
+
+def _swapped(job: Job, roles: Mapping[str, Role], data_groups: tuple[str, ...] | None) -> Iterator[JobProblem]:
+    """Find GPUs on data hosts whose trainers have none, unless the job states which groups serve data."""
+    types = {role: [job.groups[name].instance_type for name in roles if roles[name] is role] for role in Role}
+    has_gpus = {role: [num_gpus(one) != 0 for one in found] for role, found in types.items()}
+    if data_groups is None and any(has_gpus[Role.DATA]) and not any(has_gpus[Role.TRAINER]):
+        names = ",".join(name for name in roles if roles[name] is Role.DATA)
+        yield JobProblem(
+            "groups",
+            f"groups: the data hosts ({', '.join(types[Role.DATA])}) have GPUs, and the trainers "
+            f"({', '.join(types[Role.TRAINER])}) have none. Swap the instance types; if that is meant, say so: "
+            f"environment: {{{DATA_GROUPS.name}: '{names}'}}.",
+            also=(f"environment.{DATA_GROUPS.name}",),
+        )
+
+
+def _environment(job: Job) -> Iterator[JobProblem]:
     for setting in SETTINGS:
         try:
             setting.read(job.environment)
         except JobConfigError as error:  # noqa: PERF203 - a problem for each
-            yield f"environment: {error}"
+            yield JobProblem(f"environment.{setting.name}", f"environment: {error}")
     stated = job.environment.get(MODEL.name, job.model)
     if job.model not in (MODEL.default.value, stated):
-        yield f"model is {job.model}, but environment sets {MODEL.name}={stated}. Remove one of them."
+        yield JobProblem(
+            "model",
+            f"model is {job.model}, but environment sets {MODEL.name}={stated}. Remove one of them.",
+            also=(f"environment.{MODEL.name}",),
+        )
     for name, near in misspelled(job.environment).items():
-        yield f"environment: nothing reads {name}. Did you mean {near}?"
+        yield JobProblem(f"environment.{name}", f"environment: nothing reads {name}. Did you mean {near}?")
 
 
-def _restarts(job: Job) -> Iterator[str]:
+def _restarts(job: Job) -> Iterator[JobProblem]:
     own = str(job.max_restarts)
     try:
         MAX_RESTARTS.parse(own)
     except ValueError as error:
-        yield f"max_restarts is {own}; {error}."
+        yield JobProblem("max_restarts", f"max_restarts is {own}; {error}.")
     stated = job.environment.get(MAX_RESTARTS.name, own)
     if job.max_restarts and stated != own:
-        yield f"max_restarts is {own}, but environment sets {MAX_RESTARTS.name}={stated}. Remove one of them."
+        yield JobProblem(
+            "max_restarts",
+            f"max_restarts is {own}, but environment sets {MAX_RESTARTS.name}={stated}. Remove one of them.",
+            also=(f"environment.{MAX_RESTARTS.name}",),
+        )
 
 
-def _channels(job: Job) -> Iterator[str]:
+def _channels(job: Job) -> Iterator[JobProblem]:
     for name, channel in job.channels.items():
         unknown = sorted(set(channel.groups or []) - set(job.groups))
         if unknown:
-            yield f"channels.{name}.groups names {unknown}, but the groups of the job are {sorted(job.groups)}."
+            yield JobProblem(
+                f"channels.{name}.groups",
+                f"channels.{name}.groups names {', '.join(unknown)}, but the groups of the job are "
+                f"{', '.join(sorted(job.groups)) or 'missing'}.",
+                also=("groups",),
+            )
         if channel.groups == []:
-            yield f"channels.{name}.groups is empty, so no host would receive it. Remove the key to reach all groups."
-        if name == CODE_CHANNEL:
-            yield f"channels.{name}: the name is reserved for source_dir; choose another."
+            yield JobProblem(
+                f"channels.{name}.groups",
+                f"channels.{name}.groups is empty, so no host would receive it. Remove the key to reach all groups.",
+            )
+        if name == CODE_CHANNEL and job.source_dir is not None:
+            yield JobProblem(
+                f"channels.{name}",
+                f"channels.{name}: source_dir is set, and needs the name for the code; choose another.",
+                also=("source_dir",),
+            )
 
 
-def _limits(job: Job) -> Iterator[str]:
+def _limits(job: Job) -> Iterator[JobProblem]:
     if not _is_name(job.name):
-        yield (
+        yield JobProblem(
+            "name",
             f"name is {job.name!r}; expected letters, digits and single hyphens, at most {_MAX_NAME_CHARS} characters "
-            "(the time is appended)."
+            "(the time is appended).",
         )
     if job.spot is not None and job.spot.max_wait_s < job.max_run_s:
-        yield (
+        yield JobProblem(
+            "spot.max_wait_s",
             f"spot.max_wait_s is {job.spot.max_wait_s} and max_run_s is {job.max_run_s}; max_wait_s includes the "
-            "running time. Raise spot.max_wait_s or lower max_run_s."
+            "running time. Raise spot.max_wait_s or lower max_run_s.",
+            also=("max_run_s",),
         )
     if job.max_run_s > _MAX_RUN_S:
-        yield f"max_run_s is {job.max_run_s}; the service allows {_MAX_RUN_S} (28 days)."
+        yield JobProblem("max_run_s", f"max_run_s is {job.max_run_s}; the service allows {_MAX_RUN_S} (28 days).")
     # "Managed warm pools", considerations.
     if job.keep_alive_s and job.spot is not None:
-        yield f"keep_alive_s is {job.keep_alive_s} and spot is set; warm pools cannot use spot capacity. Remove one."
+        yield JobProblem(
+            "keep_alive_s",
+            f"keep_alive_s is {job.keep_alive_s} and spot is set; warm pools cannot use spot capacity. Remove one.",
+            also=("spot",),
+        )
     if job.keep_alive_s and len(job.groups) > 1:
-        yield (
+        yield JobProblem(
+            "keep_alive_s",
             f"keep_alive_s is {job.keep_alive_s} and there are {len(job.groups)} groups; warm pools do not support "
-            "heterogeneous clusters. Remove keep_alive_s."
+            "heterogeneous clusters. Remove keep_alive_s.",
+            also=("groups",),
         )
 
 
-def _script(job: Job) -> Iterator[str]:
+def _build(job: Job) -> Iterator[JobProblem]:
+    if job.build is None:
+        if job.dockerfile is not None:
+            yield JobProblem("dockerfile", "dockerfile is set, but build is not: the folder from which to build.")
+        return
+    if not Path(job.build).is_dir():
+        yield JobProblem("build", f"build is {job.build!r}, which is not a folder.")
+    elif job.dockerfile is None and not (Path(job.build) / "Dockerfile").is_file():
+        yield JobProblem(
+            "build",
+            f"build is {job.build!r}, in which there is no file Dockerfile. If it is elsewhere, set dockerfile.",
+        )
+    if job.dockerfile is not None and not Path(job.dockerfile).is_file():
+        yield JobProblem("dockerfile", f"dockerfile is {job.dockerfile!r}; there is no such file.")
+    if "@" in job.image:
+        yield JobProblem(
+            "image",
+            f"image is {job.image!r}, which names a digest, but build is set. Name a tag; the job gets the digest that "
+            "the image then has.",
+            also=("build",),
+        )
+
+
+def _script(job: Job) -> Iterator[JobProblem]:
     for key, name in (("subcommand", "subcommand"), ("script", "sagemaker_program")):
         stated = getattr(job, key)
         other = job.hyperparameters.get(name)
         if None not in {stated, other} and stated != other:
-            yield f"{key} is {stated!r} and hyperparameters.{name} is {other!r}; remove one."
+            yield JobProblem(
+                key,
+                f"{key} is {stated!r} and hyperparameters.{name} is {other!r}; remove one.",
+                also=(f"hyperparameters.{name}",),
+            )
     if job.local_script is not None and not Path(job.local_script).is_file():
-        yield f"local_script is {job.local_script!r}, which does not exist."
+        yield JobProblem("local_script", f"local_script is {job.local_script!r}, which does not exist.")
     if job.source_dir is None:
         return
+    named = job.script or job.hyperparameters.get("sagemaker_program") or job.environment.get("SAGEMAKER_PROGRAM")
+    if not named:
+        yield JobProblem(
+            "source_dir",
+            "source_dir is set, but script is missing: the hosts would run the image's script. Set script to a path in "
+            "source_dir, as in script: train.py.",
+            also=("script",),
+        )
     folder = Path(job.source_dir)
     if not folder.is_dir():
-        yield f"source_dir is {job.source_dir!r}, which is not a directory."
+        yield JobProblem("source_dir", f"source_dir is {job.source_dir!r}, which is not a directory.")
         return
-    files = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    if not files:
-        yield f"source_dir is {job.source_dir!r}, which is empty."
-    for path in files:
-        if not os.access(path, os.R_OK):
-            yield f"source_dir contains {path}, which cannot be read{' (broken link)' if path.is_symlink() else ''}."
+    entries = list(source_entries(folder))
+    if not any(entry.problem or not entry.path.is_dir() for entry in entries):
+        yield JobProblem("source_dir", f"source_dir is {job.source_dir!r}, which is empty.")
+    for entry in entries:
+        if entry.problem:
+            yield JobProblem("source_dir", f"source_dir contains {entry.path}, which {entry.problem}.")
     if job.network_isolation and (folder / "requirements.txt").is_file():
-        yield (
+        yield JobProblem(
+            "network_isolation",
             f"network_isolation is set, but {folder / 'requirements.txt'} names packages, which hosts without a "
-            "network cannot install. Install them in the image and remove the file."
+            "network cannot install. Install them in the image and remove the file.",
+            also=("source_dir",),
         )
     if job.script and not (folder / job.script).is_file() and not (folder / "setup.py").is_file():
-        yield f"script is {job.script!r}, but {folder / job.script} does not exist. The path is relative to source_dir."
+        yield JobProblem(
+            "script",
+            f"script is {job.script!r}, but {folder / job.script} does not exist. The path is relative to source_dir.",
+            also=("source_dir",),
+        )
 
 
-def _metrics(job: Job) -> Iterator[str]:
+def _metrics(job: Job) -> Iterator[JobProblem]:
     for name in sorted(set(job.metrics) & set(job.metric_patterns)):
-        yield f"metrics: {name!r} is in metrics and in metric_patterns; remove one."
+        yield JobProblem(
+            "metrics",
+            f"metrics: {name!r} is in metrics and in metric_patterns; remove one.",
+            also=(f"metric_patterns.{name}",),
+        )
     for name, pattern in job.metric_patterns.items():
         problem = pattern_problem(pattern)
         if problem is not None:
-            yield f"metric_patterns.{name} is {pattern!r}: {problem}."
+            yield JobProblem(f"metric_patterns.{name}", f"metric_patterns.{name} is {pattern!r}: {problem}.")
 
 
-def _addresses(job: Job) -> Iterator[str]:
+def _addresses(job: Job) -> Iterator[JobProblem]:
     if job.role is None:
-        yield "role is missing; set it to the ARN of the job's role, arn:aws:iam::<account>:role/<name>."
+        yield JobProblem(
+            "role", "role is missing; set it to the ARN of the job's role, arn:aws:iam::<account>:role/<name>."
+        )
     elif not matches("RoleArn", job.role):
-        yield f"role is {job.role!r}; expected an ARN, such as arn:aws:iam::111122223333:role/training."
-    if not _ECR.fullmatch(job.image):
-        yield (
+        yield JobProblem(
+            "role", f"role is {job.role!r}; expected an ARN, such as arn:aws:iam::111122223333:role/training."
+        )
+    if not ECR_IMAGE.fullmatch(job.image):
+        yield JobProblem(
+            "image",
             f"image is {job.image!r}; SageMaker needs an image in Amazon ECR, "
-            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. README.md shows how to push one."
+            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. README.md shows how to push one.",
         )
     for name, channel in job.channels.items():
         if not _is_address(channel.uri):
-            yield (
+            yield JobProblem(
+                f"channels.{name}.uri",
                 f"channels.{name}.uri is {channel.uri!r}; expected s3://bucket/prefix (to upload a folder: aws s3 cp "
-                "--recursive), fsx://<id>/<mount name>/folder or efs://<id>/folder."
+                "--recursive), fsx://<id>/<mount name>/folder or efs://<id>/folder.",
             )
     if job.output_kms_key is not None and job.output is None:
-        yield "output_kms_key is set, but output is missing; the key applies to a bucket of yours. Set output."
+        yield JobProblem(
+            "output_kms_key",
+            "output_kms_key is set, but output is missing; the key applies to a bucket of yours. Set output.",
+            also=("output",),
+        )
     for key, uri in {name: getattr(job, name) for name in ("output", "checkpoints", "tensorboard")}.items():
         if uri is not None and not _S3.fullmatch(uri):
-            yield f"{key} is {uri!r}; expected s3://bucket/prefix (to upload a folder: aws s3 cp --recursive)."
+            yield JobProblem(
+                key, f"{key} is {uri!r}; expected s3://bucket/prefix (to upload a folder: aws s3 cp --recursive)."
+            )
 
 
-def _local_channels(job: Job) -> Iterator[str]:
+def _region(job: Job, region: str | None) -> Iterator[JobProblem]:
+    image = ECR_IMAGE.fullmatch(job.image)
+    if image is not None and region is not None and image["region"] != region:
+        yield JobProblem(
+            "image",
+            f"image is in {image['region']}, but the job runs in {region}; SageMaker takes images of its own region "
+            f"only. Push the image to {region}, or set AWS_DEFAULT_REGION={image['region']}.",
+        )
+
+
+def _overlaps(job: Job) -> Iterator[JobProblem]:
+    """Find what hosts would download with the checkpoints, and so never be rid of."""
+    checkpoints = f"{(job.checkpoints or '').rstrip('/')}/"
+    for key in ("output", "tensorboard"):
+        uri = getattr(job, key)
+        if uri is None or job.checkpoints is None or not f"{uri.rstrip('/')}/".startswith(checkpoints):
+            continue
+        relation = "equal to" if f"{uri.rstrip('/')}/" == checkpoints else "below"
+        yield JobProblem(
+            key,
+            f"{key} is {uri}, which is {relation} checkpoints ({job.checkpoints}): the hosts of a restarted job would "
+            f"download it with the checkpoints. Choose a prefix beside it.",
+            also=("checkpoints",),
+        )
+
+
+def _local_channels(job: Job) -> Iterator[JobProblem]:
     for name, channel in job.channels.items():
-        folder = channel.uri.removeprefix("file://")
+        folder = unquote(channel.uri.removeprefix("file://"))
         if _S3.fullmatch(channel.uri):
             continue
-        if folder == channel.uri or not Path(folder).is_absolute():
-            yield f"channels.{name}.uri is {channel.uri!r}; expected file:///absolute/folder or s3://<bucket>/<prefix>."
+        if not channel.uri.startswith("file://") or not Path(folder).is_absolute():
+            yield JobProblem(
+                f"channels.{name}.uri",
+                f"channels.{name}.uri is {channel.uri!r}; expected file:///absolute/folder or s3://<bucket>/<prefix>.",
+            )
         elif not Path(folder).exists():
-            yield f"channels.{name}.uri is {channel.uri!r}, but {folder} does not exist."
+            yield JobProblem(
+                f"channels.{name}.uri", f"channels.{name}.uri is {channel.uri!r}, but {folder} does not exist."
+            )
 
 
-def _advice(job: Job, region: str | None) -> Iterator[str]:
+def _capacity_advice(job: Job) -> Iterator[str]:
+    for name, group in job.groups.items():
+        wanted = {group.instance_type: group.count, **group.alternatives}
+        gpus = {one: (num_gpus(one) or 0) * count for one, count in wanted.items() if num_gpus(one) is not None}
+        if group.alternatives and len(set(gpus.values())) > 1:
+            listed = ", ".join(f"{count} with {wanted[one]} x {one}" for one, count in gpus.items())
+            yield (
+                f"groups.{name}.alternatives: the number of GPUs, and with it the global batch, depends on the "
+                f"capacity: {listed}."
+            )
+    types = [one for group in job.groups.values() for one in (group.instance_type, *group.alternatives)]
+    if job.max_pending_s is not None and types and all(num_gpus(one) == 0 for one in types):
+        yield f"max_pending_s is {job.max_pending_s}, which has no effect without GPU hosts ({', '.join(types)})."
+
+
+def _advice(job: Job) -> Iterator[str]:
     if job.spot is not None and job.checkpoints is None:
         yield "spot without checkpoints: an interrupted job restarts from the beginning. Set checkpoints: s3://..."
     if job.max_restarts and job.checkpoints is None:
@@ -268,14 +447,28 @@ def _advice(job: Job, region: str | None) -> Iterator[str]:
                 f"channels.{name}.distribution is ShardedByS3Key: every host sees different files, which Lightning's "
                 "samplers do not take into account."
             )
-    for path in sorted(Path(job.source_dir).glob("*")) if job.source_dir is not None else ():
-        if path.name in _NOT_CODE or path.name.startswith(".env"):
-            yield f"source_dir contains {path.name}, which is uploaded too. Move it if the job does not need it."
-        elif path.is_dir() and path.is_symlink():
-            yield f"source_dir contains {path.name}, a link to a folder, which the SDK does not upload."
-    image = _ECR.fullmatch(job.image)
-    if image is not None and region is not None and image["region"] != region:
-        yield f"image is in {image['region']}, but the job runs in {region}; SageMaker requires the same region."
+
+
+def _source_advice(job: Job) -> Iterator[str]:
+    entries = list(source_entries(Path(job.source_dir))) if job.source_dir is not None else []
+    size = sum(entry.size for entry in entries)
+    if size > _LARGE_BYTES:
+        yield (
+            f"source_dir has {size / 1e6:.0f} MB in {len(entries)} files and folders, all of which are uploaded, and "
+            "fetched by each host. Move what the job does not need."
+        )
+    for entry in entries:
+        if entry.name in _NOT_CODE or re.fullmatch(r"\.env[^/]*", entry.name):
+            yield f"source_dir contains {entry.name}, which is uploaded too. Move it if the job does not need it."
+
+
+def _account_advice(job: Job) -> Iterator[str]:
+    image, role = ECR_IMAGE.fullmatch(job.image), _ROLE_ACCOUNT.match(job.role or "")
+    if image is not None and role is not None and image["account"] != role["account"]:
+        yield (
+            f"image is in account {image['account']}, and role in account {role['account']}: the policy of the "
+            "repository must let the role pull it."
+        )
 
 
 def _is_address(uri: str) -> bool:

@@ -1,16 +1,13 @@
-"""The request for a job, for both SDKs: everything is decided here, and the adapters only rename it."""
+"""A job, ready to be sent: everything that the job file leaves open is decided here."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_sm.job.facts import CODE_CHANNEL
+from lightning_sm.job.facts import CODE_CHANNEL, CODE_CHANNEL_DIR
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.variables import MAX_RESTARTS, MODEL
@@ -19,27 +16,12 @@ from lightning_sm.submit.file_systems import file_system_folder
 from lightning_sm.submit.job_file import Group, InputChannel, Job
 from lightning_sm.submit.metric_patterns import metric_definitions
 from lightning_sm.submit.mlflow import MLFLOW_TRACKING_URI
-
-_CODE_DIR = f"/opt/ml/input/data/{CODE_CHANNEL}"
-# Keys that local mode does not support, and that the script might miss.
-_NOT_LOCAL = (
-    "spot",
-    "checkpoints",
-    "tensorboard",
-    "volume_kms_key",
-    "output_kms_key",
-    "training_plan",
-    "network_isolation",
-    "vpc",
-    "tune",
-)
-# The SDK requires a role in local mode too, and never uses it.
-_NO_ROLE = "arn:aws:iam::000000000000:role/local"
+from lightning_sm.submit.source_archive import ARCHIVE_NAME
 
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """A job, ready for either SDK.
+    """A job, ready for the service or for containers on this machine.
 
     Attributes:
         job: The content of the job file.
@@ -58,30 +40,35 @@ class TrainingRequest:
         """The group of an ordinary job; None if the job is heterogeneous."""
         return next(iter(self.job.groups.values())) if len(self.job.groups) == 1 else None
 
-    def upload_code(self, session: Any) -> TrainingRequest:
-        """Upload ``source_dir``, if there is one, and return the plan with a channel for it.
+    def with_image(self, image: str) -> TrainingRequest:
+        """Return the plan with another name of its image."""
+        return replace(self, job=replace(self.job, image=image))
 
-        The code goes below the job's output, or into the SDK's own bucket if the job names no output.
+    def with_code(self, archive: str) -> TrainingRequest:
+        """Return the plan with the job's own code, which each host's launcher fetches before it starts the script.
+
+        Hosts without a network cannot: they receive the archive as a channel, as from SDK v2.
 
         Args:
-            session: The SDK's session, of either version.
+            archive: Its address in S3.
         """
-        job = self.job
-        if job.source_dir is None:
-            return self
-        # Two submissions may start in the same second.
-        folder = f"{job.name}/code/{time.strftime('%Y-%m-%d-%H-%M-%S', time.gmtime())}-{secrets.token_hex(2)}"
-        bucket, prefix = None, ""
-        if job.output is not None:
-            bucket, _, prefix = job.output.removeprefix("s3://").partition("/")
-        key_prefix = "/".join(filter(None, (prefix.strip("/"), folder)))
-        return self.with_code(session.upload_data(job.source_dir, bucket=bucket, key_prefix=key_prefix))
+        if self.job.network_isolation:
+            return self.with_code_channel(archive, f"{CODE_CHANNEL_DIR}/{ARCHIVE_NAME}")
+        return self._with_submit_directory(archive)
 
-    def with_code(self, uri: str) -> TrainingRequest:
-        """Return the plan with a channel for the user's code, which all hosts receive."""
+    def with_code_channel(self, uri: str, place: str = CODE_CHANNEL_DIR) -> TrainingRequest:
+        """Return the plan with a channel for the job's own code, which all hosts receive.
+
+        Args:
+            uri: Address of the code.
+            place: Its path on the hosts: the channel's folder, or the archive in it.
+        """
         has_groups = any(channel.groups for channel in self.channels.values())
         code = InputChannel(uri, groups=list(self.job.groups) if has_groups else None)
-        return replace(self, channels={**self.channels, CODE_CHANNEL: code})
+        return replace(self, channels={**self.channels, CODE_CHANNEL: code})._with_submit_directory(place)
+
+    def _with_submit_directory(self, place: str) -> TrainingRequest:
+        return replace(self, hyperparameters={**self.hyperparameters, **encode({"sagemaker_submit_directory": place})})
 
 
 def make_request(job: Job, hyperparameters: Mapping[str, str]) -> TrainingRequest:
@@ -112,69 +99,31 @@ def make_request(job: Job, hyperparameters: Mapping[str, str]) -> TrainingReques
 def encode_hyperparameters(job: Job) -> dict[str, str]:
     """Join the config file, the hyperparameters, the subcommand and the script, and encode them.
 
+    Raises:
+        HyperparameterError: A name or a value cannot be passed on.
+        JobConfigError: The config file cannot be read, or is not a mapping.
+    """
+    return encode(script_options(job))
+
+
+def script_options(job: Job) -> dict[str, Any]:
+    """Join the config file, the hyperparameters, the subcommand and the script.
+
     Hyperparameters that override parts of the config file become options of their own, for example
     ``{"data": {"size": 3}}`` becomes ``data.size``: only the script knows how to merge them. Those that a tuning job
     chooses are left out.
 
     Raises:
-        HyperparameterError: A name or a value cannot be passed on.
         JobConfigError: The config file cannot be read, or is not a mapping.
     """
     config: dict[str, Any] = {} if job.config is None else read_mapping(Path(job.config), "config")
     options: dict[str, Any] = dict(config)
     for name, value in job.hyperparameters.items():
         options |= _flat(name, value) if name in config else {name: value}
-    # The launcher reads these two for code that comes with the job. SDK v3's own way would replace the image's entry
-    # point with a shell.
-    special = {
-        "subcommand": job.subcommand,
-        "sagemaker_program": job.script,
-        "sagemaker_submit_directory": None if job.source_dir is None else _CODE_DIR,
-    }
+    special = {"subcommand": job.subcommand, "sagemaker_program": job.script}
     options |= {name: value for name, value in special.items() if value is not None}
     tuned = set() if job.tune is None else set(job.tune.ranges)
-    return encode({name: value for name, value in options.items() if name not in tuned})
-
-
-def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
-    """Remove what local mode does not support, and share this machine's CPUs among the hosts.
-
-    Args:
-        job: The content of the job file.
-        folder: Receives model and output.
-
-    Returns:
-        The job for local mode, and a warning for each removed setting that the script might miss.
-    """
-    warnings = [f"{name} is ignored: local mode does not support it." for name in _NOT_LOCAL if getattr(job, name)]
-    channels: dict[str, InputChannel] = {}
-    for name, channel in job.channels.items():
-        channels[name] = replace(channel, mode="File", distribution="FullyReplicated")
-        if channels[name] != channel:
-            warnings.append(
-                f"channels.{name} is {channel.mode} and {channel.distribution}; local mode uses File and "
-                "FullyReplicated."
-            )
-    local = replace(
-        job,
-        role=job.role or _NO_ROLE,
-        channels=channels,
-        output=folder.as_uri(),
-        # PyTorch would start one thread per CPU in every container.
-        environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // job.num_hosts)), **job.environment},
-        spot=None,
-        checkpoints=None,
-        tensorboard=None,
-        volume_kms_key=None,
-        output_kms_key=None,
-        training_plan=None,
-        network_isolation=False,
-        vpc=None,
-        tune=None,
-        keep_alive_s=None,
-        max_retry_attempts=None,
-    )
-    return local, warnings
+    return {name: value for name, value in options.items() if name not in tuned}
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from lightning_sm.job.redaction import shown
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DATA_CHANNELS
 from lightning_sm.submit.job_file import Job
-from lightning_sm.submit.preflight import Findings
-from lightning_sm.submit.script_parser import PARSED
+from lightning_sm.submit.parser_exit_codes import PARSED
+from lightning_sm.submit.problems import Findings, JobProblem
 from lightning_sm.submit.tuning import first_values
 
 _LOG = command_logger(__name__)
@@ -72,7 +72,7 @@ def _check(job: Job, hyperparameters: dict[str, str], findings: Findings) -> str
         try:
             arguments = [] if facts is None else job_arguments(facts, script.parent)
         except HyperparameterError as error:
-            findings.problems.append(f"hyperparameters: {error}")
+            findings.problems.append(JobProblem("hyperparameters", f"hyperparameters: {error}"))
             return ""
         return _run(job, script, arguments, Path(folder), findings)
 
@@ -119,14 +119,15 @@ def _judge(exit_code: int, lines: list[str], script: Path, findings: Findings) -
     own = next((index for index, line in enumerate(lines) if _OWN_ERROR.match(line)), None)
     if exit_code == _USAGE_ERROR:
         start = max((index for index, line in enumerate(lines) if "error: " in line), default=len(lines) - 1)
-        message = "\n    ".join(lines[start:]).partition("error: ")[2] or last
+        message = "\n".join(lines[start:]).partition("error: ")[2] or last
     elif own is not None:
-        message = "\n    ".join(lines[own:]).partition(": ")[2]
+        message = "\n".join(lines[own:]).partition(": ")[2]
     else:
         return f"{script} does not run here: {shown('', last)}"
     if _ON_HOSTS in message:
         return f"they name files of the hosts: {shown('', message)}"
-    findings.problems.append(f"config, hyperparameters: the parser of {script} says: {shown('', message)}")
+    text = f"config, hyperparameters: the parser of {script} says: {shown('', message)}"
+    findings.problems.append(JobProblem("hyperparameters", text))
     return ""
 
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import jsonargparse
 
-# Exit codes. The parsers' own for a wrong command line is 2.
-PARSED = 97
-NOT_PARSED = 98
+from lightning_sm.submit.parser_exit_codes import NOT_PARSED, PARSED
 
 
 def main(script: str, arguments: list[str]) -> int:

@@ -16,6 +16,7 @@ import botocore.session
 from botocore.validate import ParamValidator
 
 from lightning_sm.job.redaction import shown
+from lightning_sm.submit.problems import JobProblem
 
 # Place in the request to keys of the job file, with advice where a limit is easily exceeded.
 _SOURCES = {
@@ -32,14 +33,21 @@ _SOURCES = {
     "ResourceConfig.TrainingPlanArn": "training_plan",
     "ResourceConfig.KeepAlivePeriodInSeconds": "keep_alive_s",
     "ResourceConfig.VolumeSizeInGB": "volume_gb",
+    "ResourceConfig.InstancePreferences": "groups",
     "ResourceConfig": "groups",
     "StoppingCondition.MaxWaitTimeInSeconds": "spot.max_wait_s",
+    "StoppingCondition.MaxPendingTimeInSeconds": "max_pending_s",
     "StoppingCondition": "max_run_s",
     "CheckpointConfig": "checkpoints",
     "TensorBoardOutputConfig": "tensorboard",
     "VpcConfig.SecurityGroupIds": "vpc.security_groups",
     "VpcConfig.Subnets": "vpc.subnets",
     "RetryStrategy": "max_retry_attempts",
+    "InfraCheckConfig": "infra_check",
+    "MlflowConfig.MlflowExperimentName": "mlflow_experiment",
+    "MlflowConfig.MlflowRunName": "mlflow_run",
+    "MlflowConfig": "mlflow",
+    "RemoteDebugConfig": "remote_debug",
     "Environment": "environment",
     "Tags": "tags",
     "HyperParameterTuningJobName": "name",
@@ -67,7 +75,7 @@ _UNITS = {"map": "entries", "list": "entries", "string": "characters"}
 _CLASSES = {"Alnum": "a-zA-Z0-9", "L": r"\w", "N": r"\d", "Z": " "}
 
 
-def request_problems(request: Mapping[str, Any], operation: str = "CreateTrainingJob") -> list[str]:
+def request_problems(request: Mapping[str, Any], operation: str = "CreateTrainingJob") -> list[JobProblem]:
     """Check a request against the API model.
 
     Args:
@@ -75,11 +83,12 @@ def request_problems(request: Mapping[str, Any], operation: str = "CreateTrainin
         operation: Its name.
 
     Returns:
-        One line per problem: the keys of the job file, the place in the request, and what is wrong.
+        The problems: the keys of the job file, the place in the request, and what is wrong.
     """
     shape = _input_shape(operation)
-    report = ParamValidator().validate(request, shape).generate_report()
-    return [*report.splitlines(), *_violations(request, shape, "")]
+    known = _fitting(request, shape, [])
+    report = ParamValidator().validate(known, shape).generate_report()
+    return [*(JobProblem("", line) for line in report.splitlines()), *_violations(request, shape, "")]
 
 
 def matches(member: str, value: str) -> bool:
@@ -119,8 +128,8 @@ def _input_shape(operation: str = "CreateTrainingJob") -> Any:
     return _service().operation_model(operation).input_shape
 
 
-def _violations(value: Any, shape: Any, path: str) -> Iterator[str]:
-    """Find values beyond a maximum, or outside a pattern or an enumeration."""
+def _violations(value: Any, shape: Any, path: str) -> Iterator[JobProblem]:
+    """Find members that the model lacks, and values beyond a maximum, or outside a pattern or an enumeration."""
     kind = shape.type_name
     if not isinstance(value, _PYTHON_TYPES.get(kind, ())):
         return  # botocore reports wrong types
@@ -129,11 +138,19 @@ def _violations(value: Any, shape: Any, path: str) -> Iterator[str]:
         size = value if isinstance(value, int) else len(value)
         if size > maximum:
             extent = f"has {size} {_UNITS[kind]}" if kind in _UNITS else f"is {size}"
-            yield f"{_source(path)}: {path} {extent}; the service allows {maximum}."
+            yield JobProblem(_key(path), f"{_source(path)}: {path} {extent}; the service allows {maximum}.")
     match kind:
         case "structure":
-            for name in value.keys() & shape.members.keys():
-                yield from _violations(value[name], shape.members[name], f"{path}.{name}".lstrip("."))
+            for name in value:
+                place = f"{path}.{name}".lstrip(".")
+                if name in shape.members:
+                    yield from _violations(value[name], shape.members[name], place)
+                else:
+                    yield JobProblem(
+                        _key(place),
+                        f"{_source(place)}: the installed botocore {botocore.__version__} does not know {place}: pip "
+                        "install --upgrade boto3.",
+                    )
         case "list":
             for index, item in enumerate(value):
                 yield from _violations(item, shape.member, f"{path}[{index}]")
@@ -145,17 +162,20 @@ def _violations(value: Any, shape: Any, path: str) -> Iterator[str]:
             yield from _text_violations(value, shape, path)
 
 
-def _text_violations(text: str, shape: Any, path: str) -> Iterator[str]:
+def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
     safe = shown(path, text)
     quoted = repr(safe if len(safe) <= _SHOWN_CHARS else f"{safe[:_SHOWN_CHARS]}...")
     pattern = shape.metadata.get("pattern")
     if pattern is not None and not re.fullmatch(_pattern(pattern), text):
-        yield f"{_source(path)}: {path} is {quoted}, which does not match {pattern}."
-    if shape.enum and text not in shape.enum:
+        yield JobProblem(_key(path), f"{_source(path)}: {path} is {quoted}, which does not match {pattern}.")
+    if shape.enum and f"ml.{text}" in shape.enum:
+        yield JobProblem(_key(path), f"{_source(path)}: the instance type is {quoted}; SageMaker has ml.{text}.")
+    elif shape.enum and text not in shape.enum:
         close = ", ".join(difflib.get_close_matches(text, shape.enum)) or f"one of {len(shape.enum)} values"
-        yield (
+        yield JobProblem(
+            _key(path),
             f"{_source(path)}: {path} is {quoted}, which the installed botocore does not know; expected {close}. If "
-            "the value is new: pip install --upgrade boto3."
+            "the value is new: pip install --upgrade boto3.",
         )
 
 
@@ -163,7 +183,21 @@ def _pattern(pattern: str) -> str:
     return re.sub(r"\\p\{(\w+)\}", lambda match: _CLASSES.get(match[1], r"\s\S"), pattern)
 
 
+def _key(path: str) -> str:
+    """Return the key of the job file whose line a problem is shown with."""
+    keys = _keys(path)
+    key = "" if keys is None else re.split(r"[, ]", keys)[0]
+    key = "hyperparameters" if key == "config" else key
+    entry = re.fullmatch(r"\w+\['(.*)'\]", path.removeprefix(_DEFINITION))
+    return f"{key}.{entry[1]}" if entry is not None and key in {"environment", "hyperparameters"} else key
+
+
 def _source(path: str) -> str:
+    """Return what a problem with a place in the request begins with."""
+    return _keys(path) or "the request"
+
+
+def _keys(path: str) -> str | None:
     """Return the keys of the job file behind a place in the request."""
     plain = re.sub(r"\[.*?\]| \(name\)", "", path).removeprefix(_DEFINITION)
-    return next((source for prefix, source in _SOURCES.items() if plain.startswith(prefix)), "the request")
+    return next((source for prefix, source in _SOURCES.items() if plain.startswith(prefix)), None)

@@ -18,7 +18,9 @@ from typing import Any
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.submit.job_file import Job, Range, Tune
+from lightning_sm.submit.problems import JobProblem
 from lightning_sm.submit.service_limits import fitting
+from lightning_sm.submit.training_job import present
 
 _TIME = "-%y%m%d-%H%M%S"
 _MAX_NAME_CHARS = 32
@@ -32,26 +34,37 @@ _SCALES = {"auto": "Auto", "linear": "Linear", "log": "Logarithmic", "reverse_lo
 _WARM_STARTS = {"identical": "IdenticalDataAndAlgorithm", "transfer": "TransferLearning"}
 # Parts of the request that a tuning job has elsewhere, or that only state what it does anyway.
 _NOT_MISSED = frozenset({"TrainingJobName", "HyperParameters", "Tags", "ProfilerConfig", "DebugHookConfig"})
-_KEYS = {"TensorBoardOutputConfig": "tensorboard", "RemoteDebugConfig": "remote_debug"}
+_KEYS = {
+    "TensorBoardOutputConfig": "tensorboard",
+    "RemoteDebugConfig": "remote_debug",
+    "InfraCheckConfig": "infra_check",
+    "MlflowConfig": "mlflow_experiment, mlflow_run",
+}
 
 
-def tuning_problems(job: Job) -> Iterator[str]:
+def tuning_problems(job: Job) -> Iterator[JobProblem]:
     """Find what contradicts itself in ``tune``, or what the service would refuse."""
     tune = job.tune
     if tune is None:
         return
     if len(job.name) > _MAX_PREFIX_CHARS:
-        yield (
+        yield JobProblem(
+            "name",
             f"name is {job.name!r}, which has {len(job.name)} characters; the name of a tuning job has at most "
-            f"{_MAX_PREFIX_CHARS}, since the time is appended and the service allows {_MAX_NAME_CHARS}."
+            f"{_MAX_PREFIX_CHARS}, since the time is appended and the service allows {_MAX_NAME_CHARS}.",
         )
     if not tune.ranges:
-        yield "tune.ranges is empty; name a hyperparameter, as in {model.learning_rate: {min: 1e-4, max: 0.1}}."
+        yield JobProblem(
+            "tune.ranges",
+            "tune.ranges is empty; name a hyperparameter, as in {model.learning_rate: {min: 1e-4, max: 0.1}}.",
+        )
     if len(tune.ranges) > _MAX_RANGES:
-        yield f"tune.ranges has {len(tune.ranges)} hyperparameters; the service allows {_MAX_RANGES}."
+        yield JobProblem(
+            "tune.ranges", f"tune.ranges has {len(tune.ranges)} hyperparameters; the service allows {_MAX_RANGES}."
+        )
     for name, one in tune.ranges.items():
         for problem in _range_problems(name, one):
-            yield f"tune.ranges.{name}: {problem}"
+            yield JobProblem(f"tune.ranges.{name}", f"tune.ranges.{name}: {problem}")
     yield from _strategy_problems(tune)
 
 
@@ -61,6 +74,11 @@ def advice(job: Job) -> Iterator[str]:
         yield (
             f"tune with {len(job.groups)} groups: the API accepts instance groups in tuning jobs; whether the service "
             "does is not documented."
+        )
+    if job.tune is not None and any(group.alternatives for group in job.groups.values()):
+        yield (
+            "tune with alternatives of an instance type: the API accepts them in tuning jobs; whether the service does "
+            "is not documented."
         )
 
 
@@ -81,21 +99,21 @@ def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[
         "Strategy": tune.strategy.capitalize(),
         "HyperParameterTuningJobObjective": {"Type": tune.direction.capitalize(), "MetricName": tune.objective},
         "ResourceLimits": {
-            **_present(MaxNumberOfTrainingJobs=_max_jobs(tune), MaxRuntimeInSeconds=tune.max_run_s),
+            **present(MaxNumberOfTrainingJobs=_max_jobs(tune), MaxRuntimeInSeconds=tune.max_run_s),
             "MaxParallelTrainingJobs": tune.parallel_jobs,
         },
         "ParameterRanges": _parameter_ranges(tune.ranges),
         "TrainingJobEarlyStoppingType": "Auto" if tune.early_stopping else "Off",
-        **_present(RandomSeed=tune.seed),
+        **present(RandomSeed=tune.seed),
     }
-    resource = _present(MinResource=tune.min_epochs, MaxResource=tune.max_epochs)
+    resource = present(MinResource=tune.min_epochs, MaxResource=tune.max_epochs)
     if resource:
         config["StrategyConfig"] = {"HyperbandStrategyConfig": resource}
     arguments = {
         "HyperParameterTuningJobName": f"{name}{time.strftime(_TIME, time.gmtime())}",
         "HyperParameterTuningJobConfig": config,
         "TrainingJobDefinition": definition,
-        **_present(Tags=request.get("Tags")),
+        **present(Tags=request.get("Tags")),
     }
     if tune.warm_start:
         arguments["WarmStartConfig"] = {
@@ -110,7 +128,7 @@ def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[
     return arguments, warnings
 
 
-def count_problem(tune: Tune, request: Mapping[str, Any]) -> str | None:
+def count_problem(tune: Tune, request: Mapping[str, Any]) -> JobProblem | None:
     """Return a problem if there are too many hyperparameters, those that are tuned included.
 
     Args:
@@ -121,9 +139,11 @@ def count_problem(tune: Tune, request: Mapping[str, Any]) -> str | None:
     total = fixed + len(tune.ranges) + 1
     if total <= _MAX_HYPERPARAMETERS:
         return None
-    return (
+    return JobProblem(
+        "hyperparameters",
         f"hyperparameters: {fixed} fixed and {len(tune.ranges)} tuned ones, and one that the service adds, make "
-        f"{total}; the service allows {_MAX_HYPERPARAMETERS}. Nest some, as in {{data: {{batch_size: 32}}}}."
+        f"{total}; the service allows {_MAX_HYPERPARAMETERS}. Nest some, as in {{data: {{batch_size: 32}}}}.",
+        also=("config", "tune.ranges"),
     )
 
 
@@ -157,24 +177,41 @@ def _range_problems(name: str, one: Range) -> Iterator[str]:
             yield f"the range is {one.min} to {one.max}; with scale: reverse_log it must lie in 0 <= x < 1."
 
 
-def _strategy_problems(tune: Tune) -> Iterator[str]:
+def _strategy_problems(tune: Tune) -> Iterator[JobProblem]:
     lists = [one.values for one in tune.ranges.values() if one.values is not None]
     if tune.strategy == "grid":
         numbers = [name for name, one in tune.ranges.items() if one.values is None]
         combinations = math.prod(len(values) for values in lists)
         if numbers:
-            yield f"tune.strategy is grid, which needs values, but min and max are given for: {', '.join(numbers)}."
+            yield JobProblem(
+                "tune.strategy",
+                f"tune.strategy is grid, which needs values, but min and max are given for: {', '.join(numbers)}.",
+                also=("tune.ranges",),
+            )
         elif tune.max_jobs not in {None, combinations}:
-            yield (
-                f"tune.max_jobs is {tune.max_jobs}, but the number of combinations is {combinations}. Remove max_jobs."
+            yield JobProblem(
+                "tune.max_jobs",
+                f"tune.max_jobs is {tune.max_jobs}, but the number of combinations is {combinations}. Remove max_jobs.",
+                also=("tune.ranges", "tune.strategy"),
             )
     jobs = _max_jobs(tune)
     if jobs is not None and tune.parallel_jobs > jobs:
-        yield f"tune.parallel_jobs is {tune.parallel_jobs}, more than the number of jobs: {jobs} (tune.max_jobs)."
+        yield JobProblem(
+            "tune.parallel_jobs",
+            f"tune.parallel_jobs is {tune.parallel_jobs}, more than the number of jobs: {jobs} (tune.max_jobs).",
+            also=("tune.max_jobs", "tune.strategy"),
+        )
     if tune.strategy == "hyperband" and tune.early_stopping:
-        yield "tune.early_stopping is set, but hyperband stops training jobs by itself. Remove it."
+        yield JobProblem(
+            "tune.early_stopping",
+            "tune.early_stopping is set, but hyperband stops training jobs by itself. Remove it.",
+            also=("tune.strategy",),
+        )
     if tune.strategy != "hyperband" and (tune.min_epochs, tune.max_epochs) != (None, None):
-        yield f"tune.min_epochs and tune.max_epochs belong to hyperband, but tune.strategy is {tune.strategy}."
+        yield JobProblem(
+            "tune.strategy",
+            f"tune.min_epochs and tune.max_epochs belong to hyperband, but tune.strategy is {tune.strategy}.",
+        )
 
 
 def _max_jobs(tune: Tune) -> int | None:
@@ -206,7 +243,3 @@ def _texts(one: Range) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else repr(value)
-
-
-def _present(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from queue import Empty, SimpleQueue
 
 from rich.console import Console
 from rich.live import Live
@@ -82,23 +81,18 @@ def _pauses() -> Iterator[Callable[[float], bool]]:
 
     As an exception Ctrl-C could come anywhere, also where gRPC and rich do not expect it: once the exit code was 1.
     """
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    pressed: list[int] = []
+    presses: SimpleQueue[int] = SimpleQueue()  # a signal handler may add to it, whatever it has interrupted
 
     def pause(seconds: float) -> bool:
-        if not pressed and select.select([ours], [], [], seconds)[0]:
-            ours.recv(1)
-        return bool(pressed)
+        with suppress(Empty):
+            presses.put(presses.get(timeout=seconds))
+        return not presses.empty()
 
-    with ours, theirs:
-        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-        wakeup = signal.set_wakeup_fd(theirs.fileno())
-        try:
-            yield pause
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            signal.signal(signal.SIGINT, before)
+    before = signal.signal(signal.SIGINT, lambda number, _: presses.put(number))
+    try:
+        yield pause
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _run(
@@ -110,24 +104,27 @@ def _run(
     every_s: float,
     is_once: bool,
 ) -> tuple[Snapshot | None, bool]:
-    """Take snapshots until the job ends or Ctrl-C is pressed; return the last one, and whether it was Ctrl-C."""
-    last = None
-    seen_at = time.monotonic()
-    is_first = True
+    """Take snapshots until the job ends or Ctrl-C is pressed; return the last one, and whether it was Ctrl-C.
+
+    The first one is shown only if there is no other: rates need two.
+    """
+    last, has_shown, seen_at = None, False, time.monotonic()
     while True:
         jobs = running_jobs()
         if name in jobs:
-            seen_at = time.monotonic()
+            is_first, seen_at = last is None, time.monotonic()
             last = looking.look(jobs[name], [other for other in jobs if other != name])
             if not is_first:
                 show(last)
+                has_shown = True
                 if is_once:
                     return last, False
         elif time.monotonic() - seen_at > _GONE_S:
+            if last is not None and not has_shown:
+                show(last)
             return last, False
-        if pause(_FIRST_S if is_first or name not in jobs else every_s):
+        if pause(every_s if has_shown and name in jobs else _FIRST_S):
             return last, True
-        is_first = False
 
 
 def _choose(jobs: Mapping[str, Sequence[RunningHost]], name: str | None) -> str | None:

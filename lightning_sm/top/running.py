@@ -10,16 +10,18 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.variables import CONTROL_DIR, RECORD_DIR
+from lightning_sm.job.variables import CONTROL_DIR, HOST_FOLDER, RECORD_DIR
 
-_JOB_NAME = "TRAINING_JOB_NAME"
+_JOB_NAME, _BASE_DIR = "TRAINING_JOB_NAME", "SAGEMAKER_BASE_DIR"
 # Process 1 of a container is the launcher, which has no control folder in its own environment.
 _LAUNCHER_PID = 1
+_PATHS = (CONTROL_DIR.name, RECORD_DIR.name)
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,24 @@ def _environments() -> list[tuple[float, dict[str, str]]]:
             env = process.environ()
             is_of_job = CONTROL_DIR.name in env or (process.pid == _LAUNCHER_PID and _JOB_NAME in env)
             if is_of_job and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append((process.create_time(), env))
+                paths = {name: _from_outside(env[name], env) for name in _PATHS if name in env}
+                found.append((process.create_time(), {**env, **paths}))
     return found
 
 
 def _job_of(env: Mapping[str, str]) -> SageMakerJob | None:
     try:
-        return SageMakerJob.from_environment(env)
+        job = SageMakerJob.from_environment(env, base_dir=env.get(HOST_FOLDER.name))
     except (JobConfigError, OSError):  # the emulator is just moving its folder away
         return None
+    if job is None or job.checkpoint_dir is None:
+        return job
+    return replace(job, checkpoint_dir=Path(_from_outside(str(job.checkpoint_dir), env)))
+
+
+def _from_outside(path: str, env: Mapping[str, str]) -> str:
+    """Return the path here of a file that an emulated host sees under another path."""
+    base, folder = env.get(_BASE_DIR), env.get(HOST_FOLDER.name)
+    if folder is None or base is None or not Path(path).is_relative_to(base):
+        return path
+    return str(Path(folder, Path(path).relative_to(base)))

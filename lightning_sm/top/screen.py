@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_sm._text import count, duration, percent, shortened
+from lightning_sm._text import count, duration, percent, plain, rate, shortened, size
+from lightning_sm.record import events
 from lightning_sm.top import snapshot
 from lightning_sm.top.snapshot import EventRow, HostRow, Snapshot
 
@@ -21,10 +22,10 @@ _SIGNS = {
     snapshot.IDLE: (".", "cyan"),
     snapshot.SILENT: ("!", "bold red"),
     snapshot.NO_ANSWER: ("!", "bold red"),
-    snapshot.SUCCEEDED: ("=", "green"),
-    snapshot.FAILED: ("x", "bold red"),
-    snapshot.INTERRUPTED: ("-", "yellow"),
-    snapshot.STOPPED: ("-", "yellow"),
+    events.SUCCEEDED: ("=", "green"),
+    events.FAILED: ("x", "bold red"),
+    events.INTERRUPTED: ("-", "yellow"),
+    events.STOPPED: ("-", "yellow"),
     snapshot.ELSEWHERE: ("?", "dim"),
 }
 _WORKING = ("+", "green")
@@ -62,12 +63,12 @@ def frame(shown: Snapshot, width: int, height: int | None = None) -> RenderableT
         width: Cells of a line.
         height: Lines of the terminal, where it must fit; None: any number.
     """
-    events = shown.events[-_MAX_EVENTS:]
+    newest = shown.events[-_MAX_EVENTS:]
     notes = [row for row in shown.hosts if row.note]
     rows = list(shown.hosts)
     num_hidden = 0
     if height is not None:
-        room = max(_MIN_HOSTS, height - _OTHER_LINES - len(notes) - len(events) - bool(events))
+        room = max(_MIN_HOSTS, height - _OTHER_LINES - len(notes) - len(newest) - bool(newest))
         num_hidden = max(0, len(rows) - room)
         # Those with a problem first; the others keep their order.
         rows = sorted(rows, key=lambda row: _sign(row)[0] not in _BAD)[:room] if num_hidden else rows
@@ -75,9 +76,9 @@ def frame(shown: Snapshot, width: int, height: int | None = None) -> RenderableT
     if num_hidden:
         parts.append(_line(f"and {count(num_hidden, 'more host')}", "dim"))
     parts += [_line(f"{_sign(row)[0]} {row.host}: {row.note}") for row in notes]
-    if events:
+    if newest:
         parts.append(_line("events (UTC)", "bold"))
-        parts += map(_event, events)
+        parts += map(_event, newest)
     return Group(*parts)
 
 
@@ -89,9 +90,9 @@ def _head(shown: Snapshot) -> Iterator[Text]:
     if shown.epoch is not None and shown.step is not None:
         facts.append(f"epoch {shown.epoch}, step {shown.step:,}")
     if shown.steps_per_s is not None:
-        facts.append(f"{_number(shown.steps_per_s)} steps/s")
+        facts.append(f"{rate(shown.steps_per_s)} steps/s")
     if shown.samples_per_s is not None:
-        facts.append(f"{_number(shown.samples_per_s)} samples/s")
+        facts.append(f"{rate(shown.samples_per_s)} samples/s")
     if shown.wait_share is not None:
         facts.append(f"waiting for data {percent(shown.wait_share)} of the time")
     yield _line("   ".join(facts) or "no training step yet")
@@ -105,26 +106,26 @@ def _sign(row: HostRow) -> tuple[str, str]:
 
 
 def _state(row: HostRow) -> str:
-    text = f"{_sign(row)[0]} {row.state}"
+    text = f"{_sign(row)[0]} {plain(row.state)}"
     return shortened(text, _MAX_STATE_CELLS)
 
 
 def _rate(row: HostRow) -> str:
     if row.batches_per_s is not None:
-        return f"{_number(row.batches_per_s)} batches/s"
-    return "" if row.steps_per_s is None else f"{_number(row.steps_per_s)} steps/s"
+        return f"{rate(row.batches_per_s)} batches/s"
+    return "" if row.steps_per_s is None else f"{rate(row.steps_per_s)} steps/s"
 
 
 def _memory(row: HostRow) -> str:
     if row.memory_bytes is None or not row.memory_total_bytes:
         return ""
-    return f"{row.memory_bytes / 2**30:.1f} of {row.memory_total_bytes / 2**30:.0f} GiB"
+    return f"{size(row.memory_bytes)} of {size(row.memory_total_bytes)}"
 
 
 def _network(row: HostRow) -> str:
     if row.received_bytes_s is None or row.sent_bytes_s is None:
         return ""
-    return f"in {_number(row.received_bytes_s / 1e6)}, out {_number(row.sent_bytes_s / 1e6)} MB/s"
+    return f"in {rate(row.received_bytes_s / 1e6)}, out {rate(row.sent_bytes_s / 1e6)} MB/s"
 
 
 def _event(event: EventRow) -> Text:
@@ -135,15 +136,11 @@ def _event(event: EventRow) -> Text:
 
 def _line(text: str, style: str = "") -> Text:
     """Return a line that is cut off at the edge of the terminal."""
-    return Text(text, style, no_wrap=True, overflow="ellipsis")
+    return Text(plain(text), style, no_wrap=True, overflow="ellipsis")
 
 
 def _percent(share: float | None) -> str:
     return "" if share is None else percent(share)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"  # noqa: PLR2004
 
 
 _COLUMNS = (
@@ -165,7 +162,7 @@ _COLUMNS = (
 
 def _table(rows: Sequence[HostRow], width: int) -> Table:
     """Return the table of hosts, with as many columns as fit."""
-    columns = {column: [column.text(row) for row in rows] for column in _COLUMNS}
+    columns = {column: [plain(column.text(row)) for row in rows] for column in _COLUMNS}
     kept: list[_Column] = []
     room = width
     for column in sorted(columns, key=lambda one: one.rank):

@@ -6,30 +6,31 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_sm.errors import DataServiceError, JobConfigError
+from lightning_sm.data.protocol.calls import HostReport
+from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.job.control_folder import Beat, ControlFolder, Phase
-from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import CONTROL_DIR, RECORD_DIR
 from lightning_sm.record import events
+from lightning_sm.record.events import FAILED, INTERRUPTED, STOPPED, SUCCEEDED, End, Event, HostUse, Metrics
 from lightning_sm.record.tail import RecordTail, Writer
-from lightning_sm.top.data_hosts import Answer, StatusPoller
+from lightning_sm.record.totals import Totals, pace_of, samples_per_step
+from lightning_sm.top.data_hosts import HostAnswer, StatusPoller
 from lightning_sm.top.running import RunningHost
 
 # A rank that should be training counts as silent after this time without a heartbeat.
 _SILENT_S = 30.0
-_ASK_S = 1.0
 # The rates of data hosts and ranks are taken over this window: over one second, they would jump.
 _WINDOW_S = 10.0
 _MAX_EVENTS = 50
 
 STARTING, TRAINING, SILENT = Phase.STARTING.value, Phase.TRAINING.value, "silent"
 SERVING, IDLE, NO_ANSWER = "serving", "idle", "no answer"
-SUCCEEDED, FAILED, INTERRUPTED, STOPPED = "succeeded", "failed", "interrupted", "stopped"
 FINISHING = Phase.FINISHING.value
 ELSEWHERE = "not seen from here"
+_T = TypeVar("_T", HostReport, RankFigures)
 _AFTER_FIT = {FINISHING, SUCCEEDED, FAILED, INTERRUPTED, STOPPED}
 
 
@@ -49,7 +50,7 @@ class HostRow:
         epoch: From 1.
         steps_per_s: Training steps per second.
         samples_per_s: Samples of all ranks of the host per second.
-        wait_share: Part of the time in which its ranks wait for data, 0 to 1; the mean of the ranks.
+        wait_share: Part of the time in which training waits for data, 0 to 1, as far as its ranks are concerned.
         batches_per_s: Batches per second that a data host builds.
         batch_s: Seconds of a worker for a batch.
         workers: Worker processes of a data host.
@@ -116,9 +117,9 @@ class Snapshot:
         seconds: How long its processes have been running.
         step: Completed optimizer steps.
         epoch: From 1.
-        steps_per_s: Training steps per second, of the slowest host.
-        samples_per_s: Samples per second of all hosts that are seen.
-        wait_share: Part of the time in which ranks wait for data, 0 to 1: the mean of the hosts.
+        steps_per_s: Training steps per second.
+        samples_per_s: Samples per second of all ranks.
+        wait_share: Part of the time in which training waits for data, 0 to 1.
         metrics: What the model logged last, by name.
         hosts: Its hosts; trainers first.
         events: What happened, the newest last.
@@ -150,17 +151,14 @@ class Watch:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tail = RecordTail()
-        self._data_hosts: StatusPoller | None = None
-        self._asked_for: tuple[Any, ...] = ()
-        self._why_not_asked = ""
-        self._history: dict[str, deque[tuple[float, Mapping[str, Any]]]] = {}
+        self._data_hosts = StatusPoller()
+        self._history: dict[str, deque[tuple[float, Any]]] = {}
 
     def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._data_hosts is not None:
-            self._data_hosts.close()
+        self._data_hosts.close()
 
     def look(self, hosts: Sequence[RunningHost], others: Sequence[str] = ()) -> Snapshot:
         """Take a snapshot.
@@ -173,9 +171,13 @@ class Watch:
         job = hosts[0].job
         topology = Topology.from_job(job)
         writers = self._tail.read({_record_folder(host) for host in hosts})
+        world_size = max((writer.head.world_size or 0 for writer in writers), default=0)
         beats = {host.job.current_host: _beats(host) for host in hosts}
-        answers = self._ask(job, hosts[0].env)
-        waits = self._waits(now, answers)
+        answers = self._data_hosts.ask(job, hosts[0].env)
+        # As in a report, data hosts speak for the ranks that have no record here.
+        recorded = {writer.head.host for writer in _ranks(writers) if writer.recent_steps()}
+        reports = [answer.report for answer in answers.values() if answer.report is not None]
+        waits = {host: share for host, share in self._waits(now, reports).items() if host not in recorded}
         rows: list[HostRow] = []
         for name in (*topology.trainer_hosts, *topology.data_hosts):  # trainers first
             group = next(group for group in job.groups if name in group.hosts)
@@ -183,7 +185,8 @@ class Watch:
             own = [writer for writer in writers if writer.head.host == name]
             facts = _use(own)
             if topology.role_of(name) is Role.TRAINER:
-                facts |= _training(own, beats.get(name), waits.get(name))
+                facts |= _rates(_ranks(own), [waits[name]] if name in waits else [])
+                facts |= _state(beats.get(name))
             else:
                 is_over = all(row.state in _AFTER_FIT for row in rows if row.role == Role.TRAINER.value)
                 facts |= self._serving(now, name, answers[name], is_over=is_over)
@@ -194,65 +197,53 @@ class Watch:
             self._name,
             self._tail.attempt,
             now - min(host.since for host in hosts),
-            metrics=next((writer.metrics.values for writer in writers if writer.metrics is not None), {}),
+            metrics=next((line.values for writer in writers for line in writer.newest(Metrics)[-1:]), {}),
             hosts=rows,
             events=_events(writers),
             others=others,
-            **_totals(rows),
+            step=min((row.step for row in rows if row.step is not None), default=None),
+            epoch=min((row.epoch for row in rows if row.epoch is not None), default=None),
+            **_rates(_ranks(writers), waits.values(), world_size),
         )
 
-    def _ask(self, job: SageMakerJob, env: Mapping[str, str]) -> dict[str, Answer]:
-        data_hosts = Topology.from_job(job).data_hosts
-        if data_hosts and self._asked_for != data_hosts:  # in another attempt, other hosts may serve
-            if self._data_hosts is not None:
-                self._data_hosts.close()
-            self._data_hosts = None
-            self._asked_for = data_hosts
-            try:
-                self._data_hosts = StatusPoller(job, env)
-            except (DataServiceError, JobConfigError) as error:
-                self._why_not_asked = str(error)
-        answers = {} if self._data_hosts is None else self._data_hosts.ask(_ASK_S)
-        return {host: answers.get(host, Answer(problem=self._why_not_asked)) for host in data_hosts}
-
-    def _serving(self, now: float, name: str, answer: Answer, *, is_over: bool) -> dict[str, Any]:
+    def _serving(self, now: float, name: str, answer: HostAnswer, *, is_over: bool) -> dict[str, Any]:
         """Return the fields of a data host's row, from its answer."""
-        state = answer.state
-        if state is None:
+        report = answer.report
+        if report is None:
             if is_over:  # a data host exits once all trainers have finished
                 return {"state": FINISHING}
             return {"state": NO_ANSWER if name in self._history else STARTING, "note": answer.problem}
-        then, before = self._remember(name, now, state)
-        facts = {key: state[key] for key in ("workers", "busy", "queued")}
-        facts["state"] = SERVING if state["busy"] else IDLE
-        built = state.get("built", 0) - before.get("built", 0)
+        then, before = self._remember(name, now, report)
+        facts: dict[str, Any] = {name: getattr(report, name) for name in ("workers", "busy", "queued")}
+        facts["state"] = SERVING if report.busy else IDLE
+        built = report.built - before.built
         if now > then and built >= 0:
             facts["batches_per_s"] = built / (now - then)
         if built > 0:
-            facts["batch_s"] = (state["built_s"] - before["built_s"]) / built
+            facts["batch_s"] = (report.built_s - before.built_s) / built
         return facts
 
-    def _waits(self, now: float, answers: Mapping[str, Answer]) -> dict[str, float]:
-        """Return the share of the time window in which ranks waited for data hosts, by trainer host."""
-        figures: dict[str, Mapping[str, float]] = {}
+    def _waits(self, now: float, reports: Iterable[HostReport]) -> dict[str, float]:
+        """Return the longest share of the time window in which a rank waited for data hosts, by trainer host."""
+        figures: dict[str, RankFigures] = {}
         hosts: dict[str, str] = {}
-        for answer in answers.values():
-            hosts |= (answer.state or {}).get("hosts", {})
-            for rank, values in (answer.state or {}).get("figures", {}).items():
-                if rank not in figures or values["num_batches"] > figures[rank]["num_batches"]:
+        for report in reports:
+            hosts |= report.hosts
+            for rank, values in report.figures.items():
+                if rank not in figures or values.num_batches > figures[rank].num_batches:
                     figures[rank] = values
-        shares: dict[str, list[float]] = {}
+        shares: dict[str, float] = {}
         for rank, values in figures.items():
             _, before = self._remember(rank, now, values)
-            waited, worked = (values[key] - before[key] for key in ("wait_s", "busy_s"))
-            if waited >= 0 and worked >= 0 and waited + worked > 0:
-                shares.setdefault(hosts[rank], []).append(waited / (waited + worked))
-        return {host: sum(found) / len(found) for host, found in shares.items()}
+            added = values.since(before)
+            if added.wait_s >= 0 and added.busy_s >= 0 and added.seconds:
+                shares[hosts[rank]] = max(shares.get(hosts[rank], 0.0), added.wait_fraction)
+        return shares
 
-    def _remember(self, name: str, now: float, values: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
+    def _remember(self, name: str, now: float, sums: _T) -> tuple[float, _T]:
         """Keep sums since the start, and return those of some seconds ago and their time."""
         history = self._history.setdefault(name, deque())
-        history.append((now, values))
+        history.append((now, sums))
         while now - history[0][0] > _WINDOW_S:
             history.popleft()
         return history[0]
@@ -269,22 +260,35 @@ def _beats(host: RunningHost) -> list[Beat]:
     return [] if folder is None or not folder.is_dir() else ControlFolder(folder).beats()
 
 
-def _training(own: Iterable[Writer], beats: Sequence[Beat] | None, wait: float | None) -> dict[str, Any]:
-    """Return the fields of a trainer host's row, from its ranks."""
+def _ranks(writers: Iterable[Writer]) -> list[Writer]:
+    return [writer for writer in writers if writer.head.rank is not None]
+
+
+def _rates(ranks: Iterable[Writer], waits: Iterable[float], world_size: int = 0) -> dict[str, float | None]:
+    """Return how fast some ranks are, as a report of their last seconds would.
+
+    Args:
+        ranks: What each wrote.
+        waits: Shares of the time that ranks without a record here waited, as data hosts know them.
+        world_size: Number of ranks, of those without a record, too; 0: these are all.
+    """
+    steps = {number: Totals.of(rank.recent_steps()) for number, rank in enumerate(ranks)}
+    steps = {number: sums for number, sums in steps.items() if sums.step_s}
+    longest = max(waits, default=None)
+    slowest, pace = pace_of(steps, longest or 0.0)
+    if slowest is None:
+        return {"wait_share": longest}
+    samples = samples_per_step(steps.values(), world_size)
+    return {
+        "steps_per_s": 1 / pace.step_s,
+        "samples_per_s": samples / pace.step_s if samples else None,
+        "wait_share": pace.waiting,
+    }
+
+
+def _state(beats: Sequence[Beat] | None) -> dict[str, Any]:
+    """Return the fields of a trainer host's row that its ranks' heartbeats say."""
     facts: dict[str, Any] = {}
-    rates, samples, waits = [], [], []
-    for writer in own:
-        lines = writer.recent_steps()
-        wall_s = sum(line.wall_s for line in lines)
-        if wall_s > 0:
-            rates.append(sum(line.n for line in lines) / wall_s)
-            samples.append(sum(line.samples for line in lines) / wall_s)
-            waits.append(sum(line.parts.get("data_wait", 0.0) for line in lines) / wall_s)
-    if rates:
-        facts |= {"steps_per_s": min(rates), "samples_per_s": sum(samples) or None}
-        facts["wait_share"] = sum(waits) / len(waits)
-    elif wait is not None:
-        facts["wait_share"] = wait
     ranks = [beat for beat in beats or () if beat.rank >= 0]
     if beats is None:
         facts["state"] = ELSEWHERE
@@ -300,44 +304,22 @@ def _training(own: Iterable[Writer], beats: Sequence[Beat] | None, wait: float |
 
 
 def _use(own: Iterable[Writer]) -> dict[str, Any]:
-    uses = [writer.use for writer in own if writer.use is not None]
-    if not uses:
+    use = max((line for writer in own for line in writer.newest(HostUse)), key=lambda line: line.t, default=None)
+    if use is None:
         return {}
-    use = max(uses, key=lambda one: one.t)
-    facts: dict[str, Any] = {
-        name: getattr(use, name)
-        for name in ("cpu", "memory_bytes", "memory_total_bytes", "received_bytes_s", "sent_bytes_s")
-    }
-    if use.gpus:
-        facts["gpu"] = sum(gpu.use for gpu in use.gpus) / len(use.gpus)
-    return facts
+    names = ("cpu", "memory_bytes", "memory_total_bytes", "received_bytes_s", "sent_bytes_s", "gpu")
+    return {name: getattr(use, name) for name in names}
 
 
 def _ended(own: Iterable[Writer]) -> dict[str, Any]:
-    ends = [writer.end for writer in own if writer.end is not None and writer.head.who == events.LAUNCHER]
-    return {"state": ends[0].outcome, "note": ends[0].reason} if ends else {}
+    ends = [end for writer in own if writer.head.who == events.LAUNCHER for end in writer.newest(End)]
+    return {"state": ends[-1].outcome, "note": ends[-1].reason} if ends else {}
 
 
 def _events(writers: Iterable[Writer]) -> list[EventRow]:
-    events = [
+    rows = [
         EventRow(event.t, writer.head.host, event.what, event.text)
         for writer in writers
-        for event in writer.recent_events
+        for event in writer.newest(Event)
     ]
-    return sorted(events, key=lambda event: event.t)[-_MAX_EVENTS:]
-
-
-def _totals(rows: Sequence[HostRow]) -> dict[str, Any]:
-    """Return the values of the whole job."""
-
-    def known(name: str) -> list[Any]:
-        return [value for row in rows if (value := getattr(row, name)) is not None]
-
-    waits = known("wait_share")
-    return {
-        "step": min(known("step"), default=None),
-        "epoch": min(known("epoch"), default=None),
-        "steps_per_s": min(known("steps_per_s"), default=None),
-        "samples_per_s": sum(known("samples_per_s")) or None,
-        "wait_share": sum(waits) / len(waits) if waits else None,
-    }
+    return sorted(rows, key=lambda row: row.t)[-_MAX_EVENTS:]

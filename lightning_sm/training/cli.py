@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import sys
+from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,26 +29,26 @@ from lightning_sm._lightning import (
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
-from lightning_sm.data.trainer.bare_loaders import bare_loaders
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.data.trainer.script_state import state_at_first_run
-from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
+from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments, with_options_of_job
+from lightning_sm.job.control_folder import note_options_read
 from lightning_sm.job.facts import Channel, SageMakerJob
+from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DATA_CHANNELS
+from lightning_sm.job.variables import DATA_CHANNELS, HIDDEN_OPTIONS
+from lightning_sm.training.argument_parser import DATA_SERVICE, ScriptArgumentParser
 from lightning_sm.training.config_overlay import JobOverlay
 from lightning_sm.training.environment import SageMakerEnvironment
+from lightning_sm.training.fetching_trainer import fetch_from
 from lightning_sm.training.group_exit import leave_at_exit
 from lightning_sm.training.process import prepare_process
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list
 
 logger = logging.getLogger(__name__)
-
-# Name of the data service's arguments in --help and in configuration files.
-_DATA_SERVICE = "data_service"
 
 
 class SageMakerCLI(LightningCLI):
@@ -70,7 +71,8 @@ class SageMakerCLI(LightningCLI):
       whenever ``fit`` is called, by the CLI or by the script (see ``SpotCheckpoint``);
     - writes the best model to the model directory, and the configuration, without secrets (see ``SECURITY.md``);
     - logs progress as lines;
-    - serves the DataModule's batches from the hosts of data groups, and fetches them from there on the trainers.
+    - serves batches from the hosts of data groups, and fetches them from there on the trainers: those of the
+      DataModule, and with ``run=False`` those of whatever the script hands to the methods of ``cli.trainer``.
 
     Values that the user sets take precedence. A value that contradicts the cluster is an error.
 
@@ -111,6 +113,7 @@ class SageMakerCLI(LightningCLI):
         if self.job is None:
             leave_at_exit()  # two processes on a laptop use Gloo, too
         else:
+            report_failures()
             freeze_imports()
             self.topology = Topology.from_job(self.job)
             if self.topology.role is Role.DATA:
@@ -119,9 +122,10 @@ class SageMakerCLI(LightningCLI):
                 self.environment = SageMakerEnvironment(
                     self.job, main_port=main_port, resolve_timeout_s=resolve_timeout_s
                 )
-                prepare_process(self.environment, warn_if_unused=False)
+                prepare_process(self.environment)
             # Without it, a resumed job fails because the config.yaml of its first attempt exists.
             settings["save_config_kwargs"] = {"overwrite": True, **(settings.get("save_config_kwargs") or {})}
+        settings.setdefault("parser_class", ScriptArgumentParser)
         super().__init__(**settings)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -133,16 +137,37 @@ class SageMakerCLI(LightningCLI):
                 args = self._job_arguments(self.job)
             with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
                 self.config = _parse(parser, args)
-                # Without defaults and default_config_files, only the user's values remain. Pass in the chosen classes:
-                # without them, jsonargparse does not know which options their arguments have.
-                explicit = _parse(parser, args, _classes_only(self.config), defaults=False)
+                # Without defaults and default_config_files, only the user's values remain. Pass in the classes of the
+                # defaults: without them, jsonargparse does not know which options their arguments have. Those of the
+                # command line it finds in their order, in which an option may precede the change of its class.
+                explicit = _parse(parser, args, _classes_only(self._defaults(parser)), defaults=False)
             self._adapt_to_job(self.job, parser, explicit)
         self._take_data_service_settings()
 
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Set up the parsers, with the settings of the data service after all other options."""
+        super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+        of_subcommands = getattr(self, "_subcommand_parsers", {})
+        if isinstance(self.parser, ScriptArgumentParser):
+            self.parser.subcommand_names = tuple(of_subcommands)
+        for parser in of_subcommands.values() or [self.parser]:
+            parser._actions.sort(key=_is_data_service)
+            parser._action_groups.sort(key=lambda group: any(map(_is_data_service, group._group_actions)))
+
+    def _defaults(self, parser: LightningArgumentParser) -> Namespace:
+        """Return the defaults, with those of the subcommand that was parsed."""
+        defaults: Namespace = parser.get_defaults(skip_validation=True)
+        subcommand = self.config.get("subcommand")
+        if subcommand is not None:
+            defaults[subcommand] = self._subcommand_parsers[subcommand].get_defaults(skip_validation=True)
+        return defaults
+
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the settings of the data service."""
+        """Add the settings of the data service, of which a script's own hooks may then set defaults."""
         super().add_default_arguments_to_parser(parser)
-        parser.add_class_arguments(DataServiceSettings, _DATA_SERVICE)
+        parser.add_class_arguments(DataServiceSettings, DATA_SERVICE)
 
     def instantiate_classes(self) -> None:
         """Instantiate model, DataModule and trainer; a data host serves the DataModule of rank 0 instead, and exits."""
@@ -154,10 +179,8 @@ class SageMakerCLI(LightningCLI):
             sys.exit(0)
         state_at_first_run()
         super().instantiate_classes()
-        datamodule = self.datamodule or bare_loaders(self.model, {})
-        if datamodule is not None:
-            connection = ServiceConnection.of_job(self.job, self.topology, self.data_service)
-            self.datamodule = RemoteDataModule(datamodule, connection)
+        if self.datamodule is not None:
+            self.datamodule = RemoteDataModule(self.datamodule, self._connection_to(self.job))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Instantiate the trainer, in a job with the cluster environment and the job's callbacks."""
@@ -175,7 +198,13 @@ class SageMakerCLI(LightningCLI):
         kwargs.update({name: value for name, value in added.items() if name in settings})
         trainer = super().instantiate_trainer(**kwargs)
         self._setup.complete(trainer)
+        if self.topology.data_hosts:
+            fetch_from(trainer, self._connection_to(self.job))
         return trainer
+
+    def _connection_to(self, job: SageMakerJob) -> ServiceConnection:
+        """Return the connection to the data hosts of a job."""
+        return ServiceConnection.of_job(job, self.topology, self.data_service)
 
     def _configuration_to_save(self) -> str:
         """Return the configuration as YAML without secrets, and let the ``save_config_callback`` save none, either."""
@@ -206,6 +235,9 @@ class SageMakerCLI(LightningCLI):
 
     def _job_arguments(self, job: SageMakerJob) -> list[str]:
         arguments = sys.argv[1:]
+        if hidden := HIDDEN_OPTIONS.read(os.environ):
+            arguments = with_options_of_job(arguments, hidden, job, Path.cwd())
+            note_options_read()
         # No arguments: the job has no hyperparameters, or SDK v3 dropped them (Source(command=...), issue 5226).
         if not arguments or is_toolkit_rendering(arguments, job):
             arguments = job_arguments(job, Path.cwd())
@@ -226,7 +258,7 @@ class SageMakerCLI(LightningCLI):
         overlay.follow_distribution(job, self.environment.num_nodes)
         overlay.route_outputs(job, self._parser(subcommand).callback_keys)
         if self.topology.data_hosts and overlay.has_free_folders(self._channel_mapping):
-            job = self._with_channels_of_data_hosts(job, config[_DATA_SERVICE])
+            job = self._with_channels_of_data_hosts(job, config[DATA_SERVICE])
         overlay.route_channels(job, self._channel_mapping)
         self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
 
@@ -244,12 +276,18 @@ class SageMakerCLI(LightningCLI):
         """Take the settings, and leave them in the configuration only if not default: LightningCLI cannot read them."""
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
-        values = config.pop(_DATA_SERVICE)
+        values = config.pop(DATA_SERVICE)
         self.data_service = DataServiceSettings(**vars(values))
+        if self.job is not None:
+            self.data_service.check_uses_in(self.topology)
         # The configuration is saved, outside of a job beside the logs: leave out the secret.
         values["token"] = None
         if DataServiceSettings(**vars(values)) != DataServiceSettings():
-            config[_DATA_SERVICE] = values
+            config[DATA_SERVICE] = values
+
+
+def _is_data_service(action: Action) -> bool:
+    return action.dest.partition(".")[0] == DATA_SERVICE
 
 
 @contextmanager

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.rank_starter import RankStart, RankStarter, stray_variables
+from lightning_sm.job.rank_starter import RankStart, RankStarter, host_variables, stray_variables
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import DEVICES
 
 if TYPE_CHECKING:
     from lightning_sm.training.environment import SageMakerEnvironment
 
-_DEVICES_SETTING = f"{DEVICES.name} (lightning-sm local --devices)"
+_DEVICES_SETTING = f"{DEVICES.name} (lightning-sm local --devices) or distribution={{...}}"
 _SET_BY_OURS = "SageMakerCLI, SageMakerTrainer and SageMakerFabric set it"
 
 
@@ -50,6 +50,27 @@ def check_launcher(start: RankStart, job: SageMakerJob, topology: Topology) -> N
         f"size {devices * topology.num_nodes}: trainer hosts x local world size = {topology.num_nodes} x {devices} "
         f"({topology.source}).\n{topology.table(devices)}\n"
         f"Start {launcher} on all trainer hosts with the same number of processes on each.{advice}"
+    )
+
+
+def check_launcher_of_ranks(environment: SageMakerEnvironment, *, starts_ranks: bool) -> None:
+    """Raise if both a launcher and the strategy would start the local ranks.
+
+    Args:
+        environment: The environment.
+        starts_ranks: Whether the strategy forks or spawns the local ranks, whoever has started the process.
+
+    Raises:
+        TopologyError: Each local rank would start as many again.
+    """
+    start = environment.start
+    if not starts_ranks or start.devices in (None, 1):
+        return
+    stated = f" because {_DEVICES_SETTING} states the number" if start.launcher is RankStarter.LAUNCHER else ""
+    raise TopologyError(
+        f"The strategy starts the local ranks of each host by itself (ddp_spawn, ddp_fork, ddp_notebook), but "
+        f"{start.launcher.value} has already started {start.devices}{stated}. Use strategy=ddp, or leave the number of "
+        f"processes to the script: {DEVICES.name}= (empty), and devices=... in the Trainer."
     )
 
 
@@ -102,7 +123,8 @@ def check_variables(environment: SageMakerEnvironment, size: int, env: Mapping[s
         "RANK": environment.global_rank(),
         "WORLD_SIZE": size,
     }
-    wrong = [name for name in found if name in expected and env[name] != str(expected[name])]
+    ours = host_variables(environment.job, environment.topology)
+    wrong = [name for name in found if name in expected and env[name] not in (str(expected[name]), ours.get(name))]
     lacking = {"MASTER_PORT", "NODE_RANK", "WORLD_SIZE"} - set(found)
     if not wrong and not ("LOCAL_RANK" in found and lacking):
         return
@@ -114,6 +136,26 @@ def check_variables(environment: SageMakerEnvironment, size: int, env: Mapping[s
         "Remove the variables, or call lightning_sm.prepare_process(environment) before the Trainer is made, which "
         "does."
     )
+
+
+def check_num_nodes(num_nodes: int, topology: Topology, stated: str, advice: str, consequence: str = "") -> None:
+    """Raise if a training does not span the trainer hosts.
+
+    Args:
+        num_nodes: Number of hosts that it spans.
+        topology: Roles and ranks of all hosts.
+        stated: What the script states, for the error.
+        advice: What to do, in whole sentences.
+        consequence: What would happen, behind a colon.
+
+    Raises:
+        TopologyError: It spans fewer or more hosts.
+    """
+    if num_nodes != topology.num_nodes:
+        raise TopologyError(
+            f"{stated} does not match the number of trainer hosts in the job, {topology.num_nodes} "
+            f"({topology.source}){consequence}.\n{topology.table()}\n{advice}"
+        )
 
 
 def check_settings(environment: SageMakerEnvironment, num_devices: int, num_nodes: int) -> None:
@@ -128,14 +170,11 @@ def check_settings(environment: SageMakerEnvironment, num_devices: int, num_node
         TopologyError: The settings contradict the cluster.
     """
     topology, devices = environment.topology, environment.devices
-    if num_nodes != environment.num_nodes:
-        raise TopologyError(
-            f"num_nodes={num_nodes} does not match the number of trainer hosts in the job, "
-            f"{environment.num_nodes} ({topology.source}).\n{topology.table()}\n"
-            f"Set num_nodes={environment.num_nodes}, or leave num_nodes out: {_SET_BY_OURS}."
-        )
+    advice = f"Set num_nodes={topology.num_nodes}, or leave num_nodes out: {_SET_BY_OURS}."
+    check_num_nodes(num_nodes, topology, f"num_nodes={num_nodes}", advice)
     if devices is not None and num_devices != devices:
-        set_by = environment.start.launcher.value if environment.start.devices else _DEVICES_SETTING
+        is_set_outside = environment.start.launcher in (RankStarter.TORCHRUN, RankStarter.MPI)
+        set_by = environment.start.launcher.value if is_set_outside else _DEVICES_SETTING
         raise TopologyError(
             f"devices={num_devices} does not match the number of processes on each host, "
             f"{devices}, set by {set_by}.\n{topology.table(devices)}\n"

@@ -15,7 +15,7 @@ from lightning_sm.job.channels import may_be_folder, route
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.loggers import comet_arguments, default_logger, is_fixed, log_folder
-from lightning_sm.training.strategies.smddp import distribution_arguments
+from lightning_sm.training.strategies.choice import distribution_arguments
 from lightning_sm.training.trainer_setup import cluster_arguments
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,9 @@ class JobOverlay:
         Args:
             job: The job.
             num_nodes: Number of trainer hosts.
+
+        Raises:
+            StrategyError: It asks for model parallelism, and the user has chosen another strategy.
         """
         chosen = _value(self._config, "trainer.strategy")
         for name, value in distribution_arguments(job, num_nodes, chosen).items():

@@ -81,13 +81,14 @@ class GpuTimer:
         Returns:
             If there are none, those of the last time; None if no step was ever timed.
         """
+        names = tuple(PARTS)
         sums = dict.fromkeys(ON_GPU, 0.0)
         num_steps = 0
         while self._pending and self._is_passed(self._pending[0]):
             marks = self._pending.popleft()
             for (part, begin), (_, end) in itertools.pairwise(marks):
-                if PARTS[part] in sums:
-                    sums[PARTS[part]] += begin.elapsed_time(end) / 1e3
+                if names[part] in sums:
+                    sums[names[part]] += begin.elapsed_time(end) / 1e3
             self._drop(marks)
             num_steps += 1
         if num_steps:

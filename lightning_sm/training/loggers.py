@@ -21,7 +21,6 @@ from weakref import WeakSet
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # has no type information
 
 from lightning_sm._lightning import (
-    Callback,
     CSVLogger,
     ExperimentWriter,
     LightningModule,
@@ -34,6 +33,7 @@ from lightning_sm._lightning import (
     rank_zero_experiment,
     rank_zero_only,
 )
+from lightning_sm._unlisted import UnlistedCallback, UnlistedCSVLogger, UnlistedMLFlowLogger
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import IGNORED
 
@@ -125,7 +125,7 @@ def comet_arguments(job: SageMakerJob, given: Mapping[str, Any]) -> dict[str, An
     return {"experiment_key": _unique(job.run_key, "comet", between=""), "mode": "get_or_create"}
 
 
-class ContinuedCurves(Callback):
+class ContinuedCurves(UnlistedCallback):
     """A callback that hides what earlier attempts logged to TensorBoard and CSV files after the step that resumes.
 
     It cannot be done earlier: the checkpoint to resume from is known only after the loggers have been made.
@@ -162,7 +162,7 @@ class ContinuedCurves(Callback):
                 one.experiment.drop_earlier(step)
 
 
-class JobCSVLogger(CSVLogger):
+class JobCSVLogger(UnlistedCSVLogger):
     """A ``CSVLogger`` that appends to the file of an earlier attempt, where Lightning's own removes it."""
 
     @property
@@ -221,7 +221,7 @@ class _JobCSVWriter(ExperimentWriter):
             os.replace(path, self.metrics_file_path)
 
 
-class JobMLFlowLogger(MLFlowLogger):
+class JobMLFlowLogger(UnlistedMLFlowLogger):
     """An ``MLFlowLogger`` that continues the run with the job's tag: the server chooses the ids of runs."""
 
     @property

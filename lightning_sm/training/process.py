@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import platform
@@ -17,8 +16,8 @@ from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
 from lightning_sm._log import show_log_lines
 from lightning_sm._untested import GPUS
 from lightning_sm._version import __version__
-from lightning_sm.job.control_folder import leave_warning
-from lightning_sm.job.rank_starter import RankStarter, stray_variables
+from lightning_sm.job.failure_file import report_failures
+from lightning_sm.job.rank_starter import RankStarter, host_variables, stray_variables
 from lightning_sm.job.variables import RANK_ZERO_PID
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.group_exit import leave_at_exit, stay_at_exit
@@ -28,7 +27,7 @@ from lightning_sm.training.rank_marks import mark_errors
 logger = logging.getLogger(__name__)
 
 
-def prepare_process(environment: SageMakerEnvironment, *, warn_if_unused: bool = True) -> PreparedProcess:
+def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
     """Prepare this process for training: everything it needs besides its ranks.
 
     ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` call this function. A script that passes the
@@ -37,15 +36,15 @@ def prepare_process(environment: SageMakerEnvironment, *, warn_if_unused: bool =
     - shows the log lines of ``lightning_sm``, and the table of hosts once Lightning has asked for ranks;
     - removes rank variables that neither SageMaker nor the launcher has set, with a warning;
     - tells Lightning's log the rank, and marks uncaught exceptions and warnings with it;
+    - tells the launcher of the exception that ends this process;
     - points NCCL and Gloo at the job's network interface;
     - sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would, while Lightning runs;
-    - destroys the process group at exit, and logs an error at exit if no Trainer has used the cluster.
+    - destroys the process group at exit.
 
     Further calls for other environments of the process change only the rank.
 
     Args:
         environment: The environment that the Trainer gets.
-        warn_if_unused: Log an error at exit if no Trainer has asked for ranks, while the job has several hosts.
 
     Returns:
         A handle that can undo everything.
@@ -54,9 +53,6 @@ def prepare_process(environment: SageMakerEnvironment, *, warn_if_unused: bool =
     if process is None:
         process = PreparedProcess.current = PreparedProcess(environment)
     process.follow(environment)
-    if warn_if_unused and environment.num_nodes > 1:
-        atexit.unregister(process.report_if_unused)
-        atexit.register(process.report_if_unused)
     return process
 
 
@@ -78,7 +74,7 @@ class PreparedProcess:
     def __init__(self, environment: SageMakerEnvironment) -> None:
         self._environment = environment
         self._pid = os.getpid()
-        self._is_used = self._is_announced = False
+        self._is_announced = False
         self._during_run = _Variables()
         self._variables = _Variables()
         self._undo = ExitStack()
@@ -87,6 +83,7 @@ class PreparedProcess:
         self._undo.callback(_restore_logger, package, package.level, package.propagate, list(package.handlers))
         show_log_lines()
         self._undo.callback(setattr, rank_zero_only, "rank", rank_zero_only.rank)  # type: ignore[attr-defined]
+        self._report_failures()
         self._undo.callback(mark_errors(lambda: rank_of_several(self._environment)))
         self._undo.callback(hide_known_warnings())
         self._remove_stray_variables()
@@ -111,7 +108,6 @@ class PreparedProcess:
 
     def undo(self) -> None:
         """Restore everything, as if the process had not been prepared."""
-        atexit.unregister(self.report_if_unused)
         self._during_run.restore()
         self._undo.close()
         self._environment.listener = None
@@ -140,9 +136,9 @@ class PreparedProcess:
             environment: The environment that Lightning uses.
             world_size: The number of all processes.
         """
-        self._is_used = True
         if self._pid != os.getpid():
             hide_known_warnings()
+            self._report_failures()
         self.announce(environment, world_size // environment.num_nodes)
         # Not before Lightning has started the other local ranks, which would inherit the rank of this process.
         if environment.creates_processes_externally:
@@ -157,34 +153,26 @@ class PreparedProcess:
         if self._pid != os.getpid():
             leave_at_exit()
 
-    def report_if_unused(self) -> None:
-        """Log an error at exit if no Trainer used the environment: with one device, Lightning drops it unread."""
-        if self._is_used or hasattr(sys, "last_value"):  # last_value: an exception ended the process
-            return
-        topology = self._environment.topology
-        text = (
-            "No Trainer used SageMakerEnvironment. If this process trained, "
-            f"host {topology.current_host} trained alone, and so did each of the {topology.num_nodes} trainer hosts "
-            f"({topology.source}).\n{topology.table()}\nSet Trainer(plugins=[environment], "
-            "num_nodes=environment.num_nodes): with num_nodes=1 and one device, Lightning ignores the cluster, and "
-            "without the plugin each host waits as rank 0. SageMakerCLI sets both for you."
-        )
-        # An exit handler does not know the exit code. The launcher does, and logs the text if the script succeeds.
-        if not leave_warning(text):
-            logger.error("%s", text)
+    def _report_failures(self) -> None:
+        reporter = report_failures()
+        if reporter is not None:
+            reporter.rank = lambda: rank_of_several(self._environment)
+            reporter.on_failure = stay_at_exit
+            self._undo.callback(reporter.close)
 
     def _remove_stray_variables(self) -> None:
         """Remove rank variables of unknown origin: Lightning, torch and other libraries would rely on them."""
-        start = self._environment.start
+        environment = self._environment
+        start = environment.start
         if start.launcher is RankStarter.LIGHTNING:
             return
-        strays = stray_variables(os.environ, start)
+        strays = stray_variables(os.environ, start, host_variables(environment.job, environment.topology))
         if strays:
             stated = ", ".join(f"{name}={os.environ[name]}" for name in strays)
             logger.warning("Ignoring %s: not set by SageMaker or by the launcher of this process.", stated)
         for name in strays:
             self._variables.set(name, None)
-        if start.launcher is not RankStarter.TORCHRUN:
+        if start.launcher not in (RankStarter.TORCHRUN, RankStarter.LAUNCHER):
             self._variables.set(RANK_ZERO_PID.name, str(os.getpid()))
 
     def _export_interface(self) -> None:

@@ -2,71 +2,47 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_sm._collector import freeze_imports
 from lightning_sm._lightning import (
     CSVLogger,
     DummyLogger,
     Fabric,
-    LightningDataModule,
     TensorBoardLogger,
-    Trainer,
     check_same_distribution,
 )
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
-from lightning_sm.data.trainer.bare_loaders import bare_loaders
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.data.trainer.script_state import state_at_first_run
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.environment import SageMakerEnvironment
+from lightning_sm.training.fetching_trainer import FetchingTrainer
 from lightning_sm.training.group_exit import leave_at_exit
 from lightning_sm.training.loggers import default_logger, is_fixed
 from lightning_sm.training.process import prepare_process
-from lightning_sm.training.strategies.smddp import distribution_arguments
+from lightning_sm.training.strategies.choice import distribution_arguments, refuse_in_fabric
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list, cluster_arguments
 
 logger = logging.getLogger(__name__)
 
 
-# The stages of the arguments in which the methods of Trainer take loaders; None: that of the method.
-_LOADERS = {"train_dataloaders": "train", "val_dataloaders": "val", "dataloaders": None}
-_STAGES = {"validate": "val", "test": "test", "predict": "predict"}
-
-
-def _with_remote_data(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of Trainer fetch the batches of its DataModule from the job's data hosts."""
-    signature = inspect.signature(method)
-
-    @wraps(method)
-    def call(trainer: SageMakerTrainer, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(trainer, *args, **kwargs).arguments
-        for value in given.values():
-            check_same_distribution(type(value))
-        given.pop("self")
-        return method(trainer, **trainer._with_remote_data(method.__name__, given))
-
-    return call
-
-
-class SageMakerTrainer(Trainer):
+class SageMakerTrainer(FetchingTrainer):
     """The ``Trainer`` of a script without LightningCLI that runs unchanged on a laptop, on one host and on a cluster.
 
     Outside SageMaker it is ``Trainer``. In a SageMaker job it also
 
     - sets ``num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster environment;
-    - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job supports it, and the user has chosen no
-      other strategy;
+    - uses the strategy that the SDK's ``distribution`` asks for, if the user has chosen none: ``SMDDPStrategy``, if the
+      job supports it, or ``PipelineParallelStrategy`` for ``smdistributed.modelparallel``;
     - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
       job has them, and otherwise to the output data directory (one folder per host). Relative folders of
       ``default_root_dir``, of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
@@ -88,6 +64,7 @@ class SageMakerTrainer(Trainer):
     Raises:
         JobConfigError: The job's files are malformed.
         TopologyError: ``num_nodes`` or ``devices`` contradict the cluster, or there is another cluster environment.
+        StrategyError: ``distribution`` asks for model parallelism, and ``strategy`` is another one.
         OutputDirectoryError: A directory of the job is not writable.
         MixedLightningError: A callback derives from the other distribution of Lightning, or the model or the DataModule
             that a method such as ``fit`` gets.
@@ -101,21 +78,22 @@ class SageMakerTrainer(Trainer):
         is_set_up = any(isinstance(callback, JobOutputs) for callback in callbacks)
         self._job = None if is_set_up else SageMakerJob.from_environment()
         self._data_service = data_service or DataServiceSettings()
-        # By id: the user's DataModules and models, and what fetches their batches.
-        self._remote: dict[int, tuple[Any, RemoteDataModule]] = {}
+        self._remote = {}
         if self._job is None:
             leave_at_exit()
             super().__init__(**kwargs)
             return
+        report_failures()
         freeze_imports()
         self._topology = Topology.from_job(self._job)
+        self._data_service.check_uses_in(self._topology)
         if self._topology.role is Role.DATA:
             show_log_lines()
             # A data host never trains, and need not have the user's accelerator.
             super().__init__(accelerator="cpu", devices=1, logger=DummyLogger(), enable_checkpointing=False)
             return
         environment = SageMakerEnvironment(self._job)
-        prepare_process(environment, warn_if_unused=False)
+        prepare_process(environment)
         setup = TrainerSetup(self._job, environment)
         settings = {
             **kwargs,
@@ -126,70 +104,15 @@ class SageMakerTrainer(Trainer):
         super().__init__(**{**settings, **setup.arguments(settings, as_list(settings.get("callbacks")))})
         setup.complete(self)
 
-    if not TYPE_CHECKING:  # type checkers see Trainer's own methods
-        fit = _with_remote_data(Trainer.fit)
-        validate = _with_remote_data(Trainer.validate)
-        test = _with_remote_data(Trainer.test)
-        predict = _with_remote_data(Trainer.predict)
-
-    def _with_remote_data(self, method: str, given: dict[str, Any]) -> dict[str, Any]:
+    def _remote_arguments(self, method: str, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a method that fetches from the data hosts; on a data host, serve and exit."""
-        if self._job is None or not self._topology.data_hosts:
-            return given
-        if self._topology.role is Role.DATA:
-            serve(self._job, self._topology, self._data_service)
-            sys.exit(0)
-        state_at_first_run()
-        connection = ServiceConnection.of_job(self._job, self._topology, self._data_service)
-        return remote_arguments(self, method, given, connection, self._remote)
-
-
-def remote_arguments(
-    trainer: Trainer,
-    method: str,
-    given: dict[str, Any],
-    connection: ServiceConnection,
-    remote: dict[int, tuple[Any, RemoteDataModule]],
-) -> dict[str, Any]:
-    """Return the arguments with which a method of the Trainer fetches its batches from data hosts.
-
-    Args:
-        trainer: The Trainer.
-        method: "fit", "validate", "test" or "predict".
-        given: The arguments that the script gave, by name.
-        connection: The connection to the data hosts.
-        remote: What fetches the batches of this Trainer, by the id of the DataModule or model that makes them,
-            together with that object. New entries are added.
-
-    Returns:
-        ``given`` itself where Lightning decides: there are no loaders, or too many.
-    """
-    names = {name: stage or _STAGES[method] for name, stage in _LOADERS.items() if given.get(name) is not None}
-    datamodule = given.get("datamodule")
-    # Lightning also accepts a DataModule in place of the loaders.
-    for name in list(names):
-        if isinstance(given[name], LightningDataModule) and datamodule is None:
-            datamodule = given[name]
-            del names[name]
-    if isinstance(datamodule, RemoteDataModule) or (datamodule is not None and names):
-        return given  # Lightning refuses a DataModule together with loaders
-    if datamodule is None:
-        owner = given.get("model")
-        if owner is None:
-            owner = trainer.lightning_module
-        datamodule = bare_loaders(owner, {stage: given[name] for name, stage in names.items()})
-        if datamodule is None:
-            return given  # Lightning says what is missing
-    else:
-        owner = datamodule
-    if names or id(owner) not in remote:  # the loaders may be others than in the last call
-        fetched = RemoteDataModule(datamodule, connection)
-        if not names:
-            remote[id(owner)] = owner, fetched
-    else:
-        _, fetched = remote[id(owner)]
-    rest = {name: value for name, value in given.items() if name not in _LOADERS}
-    return {**rest, "datamodule": fetched}
+        if self._job is not None and self._topology.data_hosts:
+            if self._topology.role is Role.DATA:
+                serve(self._job, self._topology, self._data_service)
+                sys.exit(0)
+            state_at_first_run()
+            self._connection = ServiceConnection.of_job(self._job, self._topology, self._data_service)
+        return super()._remote_arguments(method, given)
 
 
 class SageMakerFabric(Fabric):
@@ -206,6 +129,7 @@ class SageMakerFabric(Fabric):
     Raises:
         JobConfigError: The job's files are malformed.
         TopologyError: ``num_nodes`` or ``devices`` contradict the cluster, or this host serves data.
+        StrategyError: ``distribution`` asks for model parallelism, which Fabric does not have.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -213,6 +137,8 @@ class SageMakerFabric(Fabric):
         if job is None:
             leave_at_exit()
         else:
+            report_failures()
+            refuse_in_fabric(job)
             environment = SageMakerEnvironment(job)
             prepare_process(environment)
             kwargs.update(cluster_arguments(environment, kwargs))

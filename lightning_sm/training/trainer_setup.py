@@ -8,18 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sm._lightning import Callback, ClusterEnvironment, Trainer
+from lightning_sm._lightning import Callback, ClusterEnvironment, MultiProcessingLauncher, Trainer
 from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.callbacks.failing_rank import FailingRank
 from lightning_sm.training.callbacks.heartbeat import Heartbeat
+from lightning_sm.training.callbacks.keep_last_step import KeepLastStep
 from lightning_sm.training.callbacks.line_progress import own_progress
 from lightning_sm.training.callbacks.local_position import LocalPosition
+from lightning_sm.training.callbacks.mid_epoch import MidEpoch
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from lightning_sm.training.callbacks.step_times import StepTimes
 from lightning_sm.training.checkpoints.durable_io import make_durable
+from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.sharded import install_shard_hooks
+from lightning_sm.training.cluster_checks import check_launcher_of_ranks
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.loggers import ContinuedCurves, continue_runs
 from lightning_sm.training.process import prepare_process
@@ -45,11 +49,11 @@ class TrainerSetup:
         self._job = job
         self._environment = environment
         self._outputs = JobOutputs(job)
-        self._first = FailingRank()
+        # Heartbeat reports the end of an epoch before the user's callbacks, which may take any time there.
+        self._first: list[Callback] = [KeepLastStep(), FailingRank(), Heartbeat(), MidEpoch()]
         self._callbacks: list[Callback] = [
             LocalPosition(),
             ContinuedCurves(),
-            Heartbeat(),
             StepTimes(job),
             self._outputs,
         ]
@@ -73,14 +77,15 @@ class TrainerSetup:
         own = list(self._callbacks)
         if given.get("enable_progress_bar") is not False and not given.get("barebones"):
             own[:0] = own_progress(callbacks)
-        arguments["callbacks"] = [self._first, *as_list(given.get("callbacks")), *own]
+        arguments["callbacks"] = [*self._first, *as_list(given.get("callbacks")), *own]
         return arguments
 
     def complete(self, trainer: Trainer) -> None:
         """Add what needs the finished Trainer.
 
         Raises:
-            TopologyError: The Trainer, which a function of the user's made, did not get the cluster environment.
+            TopologyError: The Trainer, which a function of the user's made, did not get the cluster environment; or its
+                strategy would start local ranks that have been started.
         """
         used = getattr(trainer.strategy, "cluster_environment", None)
         if self._environment.num_nodes > 1 and not isinstance(used, SageMakerEnvironment):
@@ -91,9 +96,9 @@ class TrainerSetup:
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # A function given as trainer_class need not have a parameter for them.
-        if self._first not in callbacks:
-            callbacks.insert(0, self._first)
+        callbacks[:0] = [callback for callback in self._first if callback not in callbacks]
         callbacks.extend(callback for callback in self._callbacks if callback not in callbacks)
+        CheckpointLoader.of(trainer, self._job)
         continue_runs(trainer, self._job)
         self._outputs.route_checkpoints(trainer)
         if self._job.checkpoint_dir is not None:
@@ -104,8 +109,9 @@ class TrainerSetup:
             callbacks.append(SpotCheckpoint(self._job.checkpoint_dir or self._job.host_output_dir / "checkpoints"))
         # Only now is an environment of the user's own known.
         environment = used if isinstance(used, SageMakerEnvironment) else self._environment
-        # No warn_if_unused: the Trainer has the environment, or an error has ended the script by now.
-        prepare_process(environment, warn_if_unused=False).announce(environment, trainer.num_devices)
+        starts_ranks = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
+        check_launcher_of_ranks(environment, starts_ranks=starts_ranks)
+        prepare_process(environment).announce(environment, trainer.num_devices)
 
     def _with_environment(self, plugins: Sequence[Any], strategy: Any) -> list[Any]:
         candidates = [*plugins, getattr(strategy, "cluster_environment", None)]

@@ -17,6 +17,7 @@ FOLDER_VARIABLE = "LIGHTNING_SM_TEST_ENGINE"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.1
+_FREE_GB = 20
 _FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 _NETWORK_RULES = ("iptables-save", "iptables-restore")
 
@@ -57,11 +58,17 @@ def own_engine(folder: Path) -> Iterator[None]:
     """Run an engine that keeps everything in a folder, and restore the machine's network afterwards.
 
     Args:
-        folder: A folder for the engine alone. It grows to 10 GB; whoever made it removes it.
+        folder: A folder for the engine alone. It grows to 14 GB; whoever made it removes it.
 
     Raises:
-        AssertionError: It did not start, or did not stop; the message has its log.
+        AssertionError: The disk has too little room, which would fail every test after it; or the engine did not
+            start, or did not stop; the message has its log.
     """
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    assert free_gb >= _FREE_GB or (folder / "data").exists(), (
+        f"the disk of {folder} has {free_gb:.0f} GB free, and images of the tests need {_FREE_GB}: "
+        f"make room, or set TMPDIR to a folder on another disk"
+    )
     was_forwarding = _FORWARDING.read_text(encoding="ascii")
     rules = subprocess.run([_NETWORK_RULES[0]], capture_output=True, text=True, check=True).stdout
     links = set(psutil.net_if_stats())

@@ -24,7 +24,6 @@ from tests.containers.engine import docker
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = "arn:aws:iam::111111111111:role/unused"
-HETEROGENEOUS = "lightning_sm.HeterogeneousLocalSession"
 _FIT = Path(__file__).parent / "scripts" / "fit.py"
 # Starts a command in a network namespace of its own, where there is only loopback.
 OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
@@ -84,8 +83,6 @@ def fit(
     estimator_arguments: Mapping[str, Any],
     inputs: Mapping[str, str | Mapping[str, Any]] | None = None,
     *,
-    session: str = "sagemaker.local.LocalSession",
-    session_arguments: Mapping[str, Any] | None = None,
     estimator: str = "sagemaker.estimator.Estimator",
     container_config: Mapping[str, Any] | None = None,
     label: str | None = None,
@@ -96,11 +93,8 @@ def fit(
 
     Args:
         folder: Empty folder for everything that the job leaves behind.
-        estimator_arguments: Arguments of the estimator, as JSON; ``instance_groups`` as lists of name, type and count.
-            ``role`` and ``output_path`` are filled in.
+        estimator_arguments: Arguments of the estimator, as JSON. ``role`` and ``output_path`` are filled in.
         inputs: Channel name to ``file://`` address, or to the arguments of a ``TrainingInput``.
-        session: Class of the session.
-        session_arguments: Its arguments.
         estimator: Class of the estimator.
         container_config: Further settings of all containers, as in a Compose file.
         label: Label of the job's containers, by which others may find them. Default: a new one.
@@ -111,8 +105,6 @@ def fit(
     output_dir, root = folder / "output", folder / "sdk"
     root.mkdir(parents=True)
     settings = {
-        "session": session,
-        "session_arguments": session_arguments or {},
         "estimator": estimator,
         "estimator_arguments": {"role": ROLE, "output_path": output_dir.as_uri(), **estimator_arguments},
         "inputs": inputs or {},

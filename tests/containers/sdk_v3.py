@@ -1,7 +1,4 @@
-"""Jobs in the local mode of SDK v3, judged by every container's exit code.
-
-Versions 2 and 3 have one distribution name, so that version 3 lives in a virtual environment of its own.
-"""
+"""Jobs in the local mode of SDK v3, judged by every container's exit code."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.containers.local_mode import OFFLINE, ROLE, ROOT, LocalJob, run_job, sdk_environment
+from tests.containers.local_mode import OFFLINE, ROLE, LocalJob, run_job, sdk_environment
 
-PYTHON = ROOT / ".venv-sdk3" / "bin" / "python"
 _TRAIN = Path(__file__).parent / "scripts" / "model_trainer.py"
 
 
 def train(
+    python: Path,
     folder: Path,
     arguments: Mapping[str, Any],
     inputs: Mapping[str, Path] | None = None,
@@ -29,6 +26,7 @@ def train(
     """Run ``ModelTrainer.train`` to its end, without network, and remove the containers.
 
     Args:
+        python: An interpreter with version 3 of the SDK.
         folder: Empty folder for everything that the job leaves behind.
         arguments: Arguments of ``ModelTrainer``, as JSON; ``source_code`` and ``distributed`` as those of
             ``SourceCode`` and ``Torchrun``.
@@ -47,7 +45,7 @@ def train(
         "root": str(root),
     }
     (folder / "settings.json").write_text(json.dumps(settings))
-    command = [*OFFLINE, str(PYTHON), str(_TRAIN), str(folder / "settings.json")]
+    command = [*OFFLINE, str(python), str(_TRAIN), str(folder / "settings.json")]
     return run_job(command, sdk_environment(folder), label(root.name), root / "compressed_artifacts", timeout_s)
 
 

@@ -112,10 +112,14 @@ def test_the_toolkit_is_there(image):
     assert inside(image, "command -v train") == "/opt/conda/bin/train\n"
 
 
+@pytest.mark.proof
 def test_what_pip_installed_can_be_frozen(image):
-    """The lock has the packages of pip with their versions, and not those that the Dockerfile installs itself."""
+    """The lock has the packages of pip with version and checksum, and not those that the Dockerfile installs itself."""
     script = (REPOSITORY / "docker" / "pip_lock.py").read_text(encoding="utf-8")
-    lines = inside(image, f"python - <<'END'\n{script}\nEND").splitlines()
+    command = ["docker", "run", "--rm", "--interactive", "--entrypoint", "python", image, "-"]
+    ended = subprocess.run(command, input=script, capture_output=True, text=True, timeout=300, check=True)
+    lines = ended.stdout.splitlines()
+    assert all(re.fullmatch(r"[\w.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines), lines
     names = {line.partition("==")[0].lower() for line in lines}
     assert {"sagemaker-training", "jsonargparse"} <= {name.replace("_", "-") for name in names}
     assert not {"lightning-sm", "lightning-bolts"} & names

@@ -33,7 +33,7 @@ _HYPERPARAMETERS = {
 
 @pytest.fixture(autouse=True)
 def _sdk():
-    pytest.importorskip("sagemaker.local", reason="needs sagemaker[local] 2 (extra launch)", exc_type=ImportError)
+    pytest.importorskip("sagemaker.local", reason="needs sagemaker[local] 2 (extra local-mode)", exc_type=ImportError)
 
 
 def _estimator(image, num_hosts, **arguments):

@@ -9,13 +9,7 @@ import yaml
 
 from tests.containers import own_code, sdk_v3
 
-pytestmark = [
-    pytest.mark.docker,
-    pytest.mark.sdk3,
-    pytest.mark.skipif(
-        not sdk_v3.PYTHON.exists(), reason="needs version 3 of the SageMaker SDK (make .venv-sdk3/.ready)"
-    ),
-]
+pytestmark = [pytest.mark.docker, pytest.mark.sdk3]
 
 _MODEL_FILES = {"model.ckpt", "state_dict.pt", "config.yaml"}
 _CHECKPOINTS = {"monitor": None, "save_weights_only": True, "filename": "a b"}
@@ -26,7 +20,7 @@ def _arguments(image, hyperparameters, **source_code):
     return {**arguments, "source_code": source_code} if source_code else arguments
 
 
-def test_the_app_of_the_image_trains(image, tmp_path):
+def test_the_app_of_the_image_trains(image, sdk3_python, tmp_path):
     """Without source code v3 runs the image's own entry point, and hyperparameters of every kind and name arrive."""
     hyperparameters = {
         "config": "app/configs/smoke.yaml",
@@ -37,7 +31,7 @@ def test_the_app_of_the_image_trains(image, tmp_path):
         "trainer.limit_train_batches": "2",
         "trainer.max_time": None,
     }
-    job = sdk_v3.train(tmp_path / "job", _arguments(image, hyperparameters))
+    job = sdk_v3.train(sdk3_python, tmp_path / "job", _arguments(image, hyperparameters))
     assert job.has_succeeded, job
     assert set(job.model) == _MODEL_FILES
     assert "failure" not in job.artifacts
@@ -51,11 +45,12 @@ def test_the_app_of_the_image_trains(image, tmp_path):
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_own_code_runs_instead_of_the_app(image, tmp_path, num_hosts):
+def test_own_code_runs_instead_of_the_app(image, sdk3_python, tmp_path, num_hosts):
     """Under v3's own driver, without our launcher, every rank sees its place and the same typed hyperparameters."""
     hyperparameters = {"model": own_code.ARGUMENTS, "trainer": {"max_epochs": 1}}
     source_code = {"source_dir": own_code.source_dir(tmp_path), "entry_script": own_code.ENTRY_POINT}
     job = sdk_v3.train(
+        sdk3_python,
         tmp_path / "job",
         _arguments(image, hyperparameters, **source_code),
         {"training": own_code.points(tmp_path)},
@@ -74,9 +69,10 @@ def test_own_code_runs_instead_of_the_app(image, tmp_path, num_hosts):
     assert "interface ethwe (not on this host)" in job.logs["algo-1"]
 
 
-def test_torchrun_of_sdk_v3(image, tmp_path):
+def test_torchrun_of_sdk_v3(image, sdk3_python, tmp_path):
     """Under the torchrun of v3's driver, two processes on each of two hosts have the ranks that we would give."""
     job = sdk_v3.train(
+        sdk3_python,
         tmp_path / "job",
         {
             **_arguments(
@@ -96,7 +92,7 @@ def test_torchrun_of_sdk_v3(image, tmp_path):
     assert [one["started_by"] for one in own_code.seen(job)] == [["torchrun"]] * 4
 
 
-def test_stopped_job_saves_a_checkpoint(image, tmp_path):
+def test_stopped_job_saves_a_checkpoint(image, sdk3_python, tmp_path):
     """Own code under ``exec lightning-sm train``, which v3's script gives its place to, hears of a stop."""
     project = sdk_v3.new_project()
     endless = {"trainer": {"max_epochs": -1, "enable_progress_bar": False}}
@@ -104,7 +100,9 @@ def test_stopped_job_saves_a_checkpoint(image, tmp_path):
     inputs = {"training": own_code.points(tmp_path)}
     arguments = _arguments(image, endless, **source_code)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(sdk_v3.train, tmp_path / "job", arguments, inputs, num_hosts=2, project=project)
+        running = pool.submit(
+            sdk_v3.train, sdk3_python, tmp_path / "job", arguments, inputs, num_hosts=2, project=project
+        )
         own_code.stop_in_the_middle(sdk_v3.label(project), 2, running)
         job = running.result()
     assert set(job.exit_codes.values()) == {143}, job
@@ -122,10 +120,10 @@ def test_stopped_job_saves_a_checkpoint(image, tmp_path):
         pytest.param({"model": {"phrase": "it's"}}, "unexpected EOF while looking for matching", id="quote"),
     ],
 )
-def test_what_the_driver_of_sdk_v3_cannot_take(image, tmp_path, hyperparameters, complaint):
+def test_what_the_driver_of_sdk_v3_cannot_take(image, sdk3_python, tmp_path, hyperparameters, complaint):
     """With source code, v3's own shell script fails on dots in names and on single quotes, before any code of ours."""
     source_code = {"source_dir": own_code.source_dir(tmp_path), "entry_script": own_code.ENTRY_POINT}
-    job = sdk_v3.train(tmp_path / "job", _arguments(image, hyperparameters, **source_code))
+    job = sdk_v3.train(sdk3_python, tmp_path / "job", _arguments(image, hyperparameters, **source_code))
     assert job.exit_codes["algo-1"] not in {0, None}, job
     assert complaint in job.logs["algo-1"]
     assert own_code.seen(job) == []

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.containers import own_code
+from tests.containers.emulated_job import submit
 from tests.containers.images import build
-from tests.containers.local_mode import HETEROGENEOUS, fit
+from tests.containers.local_mode import fit
 
 pytestmark = [pytest.mark.docker, pytest.mark.sdk2]
 
@@ -19,13 +20,12 @@ _MPI = {"mpi": {"enabled": True, "processes_per_host": 2}}
 _TWO_HOSTS = [(0, "algo-1", 0, 0, 2), (1, "algo-2", 1, 0, 2)]
 _TWO_HOSTS_OF_TWO = [(0, "algo-1", 0, 0, 4), (1, "algo-1", 0, 1, 4), (2, "algo-2", 1, 0, 4), (3, "algo-2", 1, 1, 4)]
 _TABLE = own_code.ARGUMENTS["table"]
-# Deals the hosts to the groups: data algo-2, trainer algo-3 and algo-1; of two hosts, one algo-2 and two algo-1.
-_SEED = 1
+_TYPE = "ml.c5.xlarge"
 
 
 @pytest.fixture(autouse=True)
 def _sdk():
-    pytest.importorskip("sagemaker.local", reason="needs sagemaker[local] 2 (extra launch)", exc_type=ImportError)
+    pytest.importorskip("sagemaker.local", reason="needs sagemaker[local] 2 (extra local-mode)", exc_type=ImportError)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +50,22 @@ def _fit(folder, image, distribution, hyperparameters=None, **settings):
     return fit(folder / "job", arguments, inputs, estimator="sagemaker.pytorch.PyTorch", is_offline=True, **settings)
 
 
-def _fit_groups(folder, image, groups, **hyperparameters):
-    """The same in instance groups, for the last of which torchrun is asked for."""
-    return _fit(
-        folder,
-        image,
-        {**_TORCHRUN, "instance_groups": [groups[-1][0]]},
-        hyperparameters,
-        hosts={"instance_groups": groups},
-        session=HETEROGENEOUS,
-        session_arguments={"seed": _SEED},
+def _run_groups(folder, image, groups, **hyperparameters):
+    """The same in instance groups, with what the SDK sends if torchrun is asked for."""
+    folder.mkdir()
+    (first, *_) = groups.values()
+    asked_for = {"sagemaker_torch_distributed_enabled": True, "sagemaker_instance_type": first["instance_type"]}
+    return submit(
+        folder / "job",
+        {
+            "image": image,
+            "groups": groups,
+            "channels": {"training": {"uri": own_code.points(folder).as_uri()}},
+            "source_dir": own_code.source_dir(folder),
+            "script": own_code.ENTRY_POINT,
+            "environment": own_code.ENVIRONMENT,
+            "hyperparameters": {"trainer.max_epochs": 1, "model.table": _TABLE, **asked_for, **hyperparameters},
+        },
     )
 
 
@@ -83,9 +89,9 @@ def test_mpirun_torchrun_and_our_launcher_start_the_same_ranks(image, toolkit_im
         in_place_of_mpirun = pool.submit(_fit, tmp_path / "no-mpirun", image, _MPI)
         in_place_of_torchrun = pool.submit(_fit, tmp_path / "no-torchrun", image, _TORCHRUN)
     _check(mpirun.result(), _TWO_HOSTS_OF_TWO, ["mpirun"])
-    _check(in_place_of_mpirun.result(), _TWO_HOSTS_OF_TWO, [])
+    _check(in_place_of_mpirun.result(), _TWO_HOSTS_OF_TWO, ["lightning-sm train"])
     _check(torchrun.result(), _TWO_HOSTS, ["torchrun"])
-    _check(in_place_of_torchrun.result(), _TWO_HOSTS, [])
+    _check(in_place_of_torchrun.result(), _TWO_HOSTS, ["lightning-sm train"])
 
 
 # With torch_distributed the SDK drops the names of the groups (sagemaker 2.257.7, pytorch/estimator.py,
@@ -95,28 +101,31 @@ def test_mpirun_torchrun_and_our_launcher_start_the_same_ranks(image, toolkit_im
 @pytest.mark.proof
 def test_torchrun_in_a_data_group_does_no_harm(toolkit_image, tmp_path):
     """A data host serves under a torchrun that the SDK did not mean to start; the trainers have one of their own."""
-    groups = [["data", "ml.c5.xlarge", 1], ["trainer", "ml.c5.xlarge", 2]]
-    job = _fit_groups(tmp_path / "job", toolkit_image, groups)
+    groups = {"data": {"instance_type": _TYPE}, "trainer": {"instance_type": _TYPE, "count": 2}}
+    job = _run_groups(tmp_path / "job", toolkit_image, groups)
     # The toolkit counts the hosts of a group in the order of the service, which is random.
-    _check(job, [(0, "algo-3", 0, 0, 2), (1, "algo-1", 1, 0, 2)], ["torchrun"])
+    _check(job, _one_rank_each(job.hosts("trainer")), ["torchrun"])
     served = [name for name in job.artifacts if name.endswith("/made-batches.json")]
-    assert [(own_code.short(name.split("/")[1]), job.json(name)["started_by"]) for name in served] == [
-        ("algo-2", ["torchrun"])
+    assert [(name.split("/")[1], job.json(name)["started_by"]) for name in served] == [
+        (*job.hosts("data"), ["torchrun"])
     ]
 
 
 @pytest.mark.proof
 def test_torchrun_in_each_of_two_training_groups_is_refused_with_advice_that_helps(toolkit_image, tmp_path):
     """Two training groups with a torchrun each fail instead of training two models; the advice joins the groups."""
-    groups = [["one", "ml.c5.xlarge", 1], ["two", "ml.c5.xlarge", 1]]
+    groups = {"one": {"instance_type": _TYPE}, "two": {"instance_type": _TYPE}}
     names = {"sagemaker_distribution_instance_groups": ["one", "two"]}
     with ThreadPoolExecutor(2) as pool:
-        apart = pool.submit(_fit_groups, tmp_path / "apart", toolkit_image, groups)
-        joined = pool.submit(_fit_groups, tmp_path / "joined", toolkit_image, groups, **names)
+        apart = pool.submit(_run_groups, tmp_path / "apart", toolkit_image, groups)
+        joined = pool.submit(_run_groups, tmp_path / "joined", toolkit_image, groups, **names)
     job = apart.result()
-    assert set(job.exit_codes.values()) == {1}, job
+    assert job.returncode == 1, job
     assert own_code.seen(job) == []
-    for log in job.logs.values():
-        assert "but the job needs world size 2: trainer hosts x local world size = 2 x 1" in log
-        assert 'hyperparameters={"sagemaker_distribution_instance_groups": ["one", "two"]}' in log
-    _check(joined.result(), [(0, "algo-2", 0, 0, 2), (1, "algo-1", 1, 0, 2)], ["torchrun"])
+    assert "but the job needs world size 2: trainer hosts x local world size = 2 x 1" in job.output
+    assert 'hyperparameters={"sagemaker_distribution_instance_groups": ["one", "two"]}' in job.output
+    _check(joined.result(), _one_rank_each(joined.result().hosts("one", "two")), ["torchrun"])
+
+
+def _one_rank_each(hosts):
+    return [(rank, host, rank, 0, len(hosts)) for rank, host in enumerate(hosts)]

@@ -18,7 +18,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from lightning_sm import DataServiceSettings, RemoteDataModule
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.training.trainer import remote_arguments
+from lightning_sm.training.fetching_trainer import remote_arguments
 from tests.differential.cases import Act, Case, Hooks, case
 from tests.differential.draws import Draw, draws_of, without_draws
 from tests.integration.data.numbers import quiet_trainer

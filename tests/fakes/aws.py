@@ -30,6 +30,12 @@ class StubbedClients(Clients):
     def __init__(self) -> None:
         super().__init__(_session())
         self.stubbers = {name: Stubber(getattr(self, name)) for name in _SERVICES}
+        self._looks = {"pricing": super().look("pricing")}
+        self.stubbers |= {name: Stubber(client) for name, client in self._looks.items()}
+
+    def look(self, service: str, region: str | None = None) -> Any:
+        """Return the client with the prepared answers, if it has some."""
+        return self._looks.get(service) or super().look(service, region)
 
     def answers(self, service: str, operation: str, answer: Mapping[str, Any], **expected: Any) -> None:
         """Prepare the next answer.

@@ -1,15 +1,27 @@
-"""A stand-in for AWS on this machine: it takes what SDKs send, and answers as told."""
+"""A stand-in for AWS on this machine: it takes what boto3 and the SDKs send, and answers as told."""
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import parse_qs, quote
 
-# IAM, to which version 3 of the SDK turns about the role: the caller may not look.
+# STS, S3 and IAM, which the SDKs ask about account, buckets and role; the caller may not look at roles.
+_IDENTITY = (
+    b"<GetCallerIdentityResponse><GetCallerIdentityResult><Account>111122223333</Account></GetCallerIdentityResult>"
+    b"</GetCallerIdentityResponse>"
+)
+_REGION = "x-amz-bucket-region"
+_TOKEN = base64.b64encode(b"AWS:a password").decode()
+_NO_BUCKETS = b"<ListAllMyBucketsResult><Buckets></Buckets></ListAllMyBucketsResult>"
 _DENIED = b"<ErrorResponse><Error><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>"
+_INVALID = _DENIED.replace(b"AccessDenied", b"InvalidClientTokenId")
 
 
 @dataclass
@@ -23,6 +35,17 @@ class FakeService:
         requests: CreateTrainingJob requests so far.
         tuning: CreateHyperParameterTuningJob requests so far.
         uploads: Paths of S3 objects so far.
+        objects: Their contents, by path: /bucket/key.
+        tags: What ListTags says of every job.
+        lost: How many answers to CreateTrainingJob are lost: the job is created, and the connection is closed.
+        foreign: Paths of the buckets that belong to somebody else.
+        has_valid_key: Whether the caller's credentials are accepted.
+        buckets: Regions of the buckets that exist, by path.
+        role: Trust policy of the only role, "training"; None if the caller may not look at roles.
+        repositories: Names of the repositories for images.
+        images: Tags and digests in all of them; None if the caller may not look at images.
+        quotas: Values of quotas by name; None if the caller may not look at them.
+        prices: Hourly prices of training hosts by instance type; None if the caller may not look at the price list.
         seen: Everything that came, as method and path.
         operations: Names of the API calls among it.
     """
@@ -33,6 +56,17 @@ class FakeService:
     tuning: list[dict[str, Any]] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    tags: list[dict[str, str]] = field(default_factory=list)
+    lost: int = 0
+    foreign: list[str] = field(default_factory=list)
+    has_valid_key: bool = True
+    buckets: dict[str, str] = field(default_factory=lambda: {"/bucket": "us-east-1"})
+    role: dict[str, Any] | None = None
+    repositories: list[str] = field(default_factory=lambda: ["lightning-sm"])
+    images: list[str] | None = None
+    quotas: dict[str, float] | None = None
+    prices: dict[str, float] | None = None
     seen: list[str] = field(default_factory=list)
     operations: list[str] = field(default_factory=list)
 
@@ -80,24 +114,106 @@ class FakeService:
         if operation == "CreateHyperParameterTuningJob":
             self.tuning.append(body)
             return 200, {"HyperParameterTuningJobArn": "arn:aws:x"}
-        if operation == "FilterLogEvents":
-            stream = f"{body['logStreamNamePrefix']}algo-1-1700000000"
-            events = [
-                {"logStreamName": stream, "timestamp": number, "message": line, "eventId": str(number)}
-                for number, line in enumerate(self.lines)
-            ]
-            return 200, {"events": events}
-        if operation == "CreateTrainingJob":
-            self.requests.append(body)
-            code = self.refusals.pop(0) if self.refusals else ""
-            if code:
-                return 400, {"__type": code, "message": "said the service"}
-            return 200, {"TrainingJobArn": f"arn:aws:sagemaker:us-east-1:111122223333:training-job/{operation}"}
-        if operation == "DescribeTrainingJob":
-            created = [request["TrainingJobName"] for request in self.requests]
-            ending = self.endings[created.index(body["TrainingJobName"])]
-            return 200, {"TrainingJobName": body["TrainingJobName"], "TrainingJobArn": "arn:aws:x", **ending}
+        answers = {
+            "CreateTrainingJob": self._create,
+            "DescribeTrainingJob": self._describe,
+            "CreateRepository": self._create_repository,
+            "DescribeImages": self._images,
+            "DescribeRepositories": self._repositories,
+            "GetAuthorizationToken": lambda _: (200, {"authorizationData": [{"authorizationToken": _TOKEN}]}),
+            "FilterLogEvents": self._log,
+            "GetProducts": self._products,
+            "ListServiceQuotas": self._quotas,
+            "ListTags": lambda _: (200, {"Tags": self.tags}),
+            "ListTrainingJobs": lambda _: (200, {"TrainingJobSummaries": []}),
+        }
+        if operation in answers:
+            return answers[operation](body)
         return 400, {"__type": "UnknownOperation", "message": operation}
+
+    def _images(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self.images is None:
+            return 400, {"__type": "AccessDeniedException", "message": "no"}
+        if body["repositoryName"] not in self.repositories:
+            return 400, {"__type": "RepositoryNotFoundException", "message": "no"}
+        (wanted,) = body["imageIds"][0].values()
+        if wanted not in self.images:
+            return 400, {"__type": "ImageNotFoundException", "message": "no"}
+        return 200, {"imageDetails": [{}]}
+
+    def _repositories(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body["repositoryNames"][0] not in self.repositories:
+            return 400, {"__type": "RepositoryNotFoundException", "message": "no"}
+        return 200, {"repositories": [{}]}
+
+    def _create_repository(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.repositories.append(body["repositoryName"])
+        return 200, {"repository": {}}
+
+    def _quotas(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Return one quota a page, as the service has many of them."""
+        if self.quotas is None:
+            return 400, {"__type": "AccessDeniedException", "message": "no"}
+        names = list(self.quotas)
+        number = int(body.get("NextToken", "0"))
+        more = {"NextToken": str(number + 1)} if number + 1 < len(names) else {}
+        return 200, {"Quotas": [{"QuotaName": one, "Value": self.quotas[one]} for one in names[number:][:1]], **more}
+
+    def _products(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self.prices is None:
+            return 400, {"__type": "AccessDeniedException", "message": "no"}
+        wanted = {one["Field"]: one["Value"] for one in body["Filters"]}["instanceName"]
+        dimension = {"unit": "Hrs", "pricePerUnit": {"USD": str(self.prices.get(wanted, ""))}}
+        product = {
+            "product": {"attributes": {"usagetype": f"USE1-Train:{wanted}"}},
+            "terms": {"OnDemand": {"X.Y": {"priceDimensions": {"X.Y.Z": dimension}}}},
+        }
+        return 200, {"PriceList": [json.dumps(product)] if wanted in self.prices else []}
+
+    def role_answer(self, name: str) -> tuple[int, bytes]:
+        """Answer IAM's GetRole.
+
+        Args:
+            name: Name of the role.
+        """
+        if self.role is None:
+            return 403, _DENIED
+        if name != "training":
+            return 404, _DENIED.replace(b"AccessDenied", b"NoSuchEntity")
+        policy = quote(json.dumps(self.role))
+        arn = f"arn:aws:iam::111122223333:role/{name}"
+        role = f"<Arn>{arn}</Arn><AssumeRolePolicyDocument>{policy}</AssumeRolePolicyDocument>"
+        return 200, f"<GetRoleResponse><GetRoleResult><Role>{role}</Role></GetRoleResult></GetRoleResponse>".encode()
+
+    def _log(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        stream = f"{body['logStreamNamePrefix']}algo-1-1700000000"
+        events = [
+            {"logStreamName": stream, "timestamp": number, "message": line, "eventId": str(number)}
+            for number, line in enumerate(self.lines)
+        ]
+        return 200, {"events": events}
+
+    def _describe(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        created = [request["TrainingJobName"] for request in self.requests]
+        if body["TrainingJobName"] not in created:
+            return 400, {"__type": "ValidationException", "message": "Requested resource not found."}
+        number = created.index(body["TrainingJobName"])
+        described = {"TrainingJobArn": "arn:aws:x", **self.requests[number], **self.endings[number]}
+        return 200, {name: value for name, value in described.items() if name != "Tags"}
+
+    def _create(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Create a training job; the status 0 stands for an answer that is lost."""
+        if body["TrainingJobName"] in [request["TrainingJobName"] for request in self.requests]:
+            return 400, {"__type": "ResourceInUse", "message": "the name is in use"}
+        self.requests.append(body)
+        if self.lost:
+            self.lost -= 1
+            return 0, {}
+        code = self.refusals.pop(0) if self.refusals else ""
+        if code:
+            return 400, {"__type": code, "message": "said the service"}
+        name = body["TrainingJobName"]
+        return 200, {"TrainingJobArn": f"arn:aws:sagemaker:us-east-1:111122223333:training-job/{name}"}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -112,24 +228,57 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._read()
         operation = self.headers.get("X-Amz-Target", "").partition(".")[2]
         if not operation:
-            self._reply(403, _DENIED)
+            query = parse_qs(body.decode())
+            action = query.get("Action", [""])[0]
+            if action == "GetCallerIdentity":
+                self._reply(*((200, _IDENTITY) if self.fake.has_valid_key else (403, _INVALID)))
+            else:
+                self._reply(*(self.fake.role_answer(query["RoleName"][0]) if action == "GetRole" else (403, _DENIED)))
             return
         self.fake.operations.append(operation)
         status, content = self.fake.answer(operation, json.loads(body))
+        if not status:
+            self.close_connection = True
+            return
         self._reply(status, json.dumps(content).encode())
 
     def do_PUT(self) -> None:
-        """Take an upload."""
-        self._read()
-        self.fake.uploads.append(self.path)
+        """Take an upload, or create a bucket."""
+        content = self._read()
+        self.fake.objects[self.path] = content
+        if self.path.count("/") > 1:
+            self.fake.uploads.append(self.path)
         self._reply(200, b"")
 
+    def do_HEAD(self) -> None:
+        """Know the buckets that were created, and the objects."""
+        self._read()
+        region = self.fake.buckets.get(self.path)
+        is_known = region is not None or self.path in self.fake.objects
+        status = 403 if self.path in self.fake.foreign else 200 if is_known else 404
+        self._reply(status, self.fake.objects.get(self.path, b""), {} if region is None else {_REGION: region})
+
     def do_GET(self) -> None:
-        """Know nothing."""
+        """List no buckets, list and return objects, and know nothing else."""
+        self._read()
+        path, _, query = self.path.partition("?")
+        options = parse_qs(query)
+        if path == "/":
+            self._reply(200, _NO_BUCKETS)
+        elif "list-type" in options:
+            start = f"{path.rstrip('/')}/{options['prefix'][0]}"
+            keys = [one.split("/", 2)[2] for one in sorted(self.fake.objects) if one.startswith(start)]
+            listed = "".join(f"<Contents><Key>{quote(key)}</Key></Contents>" for key in keys)
+            self._reply(200, f"<ListBucketResult>{listed}</ListBucketResult>".encode())
+        elif path in self.fake.objects:
+            self._reply(200, self.fake.objects[path])
+        else:
+            self._reply(404, b"")
+
+    def do_CONNECT(self) -> None:
+        """Lead nowhere."""
         self._read()
         self._reply(404, b"")
-
-    do_HEAD = do_CONNECT = do_GET  # noqa: N815
 
     def _read(self) -> bytes:
         self.fake.seen.append(f"{self.command} {self.path}")
@@ -143,8 +292,12 @@ class _Handler(BaseHTTPRequestHandler):
             return content
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
-    def _reply(self, status: int, content: bytes) -> None:
+    def _reply(self, status: int, content: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", '"0"')
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)

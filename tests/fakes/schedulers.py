@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from lightning_sm.data.feeder.scheduler import Scheduler
 
+# The stop of a pass whose end is not known.
+NO_END = 1 << 62
+
 
 def make(*hosts, num_credits=1, window=4, stop=100, **options):
     """Return a scheduler with hosts up and pass 1 open; of equal hosts it prefers the first."""
@@ -16,11 +19,11 @@ def make(*hosts, num_credits=1, window=4, stop=100, **options):
 
 def warm(latencies, *, num_credits=1, **options):
     """Return a scheduler that knows the latencies of its hosts, with no pass open, and the time."""
-    scheduler, now = make(*latencies, window=len(latencies), stop=None, **options), 0.0
+    scheduler, now = make(*latencies, window=len(latencies), stop=NO_END, **options), 0.0
     for _ in range(5):
         requests = sorted(scheduler.next_requests(now), key=lambda request: latencies[request.host])
         for request in requests:
-            assert scheduler.completed(request.request_id, now + latencies[request.host]).is_accepted
+            assert scheduler.completed(request.request_id, now + latencies[request.host]) is not None
         now += latencies[requests[-1].host]
         scheduler.advance(1, scheduler.passes()[0].waiting_for)
     scheduler.close_pass(1)

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lightning_sm.data.feeder.scheduler import HEDGE_BUDGET, HEDGE_BURST, Liveness, Scheduler
+from tests.fakes.schedulers import NO_END
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Cluster:
     def open(self, pass_id, stop, window, *, first=0, step_s=0.0, knows_stop=True):
         """Open a pass and its consumer."""
         self.consumers[pass_id] = Consumer(pass_id, first, stop, window, step_s)
-        self.scheduler.open_pass(pass_id, first, stop if knows_stop else None, window)
+        self.scheduler.open_pass(pass_id, first, stop if knows_stop else NO_END, window)
         return self.consumers[pass_id]
 
     def close(self, pass_id):
@@ -201,10 +202,10 @@ class Cluster:
             decision = self.scheduler.failed(request.request_id, self.now, retry=retry, reason="simulated")
             assert not decision.is_fatal
             return
-        completion = self.scheduler.completed(request.request_id, self.now)
-        assert completion.is_accepted is is_live
-        self._cancel(completion.cancel)
-        if completion.is_accepted:
+        superfluous = self.scheduler.completed(request.request_id, self.now)
+        assert (superfluous is not None) is is_live
+        self._cancel(superfluous or ())
+        if is_live:
             consumer = self.consumers[request.pass_id]
             assert request.first_step not in consumer.accepted
             consumer.accepted.add(request.first_step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sm import SageMakerCLI
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.training import loggers
-from lightning_sm.training.callbacks import spot_checkpoint
+from lightning_sm.training.checkpoints import fits
 from lightning_sm.training.process import PreparedProcess
 from tests.fakes.job_folder import resource_config, write_job
 
@@ -158,7 +157,11 @@ class Host:
 
     Attributes:
         channels_of_data_hosts: What the data hosts of its job would say.
+        script: The line that makes every Trainer, instead of the test's own lines, which differ between attempts; None
+            leaves these.
     """
+
+    script: str | None = "train.py:1"
 
     def __init__(self, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.base_dir = base_dir
@@ -218,7 +221,9 @@ class Host:
         """Count the Trainers and the runs of loggers from 1, and prepare nothing, as in a process of its own."""
         if PreparedProcess.current is not None:
             PreparedProcess.current.undo()
-        self._monkeypatch.setattr(spot_checkpoint, "_numbers", itertools.count(1))
+        self._monkeypatch.setattr(fits, "_made", Counter())
+        if self.script is not None:
+            self._monkeypatch.setattr(fits, "_place", lambda _: self.script)
         self._monkeypatch.setattr(loggers, "_taken", Counter())
 
     def make(self, *arguments: str, **kwargs: Any) -> Any:

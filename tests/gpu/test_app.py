@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sm.record.events import HostUse, Steps
+from lightning_sm.record.runs import read_run
+
 pytestmark = [pytest.mark.gpu, pytest.mark.processes]
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -35,13 +38,18 @@ def best_accuracy(output):
 
 
 def test_the_app_learns_from_the_batches_of_a_data_host(tmp_path, record_property):
-    """The GPU is used, the accuracy is that of the CPU, and the log says how much the GPU waited."""
+    """The GPU is used and measured, the accuracy is that of the CPU, and the log says how much the GPU waited."""
     output = run(tmp_path)
     assert "GPU available: True (cuda), used: True" in output
     assert best_accuracy(output) >= 0.97
     shares = [float(share) for share in re.findall(r" data_wait=([\d.]+)%", output)]
     assert shares, output
     record_property("data wait, in % per epoch", shares)
+    records = read_run(tmp_path).records
+    steps = [line for record in records for line in record.lines if isinstance(line, Steps)]
+    assert any(line.gpu_parts for line in steps), steps
+    uses = [gpu for record in records for line in record.lines if isinstance(line, HostUse) for gpu in line.gpus]
+    assert max(use.memory_bytes for use in uses) > 0
 
 
 def test_an_interrupted_job_resumes_on_the_gpu(tmp_path):

@@ -1,4 +1,4 @@
-"""The strategies on GPUs, over NCCL, with the page-locked batches of a data host."""
+"""The strategies on GPUs with the page-locked batches of a data host: over NCCL, or as two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_sm.training.strategies.pipeline.schedules import SEVERAL_STAGES_SINCE, is_since
+from tests.gpu import staged
 from tests.integration.emulators import job_dir
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.processes,
-    # NCCL refuses two ranks on one GPU, and Gloo cannot send a GPU's tensors from one rank to another.
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs 2 NVIDIA GPUs, not {torch.cuda.device_count()}"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.processes]
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -26,12 +23,23 @@ OPTIONS = (
     *("--optimizer=SGD", "--optimizer.lr=0.1", "--trainer.max_epochs=1", "--trainer.max_steps=20"),
     *("--trainer.limit_val_batches=2", "--trainer.accelerator=gpu", "--data.batch_size=8"),
 )
+ONE = ("trainer=1:ml.g5.xlarge", "--trainer.devices=1")
+# One host with two GPUs, or two hosts that share one.
+HAS_TWO = torch.cuda.device_count() > 1
+TWO = (
+    ("trainer=1:ml.g5.12xlarge", "--trainer.devices=2")
+    if HAS_TWO
+    else ("trainer=2:ml.g5.xlarge", "--trainer.devices=1")
+)
+BACKEND = f"--trainer.strategy.process_group_backend={'nccl' if HAS_TWO else staged.NAME}"
 
 
-def weights(folder: Path, *options: str) -> dict[str, torch.Tensor]:
-    """Train the app's transformer on one host with two GPUs and a data host; returns the exported weights."""
-    command = [sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=1:ml.g5.12xlarge"]
-    command += ["--group", "data=1", "--base-dir", str(folder), "--", "app/train_text.py", "fit", *OPTIONS, *options]
+def weights(folder: Path, ranks: tuple[str, str], *options: str) -> dict[str, torch.Tensor]:
+    """Train the app's transformer with a data host; returns the exported weights."""
+    group, devices = ranks
+    command = [sys.executable, "-m", "lightning_sm", "local", "--group", group, "--group", "data=1"]
+    command += ["--env", f"CUDA_VISIBLE_DEVICES={'0,1' if HAS_TWO else '0'}", "--base-dir", str(folder)]
+    command += ["--", "tests/gpu/train_text.py", "fit", *OPTIONS, devices, *options]
     ended = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, errors="replace"
     )
@@ -41,20 +49,47 @@ def weights(folder: Path, *options: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ModelParallelStrategy"])
-def test_sharding_trains_as_ddp_does(tmp_path: Path, strategy: str) -> None:
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Assert that both have the same weights but for rounding."""
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def of_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights that two ranks have after DDP."""
+    folder = tmp_path_factory.mktemp("ddp")
+    return weights(folder, TWO, "--trainer.strategy=DDPStrategy", BACKEND)
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights that one GPU has."""
+    return weights(tmp_path_factory.mktemp("one"), ONE)
+
+
+def test_one_rank_of_ddp_trains_as_without_over_nccl(tmp_path: Path, of_one: dict[str, torch.Tensor]) -> None:
+    """A group of one rank is one of NCCL all the same."""
+    assert_close(weights(tmp_path, ONE, "--trainer.strategy=ddp"), of_one)
+
+
+@pytest.mark.parametrize("strategy", ["FSDPStrategy", "ModelParallelStrategy"])
+def test_sharding_trains_as_ddp_does(tmp_path: Path, of_ddp: dict[str, torch.Tensor], strategy: str) -> None:
     """Two ranks with half of the parameters each end with the weights of two ranks with all of them."""
-    expected = weights(tmp_path / "ddp", "--trainer.devices=2", "--trainer.strategy=ddp")
-    found = weights(tmp_path / "sharded", "--trainer.devices=2", f"--trainer.strategy={strategy}")
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-4)
+    assert_close(weights(tmp_path, TWO, f"--trainer.strategy={strategy}", BACKEND), of_ddp)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-def test_a_pipeline_trains_as_one_gpu_does(tmp_path: Path, schedule: str) -> None:
+_SEVERAL_STAGES = pytest.mark.skipif(
+    not is_since(SEVERAL_STAGES_SINCE), reason=f"needs torch {SEVERAL_STAGES_SINCE}, not {torch.__version__}"
+)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", pytest.param("interleaved", marks=_SEVERAL_STAGES), pytest.param("zbv", marks=_SEVERAL_STAGES)],
+)
+def test_a_pipeline_trains_as_one_gpu_does(tmp_path: Path, of_one: dict[str, torch.Tensor], schedule: str) -> None:
     """Two GPUs with half of the layers each end with the weights of one GPU."""
-    expected = weights(tmp_path / "one", "--trainer.devices=1")
     strategy = ["--trainer.strategy=lightning_sm.PipelineParallelStrategy", f"--trainer.strategy.schedule={schedule}"]
-    found = weights(tmp_path / "two", "--trainer.devices=2", *strategy)
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-4)
+    assert_close(weights(tmp_path, TWO, *strategy, BACKEND), of_one)

@@ -75,6 +75,12 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def alone(tmp_path: Path) -> Path:
+    """The only host of a job."""
+    return write_job(tmp_path / "ml", resource_config({"g": ["algo-1"]}, "algo-1"))
+
+
+@pytest.fixture
 def work(tmp_path: Path) -> Path:
     """The user's working directory."""
     folder = tmp_path / "work"

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import psutil
 
-TIMEOUT_S = 90
+from lightning_sm.job.variables import HOST_FOLDER
+
+TIMEOUT_S = 180
 # First lines of scripts that look at their host.
-SCRIPT_START = "import os\nbase = os.environ['SAGEMAKER_BASE_DIR']\nhost = os.path.basename(base)\n"
+SCRIPT_START = "import os\nbase = os.environ['SAGEMAKER_BASE_DIR']\nhost = os.environ['SM_CURRENT_HOST']\n"
 
 
 def command(jobs: Path, args: Sequence[str]) -> list[str]:
@@ -71,7 +73,7 @@ def processes_of(jobs: Path) -> list[psutil.Process]:
     Args:
         jobs: What was given as ``--base-dir``.
     """
-    return [process for process in psutil.process_iter() if _base_dir(process).startswith(str(jobs))]
+    return [process for process in psutil.process_iter() if _folder(process).startswith(str(jobs))]
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
@@ -88,8 +90,8 @@ def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
         time.sleep(0.02)
 
 
-def _base_dir(process: psutil.Process) -> str:
+def _folder(process: psutil.Process) -> str:
     try:
-        return str(process.environ().get("SAGEMAKER_BASE_DIR", ""))
+        return str(process.environ().get(HOST_FOLDER.name, ""))
     except psutil.Error:  # ended meanwhile
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +11,11 @@ from pathlib import Path
 
 from tests.integration.emulators import in_background, local
 
-TIMEOUT_S = 90
+TIMEOUT_S = 180
 
 # Without MODE it counts steps as a training would: all hosts meet first, rank 0 reports the steps and saves at the end
-# and on SIGTERM, and all go on from what was saved. MODE names another function to run.
+# and on SIGTERM, and all go on from what was saved. HELD has the steps at which the first attempts wait for faults: the
+# emulator may inject them late. MODE names another function to run.
 _TRAIN = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -23,10 +25,15 @@ import psutil
 from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
+from lightning_sm.job.uploads import is_uploaded
 
 job = SageMakerJob.from_environment()
 topology = Topology.from_job(job)
 base = Path(os.environ["SAGEMAKER_BASE_DIR"])
+# Hosts see no files of each other, but all have the working directory. Attempts have records of their own.
+meeting = Path.cwd() / "meeting" / Path(os.environ["LIGHTNING_SM_RECORD_DIR"]).name
+here = meeting / job.current_host
+here.mkdir(parents=True, exist_ok=True)
 mode = os.environ.get("MODE", "")
 told = []
 
@@ -45,7 +52,7 @@ signal.signal(signal.SIGTERM, hear)
 
 
 def until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -58,20 +65,25 @@ def report(step):
 
 def meet():
     (base / "left").touch()
-    until(lambda: all((base.parent / host / "left").exists() for host in job.hosts))
+    (here / "left").touch()
+    until(lambda: all((meeting / host / "left").exists() for host in job.hosts))
 
 
 def train(last=20):
+    (meeting.parent / f"start-{job.current_host}-{os.getpid()}").touch()
+    num_starts = len(list(meeting.parent.glob(f"start-{job.current_host}-*")))
     saved = job.checkpoint_dir / "step" if job.checkpoint_dir else None
     step = int(saved.read_text()) if saved and saved.exists() else 0
     say("starts", step, job.name, topology.main_port, sorted(str(p.relative_to(base)) for p in base.rglob("left")))
     meet()
+    held = [*map(int, os.environ.get("HELD", "").split())][num_starts - 1 : num_starts]
     while step < last and not told:
         time.sleep(0.005)
-        step += 1
+        step = min(step + 1, *held, last)
         report(step)
     if saved and topology.role.value == "trainer" and topology.node_rank == 0:
         saved.write_text(str(step))
+        until(lambda: is_uploaded(saved))
     if step < last:
         sys.exit(143)
 
@@ -80,7 +92,7 @@ def processes(host):
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("SAGEMAKER_BASE_DIR") == str(base.parent / host):
+            if Path(process.environ().get("LIGHTNING_SM_HOST_FOLDER", "/")) == base.parent / host:
                 found.append(process.status())
         except psutil.Error:
             pass
@@ -102,10 +114,28 @@ def deaf():
     time.sleep(60)
 
 
-def stubborn():
+def leave_together():
+    meet()
+    report(5)
+    until(lambda: told)
+    (here / "told").touch()
+    until(lambda: all((meeting / host / "told").exists() for host in job.hosts))
+    sys.exit(143)
+
+
+def is_first_attempt():
+    # Said to the next attempt by a file, which is there only when it was uploaded before this host leaves.
     tried = job.checkpoint_dir / "tried"
-    if not tried.exists():
-        tried.touch()
+    if tried.exists():
+        return False
+    meet()
+    tried.touch()
+    until(lambda: is_uploaded(tried))
+    return True
+
+
+def stubborn():
+    if is_first_attempt():
         report(1)
         time.sleep(60)
 
@@ -116,7 +146,7 @@ def with_daemon():
     code = "import os, signal, subprocess, sys\\nsignal.signal(15, signal.SIG_IGN)\\n"
     code += "if not os.fork():\\n    while True: subprocess.run(['sleep', '0.01'])"
     subprocess.run([sys.executable, "-c", code], start_new_session=True)
-    (base / "ready").touch()
+    (here / "ready").touch()
     wait_for_sigterm()
 
 
@@ -124,7 +154,7 @@ def watch_kill():
     # What the failing host left when SIGTERM comes: nothing, if it vanished as a whole.
     if job.current_host == "algo-2":
         with_daemon()
-    until((base.parent / "algo-2" / "ready").exists)
+    until((meeting / "algo-2" / "ready").exists)
     report(5)
     until(lambda: told)
     say("left of algo-2:", processes("algo-2"))
@@ -134,7 +164,7 @@ def watch_kill():
 def watch_launcher():
     if job.current_host == "algo-2":
         ready_and_wait()
-    until((base.parent / "algo-2" / "ready").exists)
+    until((meeting / "algo-2" / "ready").exists)
     report(10)
     until(lambda: told)
     say("left of algo-2:", len(processes("algo-2")))
@@ -143,22 +173,22 @@ def watch_launcher():
 
 def watch_hang():
     if job.current_host == "algo-2":
-        (base / "ready").touch()
-        until((base.parent / "thawed").exists)
+        (here / "ready").touch()
+        until((meeting / "thawed").exists)
         return
-    until((base.parent / "algo-2" / "ready").exists)
+    until((meeting / "algo-2" / "ready").exists)
     report(1)
     until(lambda: set(processes("algo-2")) == {"stopped"})
     say("all stopped")
     until(lambda: "stopped" not in processes("algo-2"))
     say("none stopped")
-    (base.parent / "thawed").touch()
+    (meeting / "thawed").touch()
 
 
 def fail_beside_frozen():
     if job.current_host == "algo-2":
         ready_and_wait()
-    until((base.parent / "algo-2" / "ready").exists)
+    until((meeting / "algo-2" / "ready").exists)
     report(1)
     until(lambda: set(processes("algo-2")) == {"stopped"})
     sys.exit(3)
@@ -174,9 +204,11 @@ def save_longer():
     report(1)
     until(lambda: got)
     if job.current_host == "algo-1":
-        until((base.parent / "algo-2" / "output" / "failure").exists)
+        until((meeting / "algo-2" / "leaves").exists)
         time.sleep(2)
         say("saved", got)
+    else:
+        (here / "leaves").touch()
     sys.exit(143)
 
 
@@ -197,8 +229,8 @@ def upload():
     os.utime(folder / "early", (1, 1))
     for name in ("early", "deep/shard", f"of-{job.current_host}"):
         until((folder / f"{name}.sagemaker-uploaded").exists)
-    (base / "uploaded").touch()
-    until(lambda: all((base.parent / host / "uploaded").exists() for host in job.hosts))
+    (here / "uploaded").touch()
+    until(lambda: all((meeting / host / "uploaded").exists() for host in job.hosts))
     report(1)
     until(lambda: told)
     (folder / "lost").write_text("at the last moment")
@@ -211,9 +243,9 @@ def left_first_by(host):
     report(1)
     if job.current_host == "algo-2":
         until(lambda: told)
-        (base / "told").touch()
+        (here / "told").touch()
     else:
-        until((base.parent / "algo-2" / "told").exists)
+        until((meeting / "algo-2" / "told").exists)
     if job.current_host == host:
         sys.exit(143 if told else 3)
     until(lambda: not processes(host))
@@ -226,9 +258,7 @@ def unstopped_leaves_first():
 
 
 def stopped_leaves_first():
-    if not (job.checkpoint_dir / "tried").exists():
-        meet()
-        (job.checkpoint_dir / "tried").touch()
+    if is_first_attempt():
         left_first_by("algo-2")
 
 
@@ -242,8 +272,8 @@ def save_and_leave():
     signal.signal(signal.SIGUSR2, hear)
     meet()
     report(1)
-    until(lambda: (base.parent / "stopping").exists() or told)
-    (base.parent / "stopping").touch()
+    until(lambda: (meeting / "stopping").exists() or told)
+    (meeting / "stopping").touch()
     if job.current_host == "algo-1":
         (folder / "saved").write_text("at step 1")
         process.note_saved([folder / "saved"])
@@ -253,24 +283,21 @@ def save_and_leave():
 
 
 def ready_and_wait():
-    (base / "ready").touch()
+    (here / "ready").touch()
     wait_for_sigterm()
 
 
 def local_ranks():
     import subprocess
-    rank = os.environ.get("LOCAL_RANK", "0")
-    if rank != "0":
-        # A worker of the rank: it inherits the variable.
-        worker = subprocess.Popen(["sleep", "60"])
-        (base / "ready").touch()
-        worker.wait()
-        return
-    child = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "LOCAL_RANK": "1"})
-    until((base / "ready").exists)
-    report(1)
-    say("local rank 1 ended with", child.wait())
-    sys.exit(7)
+    rank = os.environ["LOCAL_RANK"]
+    # A worker of the rank: it inherits the variable.
+    worker = subprocess.Popen(["sleep", "60"])
+    if rank == "1":
+        (here / "ready").touch()
+    else:
+        until((here / "ready").exists)
+        report(1)
+    worker.wait()
 
 
 def started():
@@ -289,9 +316,24 @@ globals()[mode or "train"]()
 """
 
 
-def run_faulty(jobs: Path, work: Path, *options: str, mode: str = "") -> subprocess.CompletedProcess[str]:
-    """Run ``lightning-sm local`` with these options and the training script to its end."""
-    ended = local(jobs, work, *_arguments(work, options, mode), timeout_s=TIMEOUT_S)
+def run_faulty(
+    jobs: Path, work: Path, *options: str, mode: str = "", held: Sequence[int] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run ``lightning-sm local`` with these options and the training script to its end.
+
+    Args:
+        jobs: What is given as ``--base-dir``.
+        work: The working directory.
+        options: Options of the emulator.
+        mode: The function of the script; empty: it trains.
+        held: The step at which the training waits for a fault, for each attempt that one ends.
+    """
+    ended = local(
+        jobs,
+        work,
+        *_arguments(work, ["--env", f"HELD={' '.join(map(str, held))}", *options], mode),
+        timeout_s=TIMEOUT_S,
+    )
     assert "Traceback" not in ended.stdout + ended.stderr, ended.stdout + ended.stderr
     return ended
 
@@ -324,6 +366,7 @@ def read_to_line(emulator: subprocess.Popen[str], start: str) -> str:
 
 def _arguments(work: Path, options: Sequence[str], mode: str) -> list[str]:
     (work / "train.py").write_text(_TRAIN)
+    shutil.rmtree(work / "meeting", ignore_errors=True)  # of an earlier job
     # Launchers wait for those of hosts that vanished; here in vain.
     variables = ["--env", f"MODE={mode}", "--env", "LIGHTNING_SM_PEERS_TIMEOUT_S=0.5"]
     return ["--seed", "1", *variables, *options, "--", "train.py"]

@@ -1,4 +1,4 @@
-"""Hosts of one job as folders of this machine, and commands that run on all of them at once."""
+"""Hosts of one job on this machine, and commands that run on all of them at once, each on a disk of its own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from typing import Any
 
 import psutil
 
+from lightning_sm.emulator import own_disk
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
 from tests.quick_processes import python_path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 90.0
+TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,14 @@ class Hosts:
     """The hosts of one job.
 
     Args:
-        folder: Where the folder of each host is made; its name is the host's.
+        folder: Where their folders are made.
         groups: Hosts by instance group, in the order in which the service wrote them.
         interface: Name of the network interface that the service wrote.
         instance_types: Instance type by group name, as in ``resource_config``.
         contents: Other files of the job, as in ``write_job``.
 
     Attributes:
+        folder: Has the folder of each host; its name is the host's.
         names: Names of all hosts, sorted.
         job_name: Name of the job; its ports follow from it, and no other job of this machine has them.
         main_port: Port of rank 0.
@@ -70,17 +72,16 @@ class Hosts:
         **contents: Any,
     ) -> None:
         groups = groups or {"homogeneousCluster": ("algo-2", "algo-1")}
-        self.folder = folder
+        self.folder = folder / "hosts"  # which other hosts do not see
         self.names = sorted(host for members in groups.values() for host in members)
         self.job_name, topology, ports = reserve_job(groups)
         weakref.finalize(self, ports.close)
         self.main_port, self.spare_port = topology.main_port, topology.peers_port
         for host in self.names:
             resources = resource_config(groups, host, instance_types=instance_types, interface=interface)
-            write_job(folder / host, resources, **contents)
-            (folder / host / "output").mkdir()
-            (folder / host / "model").mkdir()
-            (folder / host / "tmp").mkdir()
+            write_job(self.folder / host, resources, **contents)
+            for name in ("output", "model", "tmp"):
+                (self.folder / host / name).mkdir()
 
     def address(self, host: str) -> str:
         """The loopback address that stands for a host. None is 127.0.0.1, which would hide a wrong main address."""
@@ -106,13 +107,19 @@ class Hosts:
     ) -> dict[str, Ended]:
         """Run one command on each host and wait for all; when one fails the others are killed, as the service does.
 
+        Every host sees its own folder, and at the same path.
+
         Args:
             commands: Command by host.
             variables: Environment variables for all hosts, besides those of ``env``.
         """
-        return run_together(
-            {host: (command, {**self.env(host), **(variables or {})}) for host, command in commands.items()}
-        )
+        started = {}
+        for host, command in commands.items():
+            base = own_disk.base_dir(self.folder, self.folder / host)
+            places = {"SAGEMAKER_BASE_DIR": str(base), "TMPDIR": str(base / "tmp")}
+            env = {**self.env(host), **places, **(variables or {})}
+            started[host] = own_disk.command(self.folder, self.folder / host, command), env
+        return run_together(started)
 
     def seen(self, stage: str | None = None) -> list[dict[str, Any]]:
         """What the ranks wrote, in the order of ranks.

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sm._lightning import Callback, LightningModule, ModelCheckpoint, Trainer
 from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE
 from lightning_sm.training.callbacks.local_position import LocalPosition
+from lightning_sm.training.callbacks.mid_epoch import MidEpoch
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
 from lightning_sm.training.checkpoints.newest import newest_checkpoint
 
@@ -125,6 +126,7 @@ def fit(folder, model, *callbacks, ckpt_path=None, **settings):
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[
+            MidEpoch(),
             *callbacks,
             LocalPosition(),
             SpotCheckpoint(folder),

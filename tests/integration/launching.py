@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import secrets
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-TIMEOUT_S = 90
+TIMEOUT_S = 180
 _NO_REPORT = {"LIGHTNING_SM_REPORT_S": "0"}  # it takes seconds
 _FOREIGN = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_", "AWS_", "PIP_", "CA_REPOSITORY_")
 
@@ -31,9 +33,23 @@ def variables_of(base: Path, **variables: str) -> dict[str, str]:
         **inherited,
         "SAGEMAKER_BASE_DIR": str(base),
         "LIGHTNING_SM_PEERS_TIMEOUT_S": "0",
+        # As in the image. A buffered print() in a signal handler fails if another signal interrupts it.
+        "PYTHONUNBUFFERED": "1",
         **_NO_REPORT,
         **variables,
     }
+
+
+def own_job(*hosts: str) -> dict[str, str]:
+    """Variables of a job whose hosts have addresses of this machine, and whose ports no other test takes meanwhile.
+
+    Without a name, all jobs with hosts of the same names have the same ports.
+
+    Args:
+        hosts: The names of its hosts.
+    """
+    addresses = {host: f"127.0.0.{number}" for number, host in enumerate(hosts, 2)}
+    return {"TRAINING_JOB_NAME": f"test-{secrets.token_hex(4)}", "LIGHTNING_SM_HOST_ADDRESSES": json.dumps(addresses)}
 
 
 def train(
@@ -104,11 +120,13 @@ class Running:
         return line
 
     def exit_code(self) -> int:
-        """Wait until the launcher has exited."""
+        """Wait until the launcher has exited, and its last line was read."""
         try:
-            return self.process.wait(TIMEOUT_S)
+            code = self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the launcher did not exit in {TIMEOUT_S} s. It printed: {self.seen}") from None
+        self.reader.join(TIMEOUT_S)
+        return code
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sm.job.variables import MAIN_PORT
 from tests.integration.hosts import Ended, Hosts, run_together
 
 NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian package openmpi-bin)")
@@ -53,6 +54,7 @@ def mpirun(
     processes: int = 1,
     options: Sequence[str] = (),
     python_path: Sequence[Path] = (),
+    derives_port: bool = False,
 ) -> Ended:
     """Run a command on all hosts by one mpirun, and return how it ended.
 
@@ -67,7 +69,10 @@ def mpirun(
         processes: Ranks of each host.
         options: Other options of mpirun.
         python_path: Other folders of Python modules.
+        derives_port: Whether ranks derive the port of rank 0 from what all of them know, the names of the hosts: then
+            no other such job may run on this machine. Else it is the job's.
     """
+    port = () if derives_port else ("-x", f"{MAIN_PORT.name}={hosts.main_port}")
     for host in hosts.names:
         env = hosts.env(host)
         if host != "algo-1":
@@ -82,6 +87,7 @@ def mpirun(
         *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
         *("--mca", "plm_rsh_agent", str(agent), *MPI_ON_LOOPBACK),
         *("--host", ",".join(f"{host}:{processes}" for host in order), "-np", str(processes * len(order))),
+        *port,
         *options,
         *command,
     ]

@@ -60,9 +60,12 @@ def test_failure_of_one_host_ends_the_other(places):
 def test_orphans_end_with_the_job(places):
     """A daemon that the script left ends with the job, though it is no child of the emulator here."""
     jobs, work = places
-    (work / "train.py").write_text(DAEMON + "import time\ntime.sleep(60)\n")
+    (work / "train.py").write_text(
+        DAEMON + "import time\nfrom lightning_sm.job.control_folder import Phase, announce\n"
+        "announce().beat(0, 1, 0, Phase.TRAINING, trained_epoch=1)\ntime.sleep(60)\n"
+    )
     ended = local(
-        jobs, work, "--group", "trainer=1", "--fault", "kill-launcher:algo-1@after=2", "--", "train.py", **MACOS
+        jobs, work, "--group", "trainer=1", "--fault", "kill-launcher:algo-1@step=1", "--", "train.py", **MACOS
     )
     assert ended.returncode == 137, ended.stdout
     assert "left a daemon" in ended.stdout

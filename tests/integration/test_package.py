@@ -11,7 +11,7 @@ from lightning_sm import __version__
 
 REPOSITORY = Path(__file__).parents[2]
 # All that the commands need besides the package; torch stays out.
-LIGHT_DEPENDENCIES = ("psutil>=5.9,<8", "rich>=13.7,<16")
+LIGHT_DEPENDENCIES = ("msgspec>=0.19,<1", "psutil>=5.9,<8", "rich>=13.7,<16")
 TIMEOUT_S = 120
 
 

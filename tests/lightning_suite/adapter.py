@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_sm import DataHost, DataServiceSettings
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.training.trainer import remote_arguments
+from lightning_sm.training.fetching_trainer import remote_arguments
 from tests.lightning_suite.__main__ import PROPERTY
 
 # A token: without one, a data host sets a variable of the environment, and Lightning's tests look for such leaks.

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer reads pyproject.toml")
 REPOSITORY = Path(__file__).parents[2]
-CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base", "xxhash": "python-xxhash"}
 # Of conda only: the interpreter, and what installs the pip part.
 CONDA_ONLY = {"python", "pip"}
 # Extras that belong into the image.
@@ -86,13 +86,42 @@ def test_channels_are_conda_forge_alone(environment):
 
 
 def test_bolts_is_the_same_everywhere():
-    """The Dockerfile and the Makefile install the same lightning-bolts, both without its dependencies."""
+    """Whatever makes an environment installs the same lightning-bolts, without its dependencies."""
     pattern = re.compile(r"--no-deps '?(lightning-bolts==[0-9.]+)")
     found = [
-        pattern.findall((REPOSITORY / name).read_text(encoding="utf-8")) for name in ("docker/Dockerfile", "Makefile")
+        pattern.findall((REPOSITORY / name).read_text(encoding="utf-8"))
+        for name in ("docker/Dockerfile", "docker/Dockerfile.dlc", "Makefile", "environment.yml", "README.md")
     ]
-    assert found[0] == found[1]
     assert len(found[0]) == 1
+    assert found == [found[0]] * len(found)
+
+
+def test_the_table_of_versions_accepts_what_pyproject_asks_for(project):
+    """Each package of the second table has the bounds of pyproject.toml, and was tested within them."""
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    specifiers = {one.name: one.specifier for one in map(Requirement, wanted)}
+    text = (REPOSITORY / "docs" / "tested.md").read_text(encoding="utf-8").partition("no other combination was run")[2]
+    found = set()
+    for package, tested, accepted in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE):
+        names = [name for name in re.findall(r"`([\w-]+)`", package.partition("(")[0]) if name in specifiers]
+        for name, bounds, versions in zip(names, re.findall(r"`([^`]+)`", accepted), tested.split(", "), strict=False):
+            assert set(bounds.split(",")) == {str(one) for one in specifiers[name]}, name
+            assert re.match(r"[\d.]+", versions)[0] in specifiers[name], name
+            found.add(name)
+    assert {
+        "torch",
+        "torchvision",
+        "numpy",
+        "grpcio",
+        "h2",
+        "msgspec",
+        "boto3",
+        "sagemaker",
+        "sagemaker-training",
+    } <= found
 
 
 @pytest.mark.parametrize("name", ["pytorch-lightning", "jsonargparse"])
@@ -108,3 +137,23 @@ def test_no_newer_minor_version_is_accepted_than_was_tested(project, name):
     major, minor = map(int, newest.split(".")[:2])
     assert f"{major}.{minor + 1}" not in requirement.specifier
     assert importlib.metadata.version(name) in requirement.specifier
+
+
+def test_each_extra_that_is_named_exists(project):
+    """Messages and pages ask for no extra that the package lacks, and the page about them has each with its use."""
+    extras = set(project["optional-dependencies"])
+    files = [
+        *(REPOSITORY / "lightning_sm").rglob("*.py"),
+        *REPOSITORY.glob("*.md"),
+        *(REPOSITORY / "docs").rglob("*.md"),
+    ]
+    named = {
+        name
+        for path in files
+        for group in re.findall(r"(?:lightning[-_]sm|'\.)\[([a-z,-]+)\]", path.read_text(encoding="utf-8"))
+        for name in group.split(",")
+    }
+    assert {"report", "completion", "submit"} <= named
+    assert named <= extras
+    page = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == extras

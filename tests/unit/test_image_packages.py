@@ -1,12 +1,16 @@
 """docker/install.sh asks conda and pip for what the build arguments and the locks say; here both only take notes."""
 
+import hashlib
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.fakes.wheel import write_wheel
 
 REPOSITORY = Path(__file__).parents[2]
 _NOTES = """\
@@ -48,11 +52,11 @@ def test_without_a_lock_conda_solves_for_the_environment(install):
 
 
 def test_a_lock_is_installed_as_it_is(install):
-    """Nothing is solved: conda's packages come from the one lock, and pip's from the other, without dependencies."""
+    """Nothing is solved: conda's packages come from the one lock, and pip's from the other, each with its checksum."""
     commands, _ = install("conda.lock", "pip.lock")
     assert commands == [
         "micromamba install --yes --name base --file conda.lock CUDA=",
-        "pip install --no-deps --requirement pip.lock CUDA=",
+        "pip install --no-deps --require-hashes --requirement pip.lock CUDA=",
         _CLEAN,
     ]
 
@@ -69,3 +73,48 @@ def test_the_plugin_for_efa_can_be_added(install):
     """It is a package of conda's."""
     _, asked = install(EFA="1")
     assert "aws-ofi-nccl" in asked
+
+
+@pytest.mark.proof
+def test_the_lock_of_pip_has_a_checksum_that_pip_checks(tmp_path):
+    """What pip has installed is frozen with its file's checksum, and another file of the same version is refused."""
+    index, environment = tmp_path / "index", tmp_path / "environment"
+    index.mkdir()
+    wheel = index / write_wheel(index, "frozen_one", "1.5")
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
+    python = str(environment / "bin" / "python")
+    # Nothing of this machine: neither its index nor its settings of pip.
+    env = {"PATH": os.environ["PATH"], "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONFIG_FILE": os.devnull}
+
+    def pip(*words):
+        command = [python, "-m", "pip", *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+    assert pip("uninstall", "--yes", "setuptools").returncode == 0
+    assert pip("install", "frozen_one").returncode == 0
+    # As pip itself says that it came with Python, so that no index has to know its version.
+    (record,) = environment.rglob("pip-*.dist-info/INSTALLER")
+    record.write_text("venv\n")
+    lock = subprocess.run(
+        [python, "-"],
+        input=(REPOSITORY / "docker" / "pip_lock.py").read_text(encoding="utf-8"),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    ).stdout
+    assert lock == f"frozen_one==1.5 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
+    (tmp_path / "pip.lock").write_text(lock)
+    frozen = (
+        "install",
+        "--force-reinstall",
+        "--no-deps",
+        "--require-hashes",
+        "--requirement",
+        str(tmp_path / "pip.lock"),
+    )
+    assert pip(*frozen).returncode == 0
+    write_wheel(index, "frozen_one", "1.5", ["other"])
+    refused = pip(*frozen)
+    assert (refused.returncode, "DO NOT MATCH THE HASHES" in refused.stderr) == (1, True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from lightning_sm import _linux
+from lightning_sm._linux import ExitWatch
 from lightning_sm.errors import NeedsLinuxError
 
 
@@ -50,13 +53,21 @@ def test_handlers_and_blocked_signals_are_told_apart(sleeper):
     assert _linux.handles_signal(sleeper.pid, signal.SIGUSR1) is False
 
 
-def test_ended_child_is_not_reaped(sleeper):
+def test_ended_child_is_not_reaped():
     """The child that has ended is named, and its exit code is left for whoever waits for it."""
-    assert _linux.ended_child() is None
-    sleeper.kill()
-    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-    assert _linux.ended_child() == sleeper.pid
-    assert sleeper.wait() == -signal.SIGKILL
+    # In a process of its own: that of the tests may have other children, and adopt orphans.
+    text = (
+        "import os, subprocess, sys\n"
+        "from lightning_sm import _linux\n"
+        "assert _linux.ended_child() is None\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'], stdin=subprocess.PIPE)\n"
+        "assert _linux.ended_child() is None\n"
+        "child.kill()\n"
+        "os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)\n"
+        "assert _linux.ended_child() == child.pid\n"
+        "assert child.wait() == -9\n"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
 
 
 def test_hosts_have_addresses_of_their_own():
@@ -86,3 +97,54 @@ def test_elsewhere_the_error_names_the_system_and_what_to_do(elsewhere):
     """One line: what needs Linux, what this is, what to do."""
     with pytest.raises(NeedsLinuxError, match=r"^This needs Linux, but this system is macOS\. Do that\.$"):
         _linux.require_linux("This", "Do that.")
+
+
+def test_the_exit_of_a_process_is_noticed_before_its_parent_waits_for_it():
+    """With its exit code or signal, of processes that are no children, too; a process that is gone is skipped."""
+    source = "import subprocess, sys\nkill = 'import os; os.kill(os.getpid(), 9)'\n"
+    source += "child = subprocess.Popen([sys.executable, '-c', kill])\n"
+    source += "print(child.pid, flush=True); sys.stdin.read()"
+    parent = subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        grandchild = int(parent.stdout.readline())
+        with ExitWatch() as watch:
+            watch.add([grandchild, 2**22 + 1])
+            assert watch.wait(60) == [(grandchild, -signal.SIGKILL)]
+            watch.add([grandchild])
+            assert watch.wait(0) == []
+    finally:
+        parent.communicate()
+
+
+@pytest.fixture
+def named():
+    """A thread with a name of its own, which works until it is told to sleep."""
+    begun, rests, ends = threading.Event(), threading.Event(), threading.Event()
+
+    def run():
+        ctypes.CDLL(None).prctl(15, b"at-work")  # PR_SET_NAME, linux/prctl.h
+        begun.set()
+        while not rests.is_set():
+            pass
+        ends.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    yield rests
+    rests.set()
+    ends.set()
+    thread.join()
+
+
+def test_a_thread_at_work_is_waited_for(named):
+    """Until it sleeps, or the time is over."""
+    assert not _linux.wait_until_asleep("at-work", 0.1)
+    named.set()
+    assert _linux.wait_until_asleep("at-work", 60.0)
+
+
+def test_threads_that_are_not_there_are_not_waited_for(elsewhere):
+    """Nor any on another system."""
+    assert _linux.wait_until_asleep("nobody", 0.0)
+    assert _linux.wait_until_asleep("python", 0.0)

@@ -76,6 +76,57 @@ def test_commands_start_without_torch(argument):
     assert done.stdout.endswith("set()\n")
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["tpo"], "unknown command tpo. Did you mean top?"),
+        (["dokter"], "unknown command dokter. Did you mean doctor?"),
+        (["xyzzy"], "unknown command xyzzy.\n"),
+        (["--versoin"], "unknown option --versoin. Did you mean --version?"),
+        (["top", "--onec"], "lightning-sm top: error: unknown option --onec. Did you mean --once?"),
+        (["local", "--groups", "trainer=2", "--", "a.py"], "unknown option --groups. Did you mean --group?"),
+        (["doctor", "now"], "lightning-sm doctor: error: unexpected arguments: now"),
+        (["completion", "fish"], "invalid choice: 'fish'"),
+    ],
+)
+def test_an_unknown_word_is_answered_with_a_similar_one(capsys, args, words):
+    """Commands and options, those of the subcommand that was named; with exit code 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_command_is_a_question_for_help(capsys):
+    """The list of commands, on stdout, and no error."""
+    assert main([]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("usage: lightning-sm ")
+    assert "watch a running job" in output.out
+    assert output.err == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            ["train.py", "--group", "trainer=2"],
+            ["lightning-sm local --group ... -- train.py", "local -- train.py --group"],
+        ),
+        (
+            ["--seed", "1", "train.py", "fit", "--devices=2"],
+            ["--devices=2 is behind train.py", "-- train.py fit --devices=2"],
+        ),
+    ],
+)
+def test_own_options_behind_the_script_are_no_guess(caplog, args, words):
+    """Without "--", the script would get them, and the emulator would start one host."""
+    with caplog.at_level("ERROR", "lightning_sm"):
+        assert main(["local", *args]) == 2
+    for word in words:
+        assert word in caplog.text
+
+
 @pytest.mark.parametrize("every", ["abc", "nan", "0.1", "3601"])
 def test_top_updates_at_a_sensible_interval(capsys, every):
     """Another one is an error with the limits."""

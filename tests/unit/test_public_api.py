@@ -9,8 +9,8 @@ import lightning_sm
 
 
 def test_every_public_name_can_be_imported():
-    """Each name of ``__all__`` exists, and belongs to this package; one needs the SageMaker SDK, version 2."""
-    for name in set(lightning_sm.__all__) - {"HeterogeneousLocalSession", "__version__"}:
+    """Each name of ``__all__`` exists, and belongs to this package."""
+    for name in set(lightning_sm.__all__) - {"__version__"}:
         assert getattr(lightning_sm, name).__module__.startswith("lightning_sm.")
 
 
@@ -18,14 +18,6 @@ def test_the_namespace_is_the_public_api():
     """``dir`` shows what ``__all__`` names and nothing else, and every name can be loaded."""
     assert dir(lightning_sm) == sorted(lightning_sm.__all__)
     assert {*lightning_sm._MODULE_OF, "__version__"} == set(lightning_sm.__all__)
-
-
-@pytest.mark.sdk2
-@pytest.mark.filterwarnings("ignore")  # the SDK's own warnings, at its import
-def test_local_session_comes_with_the_sdk():
-    """The session is loaded from the package, too."""
-    pytest.importorskip("sagemaker", reason="needs version 2 of the SageMaker SDK (extra launch)")
-    assert lightning_sm.HeterogeneousLocalSession.__module__ == "lightning_sm.submit.sdk.v2_local_session"
 
 
 def test_an_unknown_name_is_an_attribute_error():

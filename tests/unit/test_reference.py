@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 from lightning_sm.job.variables import SETTINGS
 from lightning_sm.submit.job_file import Group, Job
+from lightning_sm.submit.job_keys import keys_of
 
 REFERENCE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "reference.py"))
 
@@ -44,9 +46,9 @@ def test_job_file_has_all_keys():
     """Those of the file and those of its parts, with type, default and a meaning in words."""
     of_job, group = REFERENCE["job_file"]().split("\n## ")[:2]
     shown = rows(of_job)
-    assert list(shown) == [one.name for one in dataclasses.fields(Job)]
+    assert list(shown) == list(keys_of(Job))
     assert group.startswith("Group\n")
-    assert list(rows(group)) == [one.name for one in dataclasses.fields(Group)]
+    assert list(rows(group)) == list(keys_of(Group))
     assert all(len(cells) == 3 and all(cells) for cells in shown.values())
     assert shown["image"][:2] == ["text", "**required**"]
     assert shown["groups"][:2] == ["`{name: value}`, each value: [Group](#group)", "**required**"]
@@ -54,3 +56,12 @@ def test_job_file_has_all_keys():
     assert shown["max_restarts"][:2] == ["whole number", "`0`"]
     assert shown["remote_debug"][:2] == ["`true` or `false`", "`false`"]
     assert shown["role"][:2] == ["text", "none"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the SageMaker SDK, from which a public name is derived
+@pytest.mark.parametrize("name", REFERENCE["GENERATED"])
+def test_the_pages_in_the_repository_have_what_is_generated_today(name):
+    """Readers of the repository see commands, variables, keys and names as the code has them."""
+    page = (REFERENCE["FOLDER"] / f"{name}.md").read_text(encoding="utf-8")
+    assert f"<!-- generated: {name} -->" in page
+    assert page == REFERENCE["complete"](page), "run: python docs/reference.py"

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
-from lightning_sm._text import clock_time, count, duration, listed, percent, shortened, size, times
+from lightning_sm._text import (
+    clock_time,
+    count,
+    duration,
+    for_terminal,
+    listed,
+    percent,
+    plain,
+    rate,
+    shortened,
+    size,
+    times,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +50,13 @@ def test_a_trace_of_something_is_not_nothing():
     assert [size(number) for number in (999, 1.5e6, 2e12)] == ["999 B", "1.5 MB", "2 TB"]
 
 
+def test_a_rate_has_no_exponent():
+    """However fast it is: 12,345 samples a second were 1.235e+04."""
+    assert [rate(number) for number in (0.0, 0.00123, 0.25, 12.345, 99.96, 12345.6)] == [
+        *("0", "0.00123", "0.25", "12.3", "100", "12,346")
+    ]
+
+
 def test_of_many_names_only_the_first_are_shown():
     """The number of all stands behind them."""
     assert listed(["a", "b"]) == "a, b"
@@ -46,3 +67,33 @@ def test_a_shortened_text_has_the_length_that_is_allowed():
     """The mark of the cut counts; a text that fits stays whole."""
     assert shortened("abcdef", 6) == "abcdef"
     assert shortened("abcdefg", 6) == "abc..."
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\x1b[31mred\x1b[0m b", "ared b"),
+        ("\x1b[2J\x1b[1;1H\x1b[?25lgone", "gone"),
+        ("\x9b31mred", "red"),
+        ("\x1b]0;title\x07a\x1b]52;c;cGF5bG9hZA==\x1b\\b", "ab"),
+        ("\x9d52;c;cGF5bG9hZA==\x9cb", "b"),
+        ("\x1bP1$r\x1b\\a\x1bc\x1b(0b", "ab"),
+        ("\x1b]52;c;unterminated", "52;c;unterminated"),
+        ("x\b\b\rforged\x00\x7f\x85", "xforged"),
+        ("\ttab\nline äöü 日本 \U0001f600", "\ttab\nline äöü 日本 \U0001f600"),
+    ],
+)
+def test_a_terminal_has_nothing_to_act_upon(text, expected):
+    """Escape sequences and control characters are removed, 7-bit and 8-bit ones; tab, line feed and letters stay."""
+    assert plain(text) == expected
+
+
+def test_only_terminals_get_plain_text():
+    """A file or a pipe gets the bytes as they are."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    assert for_terminal("\x1b[31mred", Terminal()) == "red"
+    assert for_terminal("\x1b[31mred", io.StringIO()) == "\x1b[31mred"

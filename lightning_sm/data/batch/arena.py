@@ -58,6 +58,7 @@ class Arena:
                 f"A batch needs at least {start + nbytes} bytes, but a slot has {self._capacity}. Raise "
                 "data_service.max_batch_bytes."
             )
+        ctypes.memset(self._address + self.used, 0, start - self.used)  # equal batches have equal bytes
         self.used = start + nbytes
         return np.frombuffer(self._memory, np.uint8, nbytes, start) if nbytes else np.empty(0, np.uint8)
 

@@ -1,1 +1,1 @@
-"""On trainers, one for each rank: the process of the gRPC client."""
+"""On trainers, one for each rank: the process that receives batches."""

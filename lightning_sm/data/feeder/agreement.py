@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from msgspec.structs import asdict
+
 from lightning_sm.data.protocol.calls import Loaders, Problem, SetUp
+from lightning_sm.data.protocol.failures import USER_ERRORS
 from lightning_sm.errors import DataHostMismatchError
 
 # Training does not wait longer than this after the first reply; a host that replies later is compared then. Mismatches
@@ -125,7 +128,7 @@ class LoaderAgreements:
             agreement.add(host, reply, now)
             self.tick(now)
         # If the user's code failed on one host (a full disk, perhaps), a training that has begun continues without it.
-        elif not (agreement.is_reached and reply.error == "RemoteTransformError"):
+        elif not (agreement.is_reached and reply.error in USER_ERRORS):
             raise reply.exception(host)
 
     def tick(self, now: float) -> None:
@@ -156,5 +159,5 @@ def _loader_fields(reply: SetUp | Loaders) -> dict[str, str]:
         return {"missing": str(reply.missing)}
     fields = {"structure": str(reply.structure)}
     for loader in reply.loaders:
-        fields |= {f"{loader.name} {name}": str(value) for name, value in vars(loader).items()}
+        fields |= {f"{loader.name} {name}": str(value) for name, value in asdict(loader).items()}
     return fields

@@ -11,8 +11,8 @@ import json
 import re
 import reprlib
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,6 @@ _TENSOR_BITS = re.compile(r"[a-z]+(\d+)")
 # x87 extended precision: 10 bytes, and padding of any content.
 _EXTENDED_BYTES = 10
 _HAS_EXTENDED = np.finfo(np.longdouble).nmant == 63  # noqa: PLR2004  # the mantissa of x87
-
-_COMPARED_BYTES = 1 << 18
-
-_KINDS_OF_SCALARS = {"i": "int", "f": "float", "s": "str", "b": "bytes", "c": "complex"}
 
 
 class BatchBuild(NamedTuple):
@@ -69,16 +65,12 @@ def difference(first: BatchBuild, second: BatchBuild, num_samples: int) -> Batch
     Raises:
         WireError: A build is malformed.
     """
+    # An arena fills the space between leaves with zeros, so equal builds have equal bytes.
+    if first.structure == second.structure and np.array_equal(first.data, second.data):
+        return None
+    inexact = None
     try:
-        side = _Side.of(first)
-        if first.structure == second.structure:
-            other = side._replace(data=second.data)
-            if _have_equal_leaves(side, other):
-                return None
-        else:
-            other = _Side.of(second)
-        inexact = None
-        for found in _BuildComparison(side, other, num_samples).nodes(side.tree, other.tree, "batch", ()):
+        for found in _differences(_BuildReader(first).root(), _BuildReader(second).root(), "batch", (), num_samples):
             if not found.is_inexact:
                 return found
             inexact = inexact or found
@@ -96,255 +88,250 @@ class _Part(NamedTuple):
     is_inexact: bool
 
 
-class _ComparedLeaf(NamedTuple):
-    """A tensor, array, NumPy scalar or long bytes object.
+class _Array(NamedTuple):
+    """A tensor, array or NumPy scalar.
 
     Attributes:
-        description: Everything about it that must be equal, for messages.
+        text: What it is, for messages.
+        description: Everything about it that must be equal, besides its elements.
         dtype: The NumPy dtype of the elements; None: NumPy has none.
-        shape: Its shape.
-        elements: The bytes of the elements, of shape (elements, bytes of one).
+        items: The elements, each as one opaque item: this works for every dtype, also for what NumPy has none for.
         parts: What is compared of each element.
     """
 
+    text: str
     description: str
     dtype: Any
-    shape: list[int]
-    elements: npt.NDArray[np.uint8]
+    items: npt.NDArray[Any]
     parts: list[_Part]
 
+    @property
+    def key(self) -> Any:
+        """Equal for equal ones."""
+        return self.description, self.items.tobytes()
 
-class _Side(NamedTuple):
-    """One of the two builds.
+    def elements(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes of the elements, of shape (elements, bytes of one)."""
+        raw = np.ascontiguousarray(self.items).reshape(-1).view(np.uint8)
+        return raw.reshape(-1, self.items.itemsize)
+
+
+class _Value(NamedTuple):
+    """A value without parts that are compared by themselves.
 
     Attributes:
-        tree: The nodes of its header.
-        data: The bytes of its leaves.
-        remembered: Nodes to which others refer, in the order of ``encode``.
+        kind: Name of its type.
+        text: What it is, for messages.
+        content: Equal for equal values of this kind.
     """
 
-    tree: Any
-    data: npt.NDArray[np.uint8]
-    remembered: list[Any]
+    kind: str
+    text: str
+    content: Any
 
-    @classmethod
-    def of(cls, build: BatchBuild) -> _Side:
-        tree = json.loads(build.structure)[3]
-        return cls(tree, build.data, list(_remembered(tree)))
-
-    def resolve(self, node: Any) -> Any:
-        """Return a node, or the one to which it refers."""
-        return self.remembered[node[1]] if _kind(node) == "r" else node
-
-    def leaf(self, node: list[Any]) -> _ComparedLeaf:
-        """Return the leaf of a node."""
-        kind = node[0]
-        if kind == "t":
-            _, offset, name, shape, strides, flags = node
-            item_bytes = _tensor_item_bytes(name)
-            dtype = np.dtype(name) if hasattr(np, name) else None
-            parts = [_Part("", 0, item_bytes, is_inexact="float" in name or "complex" in name)]
-            if strides is not None:
-                strides = [step * item_bytes for step in strides]
-            more = f" with flags {flags}" if flags else ""
-            description = f"a tensor of {name}, shape {tuple(shape)}{more}"
-        else:
-            _, offset, dtype_description, shape, strides = node
-            dtype = _array_dtype(dtype_description)
-            item_bytes = dtype.itemsize
-            parts = _parts(dtype)
-            description = f"an array of {dtype}, shape {tuple(shape)}"
-        # As one opaque item each: this works for every dtype, and also for what NumPy has none for.
-        array: Any = np.ndarray(shape, f"V{item_bytes}", self.data, offset if 0 not in shape else 0, strides)
-        elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(-1, item_bytes)
-        return _ComparedLeaf(description, dtype, shape, elements, parts)
-
-    def long_bytes(self, node: list[Any]) -> bytes:
-        """Return the bytes object of a node."""
-        _, offset, length = node
-        return self.data[offset : offset + length].tobytes()
-
-    def plain(self, node: Any) -> Any:
-        """Return a key of a dict, or a member of a set, without references and offsets."""
-        node = self.resolve(node)
-        if _kind(node) in ("B", "A"):
-            return ["b", base64.b64encode(self.long_bytes(node)).decode("ascii")]
-        return [self.plain(item) for item in node] if type(node) is list else node
-
-    def plain_text(self, node: Any) -> str:
-        """Return ``plain`` as text that is equal only for equal keys of the same type."""
-        return json.dumps(self.plain(node))
+    @property
+    def key(self) -> Any:
+        """Equal for equal ones."""
+        return self.kind, self.content
 
 
-def _remembered(node: Any) -> Iterator[Any]:
-    """Yield the nodes that others may refer to, in the order in which ``encode`` numbers them."""
-    match node:
-        case ["t" | "a" | "B" | "A", *_]:
-            yield node
-        case ["p", _, parts]:
-            yield from _remembered(parts)
-            yield node
-        case ["x", _, _, base, _, [*values]]:
-            for item in (base, *values):
-                yield from _remembered(item)
-            if _kind(base) in ("t", "p"):  # a subclass of a tensor
-                yield node
-        case ["d" | "o", *items] | ["default", _, *items]:
-            for item in (*items[::2], *items[1::2]):
-                yield from _remembered(item)
-        case ["l" | "u" | "set" | "frozenset" | "slice", *items] | ["deque", _, *items]:
-            for item in items:
-                yield from _remembered(item)
+class _Container(NamedTuple):
+    """A list, dict or object.
+
+    Attributes:
+        kind: Which of these.
+        text: What it is, for messages.
+        own: What must be equal besides the children: the keys of a dict, the class of an object.
+        steps: The places of the children: numbers, or parts of a path.
+        children: The children.
+    """
+
+    kind: str
+    text: str
+    own: Any
+    steps: Sequence[int | str]
+    children: list[Any]
+
+    @property
+    def frame(self) -> Any:
+        """What must be equal besides the children."""
+        return self.kind, self.own, self.steps
+
+    @property
+    def key(self) -> Any:
+        """Equal for equal ones."""
+        return self.kind, self.own, tuple(_part(child).key for child in self.children)
 
 
-def _have_equal_leaves(first: _Side, second: _Side) -> bool:
-    """Return whether all leaves of two builds with equal headers are equal, without a look at any other node."""
-    for node in first.remembered:
-        if node[0] in ("B", "A"):
-            if first.long_bytes(node) != second.long_bytes(node):
-                return False
-        elif node[0] not in ("p", "x"):
-            own, other = first.leaf(node), second.leaf(node)
-            if any(_different_elements(own, other, part).any() for part in own.parts):
-                return False
-    return True
+_BatchPart: TypeAlias = _Array | _Value | _Container
+
+_SEQUENCES = {"l": "list", "u": "tuple", "deque": "deque"}
+# An object whose attributes are notes beside the data: MONAI's MetaTensor has ids of Python objects there.
+_TENSOR_WITH_NOTES = "tensor_with_attributes"
 
 
-class _BuildComparison(NamedTuple):
-    first: _Side
-    second: _Side
-    num_samples: int
+class _BuildReader:
+    """The parts of a build: references become what they refer to, and scalars of JSON stay as they are.
 
-    def nodes(self, one: Any, two: Any, path: str, rows: tuple[int, ...]) -> Iterator[BatchDifference]:
-        """Yield the differences of two nodes, which are ``rows`` of the batch or (empty) any part of it."""
-        one, two = self.first.resolve(one), self.second.resolve(two)
-        kind = _kind(one)
-        if kind != _kind(two):
-            yield self._different(one, two, path, rows)
-        elif kind in ("t", "a"):
-            yield from self._arrays(self.first.leaf(one), self.second.leaf(two), path, rows)
-        elif kind == "n":
-            yield from self._arrays(_scalar_leaf(one), _scalar_leaf(two), path, rows)
-        elif kind in ("float", "complex"):
-            if _float_bits(one) != _float_bits(two):
-                yield self._different(one, two, path, rows)._replace(is_inexact=True)
-        elif kind in ("l", "u"):
-            yield from self._lists(one, two, path, rows)
-        elif kind in ("d", "o"):
-            yield from self._dicts(one, two, path, rows)
-        elif kind in ("deque", "default"):
-            if one[1] != two[1]:  # the maximum length, or the default factory
-                yield self._different(one, two, path, rows)
-                return
-            compare = self._lists if kind == "deque" else self._dicts
-            yield from compare(one[1:], two[1:], path, rows)
-        elif kind in ("x", "p"):
-            yield from self._objects(one, two, path, rows)
-        elif not self._is_equal(kind, one, two):
-            yield self._different(one, two, path, rows)
+    Args:
+        build: The build.
+    """
 
-    def _different(self, one: Any, two: Any, path: str, rows: tuple[int, ...]) -> BatchDifference:
-        return BatchDifference(path, (_text(self.first, one), _text(self.second, two)), rows=rows)
+    def __init__(self, build: BatchBuild) -> None:
+        self._build = build
+        self._remembered: list[Any] = []  # in the order in which ``encode`` numbers them
 
-    def _is_equal(self, kind: str, one: Any, two: Any) -> bool:
-        """Compare nodes without leaves of their own."""
-        if kind in ("B", "A"):
-            return self.first.long_bytes(one) == self.second.long_bytes(two)
+    def root(self) -> Any:
+        """Return the batch."""
+        return self._read(json.loads(self._build.structure)[3])
+
+    def _read(self, node: Any) -> Any:
+        if type(node) is not list:
+            return node
+        kind, *items = node
+        if kind == "r":
+            return self._remembered[items[0]]
+        read = _READERS.get(kind)
+        found: Any = self._collection(kind, items) if read is None else read(self, *items)
+        if kind in ("t", "a", "B", "A", "p") or (kind == "x" and found.kind == _TENSOR_WITH_NOTES):
+            self._remembered.append(found)
+        return found
+
+    def _collection(self, kind: str, items: list[Any]) -> _BatchPart:
+        length = items.pop(0) if kind == "deque" else None
+        children = [self._read(item) for item in items]
+        if kind in _SEQUENCES:
+            more = "" if kind != "deque" else f" (maxlen={length})"
+            text = f"a {_SEQUENCES[kind]} of length {len(items)}{more}"
+            return _Container(kind, text, length, range(len(items)), children)
         if kind in ("set", "frozenset"):
-            members = sorted(map(self.first.plain_text, one[1:]))
-            return members == sorted(map(self.second.plain_text, two[1:]))
-        return self.first.plain_text(one) == self.second.plain_text(two)
+            members = _listed(sorted(map(_key_text, children)))
+            key = sorted(repr(_part(child).key) for child in children)
+            return _Value(kind, f"a {kind} of {len(items)} items: {members}", key)
+        parts = [_part(child) for child in children]
+        return _Value(kind, f"{kind}({', '.join(one.text for one in parts)})", [one.key for one in parts])
 
-    def _lists(self, one: list[Any], two: list[Any], path: str, rows: tuple[int, ...]) -> Iterator[BatchDifference]:
-        if len(one) != len(two):
-            yield self._different(one, two, path, rows)
-            return
-        has_rows = len(one) - 1 == self.num_samples and not rows
-        for position, (child, other) in enumerate(zip(one[1:], two[1:], strict=True)):
-            yield from self.nodes(child, other, f"{path}[{position}]", (position,) if has_rows else rows)
+    def _bytes(self, offset: int, length: int) -> bytes:
+        return self._build.data[offset : offset + length].tobytes()
 
-    def _dicts(self, one: list[Any], two: list[Any], path: str, rows: tuple[int, ...]) -> Iterator[BatchDifference]:
-        keys = [self.first.plain_text(key) for key in one[1::2]]
-        if keys != [self.second.plain_text(key) for key in two[1::2]]:
-            yield self._different(one, two, path, rows)
-            return
-        for key, value, other in zip(one[1::2], one[2::2], two[2::2], strict=True):
-            text = json.dumps(key, ensure_ascii=False) if type(key) is str else _text(self.first, key)
-            yield from self.nodes(value, other, f"{path}[{text}]", rows)
+    def _tensor(self, offset: int, name: str, shape: list[int], strides: list[int] | None, flags: int) -> _Array:
+        item_bytes = _tensor_item_bytes(name)
+        more = f" with flags {flags}" if flags else ""
+        text = f"a tensor of {name}, shape {tuple(shape)}{more}"
+        part = _Part("", 0, item_bytes, is_inexact="float" in name or "complex" in name)
+        steps = None if strides is None else [step * item_bytes for step in strides]
+        dtype = np.dtype(name) if hasattr(np, name) else None
+        return _Array(text, text, dtype, self._items(offset, item_bytes, shape, steps), [part])
 
-    def _objects(self, one: list[Any], two: list[Any], path: str, rows: tuple[int, ...]) -> Iterator[BatchDifference]:
-        """Compare objects of known classes (value and attributes), or of registered ones (their parts)."""
-        if one[1] != two[1] or (one[0] == "x" and (one[2], one[4]) != (two[2], two[4])):
-            yield self._different(one, two, path, rows)
-        elif one[0] == "p":
-            yield from self.nodes(one[2], two[2], f"{path}.parts", rows)
-        else:
-            yield from self.nodes(one[3], two[3], path, rows)
-            # Attributes of tensors are notes beside the data: MONAI's MetaTensor has ids of Python objects there.
-            is_note = _kind(one[3]) in ("t", "p")
-            for name, value, other in zip(one[4], one[5], two[5], strict=True):
-                for found in self.nodes(value, other, f"{path}.{name}", rows):
-                    yield found._replace(is_inexact=True) if is_note else found
+    def _numpy_array(self, offset: int, described: Any, shape: list[int], strides: list[int] | None) -> _Array:
+        dtype = _array_dtype(described)
+        text = f"an array of {dtype}, shape {tuple(shape)}"
+        return _Array(text, text, dtype, self._items(offset, dtype.itemsize, shape, strides), _parts(dtype))
 
-    def _arrays(
-        self, one: _ComparedLeaf, two: _ComparedLeaf, path: str, rows: tuple[int, ...]
-    ) -> Iterator[BatchDifference]:
-        if one.description != two.description:
-            yield BatchDifference(path, (one.description, two.description), rows=rows)
-            return
-        for part in one.parts:
-            places = np.flatnonzero(_different_elements(one, two, part))
-            if not len(places):
-                continue
-            index = [int(position) for position in np.unravel_index(places[0], one.shape)] if one.shape else []
-            texts = [_element_text(leaf, int(places[0]), part) for leaf in (one, two)]
-            if one.shape and one.shape[0] == self.num_samples and not rows:
-                size = len(one.elements) // one.shape[0]
-                rows = tuple(np.unique(places // size).tolist())
-            yield BatchDifference(
-                path + (f"[{', '.join(map(str, index))}]" if index else "") + part.field,
-                _distinct(texts, one, two, int(places[0])),
-                is_inexact=part.is_inexact,
-                rows=rows,
-                num_different=len(places),
-                num_elements=len(one.elements),
-            )
+    def _items(self, offset: int, item_bytes: int, shape: list[int], strides: Any) -> npt.NDArray[Any]:
+        return np.ndarray(shape, f"V{item_bytes}", self._build.data, offset if 0 not in shape else 0, strides)
+
+    def _mapping(self, name: str, items: Sequence[Any]) -> _Container:
+        keys = [self._read(key) for key in items[::2]]
+        children = [self._read(value) for value in items[1::2]]
+        text = f"{name} with the keys {_listed(map(_key_text, keys))}"
+        steps = [f"[{json.dumps(key, ensure_ascii=False) if type(key) is str else _key_text(key)}]" for key in keys]
+        return _Container(name, text, [_part(key).key for key in keys], steps, children)
+
+    def _registered(self, name: str, parts: Any) -> _Container:
+        return _Container("p", f"an object of {name}", name, [".parts"], [self._read(parts)])
+
+    def _instance(self, name: str, fields: Any, base: Any, names: list[str], values: list[Any]) -> _Container:
+        kind = _TENSOR_WITH_NOTES if type(base) is list and base[0] in ("t", "p") else "x"
+        children = [self._read(item) for item in (base, *values)]
+        return _Container(kind, f"an object of {name}", (name, fields), ["", *(f".{each}" for each in names)], children)
 
 
-def _kind(node: Any) -> str:
-    """Return the kind of a node; a scalar has the name of its type, in whichever way it is written."""
-    if type(node) is not list:
-        return type(node).__name__
-    kind: str = node[0]
-    return _KINDS_OF_SCALARS.get(kind, kind)
+def _numpy_scalar(described: Any, content: str) -> _BatchPart:
+    dtype = _array_dtype(described)
+    description = f"a NumPy scalar of {dtype}"
+    if not dtype.itemsize:  # empty text, of which NumPy has no items
+        return _Value(description, repr(""), content)
+    raw = bytes.fromhex(content).ljust(dtype.itemsize, b"\0")
+    items = np.frombuffer(raw, f"V{len(raw)}").reshape(())
+    found = _Array("", description, dtype, items, _parts(dtype))
+    return found._replace(text=_element_text(found, raw, found.parts[0]))
 
 
-def _float_bits(node: Any) -> str:
-    if type(node) is list:
-        text: str = node[1]
-        return text
-    return struct.pack("<d", node).hex()
+# What reads the kinds of nodes that are no plain collections of others.
+_READERS: dict[str, Callable[..., _BatchPart]] = {
+    "i": lambda _, digits: _Value("int", _short(digits), digits),
+    "f": lambda _, bits: _Value("float", repr(struct.unpack("<d", bytes.fromhex(bits))[0]), bits),
+    "c": lambda _, bits: _Value("complex", repr(complex(*struct.unpack("<dd", bytes.fromhex(bits)))), bits),
+    "s": lambda _, code: _value(bytes.fromhex(code).decode("utf-8", "surrogatepass")),
+    "b": lambda _, code: _value(base64.b64decode(code)),
+    "e": lambda _, *names: _Value("enum", ".".join(names), names),
+    "n": lambda _, dtype, content: _numpy_scalar(dtype, content),
+    "t": _BuildReader._tensor,
+    "a": _BuildReader._numpy_array,
+    "B": lambda reader, *place: _value(reader._bytes(*place)),
+    "A": lambda reader, *place: _value(bytearray(reader._bytes(*place))),
+    "d": lambda reader, *items: reader._mapping("a dict", items),
+    "o": lambda reader, *items: reader._mapping("an OrderedDict", items),
+    "default": lambda reader, factory, *items: reader._mapping(f"a defaultdict of {factory}", items),
+    "p": _BuildReader._registered,
+    "x": _BuildReader._instance,
+}
 
 
-def _different_elements(one: _ComparedLeaf, two: _ComparedLeaf, part: _Part) -> npt.NDArray[np.bool_]:
-    """Return which elements differ in a part, of shape (elements,)."""
-    if part.size == one.elements.shape[1] and _has_equal_bytes(one, two):
-        return np.zeros(len(one.elements), np.bool_)
-    columns = slice(part.start, part.start + part.size)
-    different: npt.NDArray[np.bool_] = np.any(one.elements[:, columns] != two.elements[:, columns], axis=1)
-    return different
+def _part(value: Any) -> _BatchPart:
+    """Return a part that a reader has returned; a scalar of JSON as a value."""
+    if isinstance(value, (_Array, _Value, _Container)):
+        return value
+    content = struct.pack("<d", value).hex() if type(value) is float else value
+    return _Value(type(value).__name__, _short(value), content)
 
 
-def _has_equal_bytes(one: _ComparedLeaf, two: _ComparedLeaf) -> bool:
-    """Return whether all bytes are equal: in pieces that stay in the caches, and in words of 8 bytes."""
-    first, second = one.elements.reshape(-1), two.elements.reshape(-1)
-    for start in range(0, len(first), _COMPARED_BYTES):
-        pieces: list[npt.NDArray[Any]] = [each[start : start + _COMPARED_BYTES] for each in (first, second)]
-        if len(pieces[0]) % 8 == 0:
-            pieces = [piece.view(np.uint64) for piece in pieces]
-        if not np.array_equal(pieces[0], pieces[1]):
-            return False
-    return True
+def _differences(
+    first: Any, second: Any, path: str, rows: tuple[int, ...], num_samples: int
+) -> Iterator[BatchDifference]:
+    """Yield the differences of two parts, which are ``rows`` of the batch or (empty) any part of it."""
+    one, two = _part(first), _part(second)
+    if isinstance(one, _Array) and isinstance(two, _Array):
+        yield from _array_differences(one, two, path, rows, num_samples)
+    elif isinstance(one, _Container) and isinstance(two, _Container) and one.frame == two.frame:
+        has_rows = one.kind in _SEQUENCES and len(one.children) == num_samples and not rows
+        for place, (step, child, other) in enumerate(zip(one.steps, one.children, two.children, strict=True)):
+            child_path = path + (f"[{step}]" if isinstance(step, int) else step)
+            child_rows = (place,) if has_rows else rows
+            for found in _differences(child, other, child_path, child_rows, num_samples):
+                yield found._replace(is_inexact=True) if place and one.kind == _TENSOR_WITH_NOTES else found
+    elif isinstance(one, _Value) and isinstance(two, _Value) and one.kind == two.kind:
+        if one.content != two.content:
+            yield BatchDifference(path, (one.text, two.text), one.kind in ("float", "complex"), rows)
+    else:
+        yield BatchDifference(path, (one.text, two.text), rows=rows)
+
+
+def _array_differences(
+    one: _Array, two: _Array, path: str, rows: tuple[int, ...], num_samples: int
+) -> Iterator[BatchDifference]:
+    if one.description != two.description:
+        yield BatchDifference(path, (one.description, two.description), rows=rows)
+        return
+    shape = one.items.shape
+    first, second = one.elements(), two.elements()
+    for part in one.parts:
+        columns = slice(part.start, part.start + part.size)
+        places = np.flatnonzero(np.any(first[:, columns] != second[:, columns], axis=1))
+        if not len(places):
+            continue
+        index = [int(position) for position in np.unravel_index(places[0], shape)] if shape else []
+        if shape and shape[0] == num_samples and not rows:
+            rows = tuple(np.unique(places // (len(first) // shape[0])).tolist())
+        yield BatchDifference(
+            path + (f"[{', '.join(map(str, index))}]" if index else "") + part.field,
+            _distinct(one, part, *(each[places[0]].tobytes() for each in (first, second))),
+            is_inexact=part.is_inexact,
+            rows=rows,
+            num_different=len(places),
+            num_elements=len(first),
+        )
 
 
 def _tensor_item_bytes(name: str) -> int:
@@ -391,87 +378,42 @@ def _parts(dtype: Any, field: str = "", start: int = 0) -> list[_Part]:
     return [_Part(field, start, dtype.itemsize, is_inexact)]
 
 
-def _scalar_leaf(node: list[Any]) -> _ComparedLeaf:
-    _, dtype_description, text = node
-    dtype = _array_dtype(dtype_description)
-    elements = np.frombuffer(bytes.fromhex(text).ljust(dtype.itemsize, b"\0"), np.uint8).reshape(1, -1)
-    return _ComparedLeaf(f"a NumPy scalar of {dtype}", dtype, [], elements, _parts(dtype))
-
-
 # Texts for messages
 
 
-def _element_text(leaf: _ComparedLeaf, place: int, part: _Part) -> str:
-    raw = leaf.elements[place].tobytes()
-    if leaf.dtype is None or leaf.dtype.names is not None or not raw:
+def _element_text(array: _Array, raw: bytes, part: _Part) -> str:
+    if array.dtype is None or array.dtype.names is not None or not raw:
         return f"0x{raw[part.start : part.start + part.size][::-1].hex()}"
-    return _short(np.frombuffer(raw, leaf.dtype)[0].item())
+    return _short(np.frombuffer(raw, array.dtype)[0].item())
 
 
-def _distinct(texts: Iterable[str], one: _ComparedLeaf, two: _ComparedLeaf, place: int) -> tuple[str, str]:
+def _distinct(array: _Array, part: _Part, first: bytes, second: bytes) -> tuple[str, str]:
     """Return texts of two elements, with their bits if they look the same."""
-    first, second = texts
-    if first != second:
-        return first, second
-    bits = [leaf.elements[place].tobytes()[::-1].hex() for leaf in (one, two)]
-    return f"{first} (0x{bits[0]})", f"{second} (0x{bits[1]})"
+    texts = _element_text(array, first, part), _element_text(array, second, part)
+    if texts[0] != texts[1]:
+        return texts
+    return f"{texts[0]} (0x{first[::-1].hex()})", f"{texts[1]} (0x{second[::-1].hex()})"
 
 
-def _text(side: _Side, node: Any) -> str:
-    """Return what a node stands for: scalars as Python writes them, containers by kind and size."""
-    if type(node) is not list:
-        return _short(node)
-    to_text = _TEXTS.get(node[0])
-    return f"{node[0]}{tuple(node[1:])}" if to_text is None else to_text(side, node)
+def _value(value: Any) -> _Value:
+    return _Value(type(value).__name__, _short(value), value)
 
 
-def _sequence_text(_side: _Side, node: list[Any]) -> str:
-    return f"a {'list' if node[0] == 'l' else 'tuple'} of length {len(node) - 1}"
+def _key_text(value: Any) -> str:
+    """Return the text of a key of a dict, or of a member of a set, with the items of a tuple."""
+    part = _part(value)
+    return f"({', '.join(map(_key_text, part.children))})" if isinstance(part, _Container) else part.text
 
 
-def _set_text(side: _Side, node: list[Any]) -> str:
-    members = _short(sorted(map(side.plain_text, node[1:])))
-    return f"a {node[0]} of {len(node) - 1} items: {members}"
-
-
-def _dict_text(side: _Side, node: list[Any]) -> str:
-    return f"a dict with the keys {_short([side.plain(key) for key in node[1::2]])}"
-
-
-def _scalar_text(_side: _Side, node: list[Any]) -> str:
-    leaf = _scalar_leaf(node)
-    return _element_text(leaf, 0, leaf.parts[0])
-
-
-_TEXTS: dict[str, Callable[[_Side, list[Any]], str]] = {
-    "t": lambda side, node: side.leaf(node).description,
-    "a": lambda side, node: side.leaf(node).description,
-    "n": _scalar_text,
-    "B": lambda side, node: _short(side.long_bytes(node)),
-    "A": lambda side, node: _short(side.long_bytes(node)),
-    "i": lambda _, node: _short(node[1]),
-    "f": lambda _, node: repr(struct.unpack("<d", bytes.fromhex(node[1]))[0]),
-    "c": lambda _, node: repr(complex(*struct.unpack("<dd", bytes.fromhex(node[1])))),
-    "s": lambda _, node: _short(bytes.fromhex(node[1]).decode("utf-8", "surrogatepass")),
-    "b": lambda _, node: _short(base64.b64decode(node[1])),
-    "l": _sequence_text,
-    "u": _sequence_text,
-    "deque": lambda _, node: f"a deque of length {len(node) - 2} (maxlen={node[1]})",
-    "default": lambda side, node: f"a defaultdict of {node[1]}, {_dict_text(side, ['d', *node[2:]])}",
-    "set": _set_text,
-    "frozenset": _set_text,
-    "d": _dict_text,
-    "o": _dict_text,
-    "e": lambda _, node: f"{node[1]}.{node[2]}",
-    "x": lambda _, node: f"an object of {node[1]}",
-    "p": lambda _, node: f"an object of {node[1]}",
-}
+def _listed(texts: Iterable[str]) -> str:
+    shown = list(texts)
+    return f"[{', '.join(shown[:_NUM_SHOWN])}{', ...' if len(shown) > _NUM_SHOWN else ''}]"
 
 
 def _short(value: Any) -> str:
     return _REPR.repr(value)
 
 
+_NUM_SHOWN = 20
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 120
-_REPR.maxlist = 20

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import queue
 import random
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
-import grpc
+from msgspec.structs import replace
 
-from lightning_sm.data.protocol import calls, grpc_transport
+from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.calls import (
     FinishRequest,
     HeartbeatRequest,
@@ -27,10 +26,13 @@ from lightning_sm.data.protocol.calls import (
     Request,
 )
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.frames import frames
+from lightning_sm.data.protocol.frames import Destination, FrameReader
+from lightning_sm.data.protocol.grpc_call import Call
+from lightning_sm.data.protocol.grpc_client import GrpcChannel
+from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
 from lightning_sm.data.protocol.probe import diagnose
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
-from lightning_sm.data.protocol.tls import fatal_hint
+from lightning_sm.data.protocol.tls import certificate_hint
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireError
 
@@ -53,16 +55,8 @@ _SNAPSHOT_TIMEOUT_S = 900.0
 # A snapshot of this size gets a line in the log.
 _LARGE_SNAPSHOT_BYTES = 256_000_000
 
-# Errors that a retry cannot fix.
-_FATAL = (
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.INVALID_ARGUMENT,
-)
 # A host that still shows the same reason to refuse the first connection after this time is not just shutting down.
 _CONFIRM_S = 3.0
-_NOT_LISTENING = "Connection refused"
 
 
 class LinkState(Enum):
@@ -82,6 +76,10 @@ class Owner(Protocol):
     def figures(self) -> RankFigures | None:
         """Measurements of this rank, sent with every heartbeat."""
 
+    @property
+    def bad_samples(self) -> Sequence[calls.BadSample]:
+        """The bad samples that this rank knows of, sent with every heartbeat."""
+
     def link_up(self, link: HostLink) -> None:
         """Note that the host is connected and has opened all loaders."""
 
@@ -98,7 +96,10 @@ class Owner(Protocol):
         """Note that the host will never do what is requested."""
 
     def link_frame(self, link: HostLink, request_id: int, kind: int, value: int, payload: memoryview) -> None:
-        """Take a part of an answer."""
+        """Take a part of an answer that is no piece of a batch."""
+
+    def link_piece(self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int) -> Destination | None:
+        """Return where a piece of a batch goes, and who is told when it has arrived; None: nobody wants it."""
 
 
 class HostLink:
@@ -125,8 +126,7 @@ class HostLink:
         self._client = client
         self._owner = owner
         self._credentials = credentials
-        self._metadata = grpc_transport.metadata(credentials)
-        self._channel = grpc_transport.open_channel(address, credentials)
+        self._channel = GrpcChannel(address, credentials)
         self._wanted: dict[str, OpenRequest] = {}
         self._opened: set[str] = set()
         self._is_stale = False
@@ -137,14 +137,16 @@ class HostLink:
         self._usual_period_s = heartbeat_period_s(client.world_size)
         self._period_s = self._usual_period_s
         self._lock = threading.Lock()
-        self._requests: queue.SimpleQueue[bytes | None] | None = None
-        self._call: Any = None
-        # For a stream to a network process of the data host; and the port of a network process that was unreachable.
-        self._stream_channel: Any = None
+        self._stream: _Stream | None = None
+        # Batches have a connection of their own: heartbeats must be answered also while the owner takes no batches.
+        self._stream_channel: GrpcChannel | None = None
+        # Port of a network process of the data host that was unreachable.
         self._failed_port = 0
         # Held while the owner is notified that the host is up or lost, so that notifications keep their order.
         self._notifying = threading.RLock()
         self._nudge = threading.Event()
+        # Held for each heartbeat: one that the host took after the end of the training would begin another one there.
+        self._beating = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._stay_connected, name=f"link {address}", daemon=True).start()
 
@@ -179,9 +181,9 @@ class HostLink:
 
     def send(self, message: bytes) -> None:
         """Send frames. If the stream is broken, they are lost; ``link_lost`` notifies the owner."""
-        requests = self._requests
-        if requests is not None:
-            requests.put(message)
+        stream = self._stream
+        if stream is not None:
+            stream.call.send(message)
 
     def reopen(self) -> None:
         """Open all loaders again, because the host has lost some: it may have restarted unnoticed."""
@@ -192,17 +194,15 @@ class HostLink:
         """Fetch the order of the user's sampler: its size and, if ``wants_keys``, the rank's part as raw int64.
 
         Raises:
-            grpc.RpcError: The call failed.
+            CallError: The call failed.
         """
-        method = self._channel.stream_stream(grpc_transport.method("List"))
-        answer = method(iter([request.encode()]), metadata=self._metadata, timeout=_SAMPLER_TIMEOUT_S)
-        return b"".join(answer)
+        return self._channel.stream(request.NAME, [request.encode()], _SAMPLER_TIMEOUT_S)
 
     def count(self, request: calls.CountRequest) -> bytes:
         """Fetch the number of batches in shards of an iterable dataset.
 
         Raises:
-            grpc.RpcError: The call failed.
+            CallError: The call failed.
         """
         return self._unary(request, _CALL_TIMEOUT_S)
 
@@ -210,10 +210,12 @@ class HostLink:
         """Tell the host how the training ended, and close the connection."""
         self._closed.set()
         self._nudge.set()
+        with self._beating:
+            pass
         try:
             self._unary(FinishRequest(self._client.client, outcome, is_success), _FINISH_TIMEOUT_S)
-        except grpc.RpcError as error:
-            logger.debug("Could not notify data host %s that the training ended: %s", self.name, describe(error))
+        except CallError as error:
+            logger.debug("Could not notify data host %s that the training ended: %s", self.name, error)
         self._break_stream()
         self._channel.close()
 
@@ -222,9 +224,7 @@ class HostLink:
         self.detail = detail
 
     def _unary(self, request: Request, timeout_s: float) -> bytes:
-        method = self._channel.unary_unary(grpc_transport.method(request.NAME))
-        answer: bytes = method(request.encode(), metadata=self._metadata, timeout=timeout_s)
-        return answer
+        return self._channel.unary(request.NAME, request.encode(), timeout_s)
 
     # The connection
 
@@ -232,36 +232,36 @@ class HostLink:
         while not self._closed.is_set():
             began = time.monotonic()
             try:
-                request = replace(self._client, figures=self._owner.figures)
-                self.report = HostReport.parse(self._unary(request, _HEARTBEAT_TIMEOUT_S))
+                request = replace(self._client, figures=self._owner.figures, bad_samples=list(self._owner.bad_samples))
+                with self._beating:
+                    if self._closed.is_set():
+                        return
+                    self.report = HostReport.parse(self._unary(request, _HEARTBEAT_TIMEOUT_S))
                 self._num_silent = 0
                 self._open_wanted()
-            except grpc.RpcError as error:
+            except CallError as error:
                 self._call_failed(error)
             except Exception as error:  # noqa: BLE001  # _refuse_for reports it
-                if not self._closed.is_set():  # gRPC refuses calls on a channel that was closed meanwhile
-                    self._refuse_for(error)
+                self._refuse_for(error)
                 return
             period_s = self._period_s * random.uniform(0.8, 1.2)  # noqa: S311  # so that not all ranks call at once
             self._nudge.wait(max(0.0, began + period_s - time.monotonic()))
             self._nudge.clear()
 
-    def _call_failed(self, error: Any) -> None:
-        code = error.code()
-        details = str(error.details())
+    def _call_failed(self, error: CallError) -> None:
         was_reached = self.report is not None
-        hint = "" if was_reached else fatal_hint(details)
-        if code in _FATAL or hint:
+        hint = "" if was_reached else certificate_hint(error.__cause__)
+        if error.is_final or hint:
             self._closed.set()
-            self._refuse(DataHostMismatchError(f"{details}{hint} (data host at {self.address})"))
+            self._refuse(DataHostMismatchError(f"{error.details}{hint} (data host at {self.address})"))
             return
-        is_silent = code is grpc.StatusCode.DEADLINE_EXCEEDED
+        is_silent = error.code is CallStatus.DEADLINE_EXCEEDED
         self._num_silent += is_silent
-        is_tolerated = self._call is not None and is_silent and self._num_silent < _MAX_SILENT
+        is_tolerated = self._stream is not None and is_silent and self._num_silent < _MAX_SILENT
         if not self._closed.is_set() and not is_tolerated:
             state = LinkState.SILENT if is_silent else LinkState.CONNECTING
-            self._lose(state, describe(error) + (f"; {self._diagnosis}" if self._diagnosis else ""))
-            if not was_reached and _NOT_LISTENING not in details:
+            self._lose(state, str(error) + (f"; {self._diagnosis}" if self._diagnosis else ""))
+            if not was_reached and not isinstance(error.__cause__, ConnectionRefusedError):
                 self._diagnose()
 
     def _diagnose(self) -> None:
@@ -319,12 +319,11 @@ class HostLink:
     def _send_snapshot(self, digest: str, fd: int, num_bytes: int) -> None:
         self._set_state(LinkState.OPENING, f"the DataModule is being sent ({num_bytes / 1e6:.0f} MB)")
         began = time.monotonic()
-        method = self._channel.stream_unary(grpc_transport.method(LoadRequest.NAME))
         try:
             with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
                 pieces = (memory[start : start + CHUNK_BYTES] for start in range(0, num_bytes, CHUNK_BYTES))
                 head = LoadRequest(digest, num_bytes).encode()
-                method(chain([head], pieces), metadata=self._metadata, timeout=_SNAPSHOT_TIMEOUT_S)
+                self._channel.stream_unary(LoadRequest.NAME, chain([head], pieces), _SNAPSHOT_TIMEOUT_S)
         finally:
             os.close(fd)
         seconds = time.monotonic() - began
@@ -339,7 +338,7 @@ class HostLink:
 
     def _come_up(self) -> None:
         with self._notifying:
-            is_new = self._call is None
+            is_new = self._stream is None
             if is_new:
                 self._start_stream()
             self._set_state(LinkState.UP, "")
@@ -363,59 +362,38 @@ class HostLink:
     # The stream of requests and answers
 
     def _start_stream(self) -> None:
-        requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        channel = self._channel
         port = self.report.stream_port if self.report is not None else 0
         if port == self._failed_port:
             port = 0
-        if port:
-            address = f"{self.address.rpartition(':')[0]}:{port}"
-            channel = self._stream_channel = grpc_transport.open_channel(address, self._credentials)
-        method = channel.stream_stream(grpc_transport.method("Fetch"))
-        call = method(iter(requests.get, None), metadata=self._metadata)
+        address = f"{self.address.rpartition(':')[0]}:{port}" if port else self.address
+        channel = self._stream_channel = GrpcChannel(address, self._credentials, self._channel.context)
+        stream = _Stream(self, self._owner, port)
+        stream.call = channel.open("Fetch", stream, requests=None)
         with self._lock:
-            self._requests = requests
-            self._call = call
-        arguments = (call, port)
-        threading.Thread(target=self._receive, args=arguments, name=f"stream {self.address}", daemon=True).start()
+            self._stream = stream
 
-    def _receive(self, call: Iterator[bytes], port: int) -> None:
-        detail = "the data host closed the stream"
-        has_received = False
-        try:
-            for message in call:
-                has_received = True
-                self._num_silent = 0  # a host that sends batches is alive, even if it is too busy for heartbeats
-                for request_id, kind, value, payload in frames(message):
-                    self._owner.link_frame(self, request_id, kind, value, payload)
-        except grpc.RpcError as error:
-            detail = describe(error)
-            # This text is gRPC's only sign of a message that is too large. A retry would get the same message.
-            if "larger than max" in detail:
-                self._refuse(WireError(f"data host {self.name}: {detail}"))
-        except Exception as error:  # noqa: BLE001  # _refuse_for reports it
+    def received(self) -> None:
+        """Note that the host is alive, even if it is too busy for heartbeats."""
+        self._num_silent = 0
+
+    def stream_ended(self, stream: _Stream, error: Exception | None) -> None:
+        """Note that the stream has ended, in the thread of its connection."""
+        if not stream.has_received:
+            self._failed_port = stream.port  # do not use it again: a firewall may admit only that of the data host
+        if error is not None and not isinstance(error, CallError):
             self._refuse_for(error)
-        if not has_received:
-            self._failed_port = port  # do not use it again: a firewall may admit only the port of the data host
         with self._notifying:
-            if call is self._call and not self._closed.is_set():
-                self._lose(LinkState.CONNECTING, detail)
+            if stream is self._stream and not self._closed.is_set():
+                self._lose(LinkState.CONNECTING, "the data host closed the stream" if error is None else str(error))
 
     def _break_stream(self) -> bool:
         """End the stream, and return whether there was one."""
         with self._lock:
-            requests = self._requests
-            call = self._call
-            self._requests = None
-            self._call = None
-        if requests is not None:
-            requests.put(None)
-        if call is not None:
-            call.cancel()
+            stream, self._stream = self._stream, None
         if self._stream_channel is not None:
             self._stream_channel.close()
             self._stream_channel = None
-        return call is not None
+        return stream is not None
 
     def _refuse_for(self, error: Exception) -> None:
         """Report an exception that ends a thread of the link: otherwise, training would wait forever."""
@@ -428,11 +406,35 @@ class HostLink:
         self._owner.link_refused(error)
 
 
+class _Stream(FrameReader):
+    """The stream of requests and answers; its methods are called in the thread of the connection.
+
+    Args:
+        link: The link.
+        owner: Receives the answers.
+        port: Port of the network process that sends them; 0: the data host's own.
+    """
+
+    call: Call
+
+    def __init__(self, link: HostLink, owner: Owner, port: int) -> None:
+        super().__init__(partial(owner.link_frame, link), partial(owner.link_piece, link))
+        self.has_received = False
+        self.port = port
+        self._link = link
+
+    def begin(self, num_bytes: int) -> None:
+        """Prepare for a message."""
+        self.has_received = True
+        self._link.received()
+        super().begin(num_bytes)
+
+    def end(self, error: Exception | None) -> None:
+        """Take back the memory that was not filled, before the requests are sent to others."""
+        self.close()
+        self._link.stream_ended(self, error)
+
+
 def heartbeat_period_s(num_ranks: int) -> float:
     """Return the mean time between two heartbeats of a rank to a data host, in seconds."""
     return max(_HEARTBEAT_PERIOD_S, num_ranks / _MAX_HEARTBEATS_PER_S)
-
-
-def describe(error: Any) -> str:
-    """Return the text of a ``grpc.RpcError``, whose own text has many lines."""
-    return f"{error.code().name.lower().replace('_', ' ')} ({error.details()})"

@@ -12,16 +12,19 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 
-import numpy as np
+from msgspec.structs import replace
 
 from lightning_sm.data.feeder.agreement import LoaderAgreements
+from lightning_sm.data.feeder.answer import Piece
+from lightning_sm.data.feeder.bad_samples import BadSamples, run_of
 from lightning_sm.data.feeder.batch_difference import BatchDifference
+from lightning_sm.data.feeder.equal_shards import EqualShards
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
-from lightning_sm.data.feeder.pass_buffer import PassBuffer
+from lightning_sm.data.feeder.pass_buffer import InFlightRange, LoaderKey, PassBuffer
 from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, length_of, plan_pass
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
@@ -30,18 +33,21 @@ from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.plan.replacement import replacement
 from lightning_sm.data.plan.shards import ShardSteps
-from lightning_sm.data.protocol.calls import Loaders, Problem, SetUp
+from lightning_sm.data.protocol.calls import BadSample, Loaders, Problem, SetUp
 from lightning_sm.data.protocol.failures import LOST_WORKERS, Failure, first_line
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
-from lightning_sm.data.protocol.spec import BatchSpec, StepRangeSpec
-from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
+from lightning_sm.errors import BatchTooLargeError, DataServiceError, RemoteTransformError, WireError
 
 logger = logging.getLogger(__name__)
 
 # While an answer is in transit, its worker needs another request: send a host one more than it has workers.
 _EXTRA_CREDITS = 1
+
+# Of what a bad sample raises.
+_MAX_TEXT_CHARS = 200
 
 
 class Feeder:
@@ -60,13 +66,13 @@ class Feeder:
         self._lock = threading.RLock()
         self._scheduler = Scheduler(settings.hedge_factor)
         self._verifier = Verifier(settings.verify, settings.verify_share, lambda address: self._links[address].name)
+        self._equal_shards = EqualShards(settings.verify)
+        self._bad_samples = BadSamples()
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, PassBuffer] = {}
-        self._requests: dict[int, StepRequest] = {}
-        # Bytes of the largest batch by opening and loader: the window of a later pass is right from its first request.
-        self._largest: dict[tuple[str, int], int] = {}
+        # Bytes of the largest batch by loader: the window of a later pass is right from its first request.
+        self._largest: dict[LoaderKey, int] = {}
         self._closed_early: set[int] = set()
-        self._held: set[int] = set()  # passes that do not end before the check of a batch
         # Local workers start later than the data hosts: do not wait for them.
         num_hosts = sum(not kinds.is_local(address) for address in settings.addresses)
         self._agreements = LoaderAgreements(num_hosts, lambda name, reply: self._notify(kinds.Opened(name, reply)))
@@ -99,10 +105,11 @@ class Feeder:
                 try:
                     with self._lock:
                         self._agreements.tick(time.monotonic())
+                        self._take_bad_samples()
                 except DataServiceError as error:
                     self._fail(None, error)
                 self._send_requests()
-                self._deliver_held()
+                self._deliver_all()
             os.close(parent)
 
     # Messages from the training process
@@ -158,7 +165,7 @@ class Feeder:
                 link.want(name, replace(loaders.request_to(link.address), prepares=False))
 
     def _start(self, request: kinds.StartPass) -> None:
-        pass_id, place, loader_pass = request.pass_id, request.place, request.loader_pass
+        pass_id, place = request.pass_id, request.place
         try:
             self._check_is_kept(request)
             plan, tail = plan_pass(request, self._sampler_orders)
@@ -166,45 +173,26 @@ class Feeder:
             self._fail(pass_id, error)
             return
         ring, free = self._rings[request.ring]
-        buffer = PassBuffer(
-            pass_id=pass_id,
-            name=request.loader.name,
-            ring=ring,
-            ring_number=request.ring,
-            free=free,
-            spec=StepRangeSpec(loader_pass.opening, loader_pass.loader, (), place.compression),
-            batch_spec=BatchSpec(
-                loader_pass.seed, loader_pass.epoch, loader_pass.pass_index, 0, 0, np.empty(0, np.int64)
-            ),
-            plan=plan,
-            next_step=request.position.first_step,
-            stop_step=request.position.stop_step,
-            window_batches=place.window_batches,
-            window_bytes=place.window_bytes,
-            is_window_fixed=place.is_window_fixed,
-            rank=place.rank,
-            tells_keys=request.tells_keys,
-            tail=tail,
-            holds_tail=request.position.tail == "hold",
-            largest=self._largest.get((loader_pass.opening, loader_pass.loader), 0),
-            has_indices=request.loader.has_indices,
-        )
+        loader = place.request_name, place.index
+        buffer = PassBuffer(request, ring, free, plan, tail, largest=self._largest.get(loader, 0))
         shard_of = plan.shard if isinstance(plan, ShardSteps) else None
         with self._lock:
             if pass_id in self._closed_early:
                 self._closed_early.remove(pass_id)
                 return
             self._buffers[pass_id] = buffer
+            if place.max_bad_samples:
+                self._bad_samples.begin_pass(place)
             self._scheduler.open_pass(
                 pass_id,
                 buffer.next_step,
                 buffer.stop_step,
                 buffer.window,
-                max_ranges=buffer.window_batches,
+                max_ranges=place.window_batches,
                 shard_of=shard_of,
-                loader=(place.stage, loader_pass.loader),
+                loader=(place.stage, place.index),
             )
-            self._end_if_done(buffer)
+            self._deliver(buffer)
         self._send_requests()
 
     def _measure(self, request: kinds.MeasurePass) -> None:
@@ -240,7 +228,6 @@ class Feeder:
             return
         self._cancel(self._scheduler.close_pass(pass_id))
         buffer = self._buffers.pop(pass_id)
-        self._held.discard(pass_id)
         buffer.free.extend(run.slot for run in buffer.ready.values())
         self._send_requests()
 
@@ -269,24 +256,14 @@ class Feeder:
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: PassBuffer) -> None:
-        for message in buffer.deliveries(holds_last=self._verifier.holds(buffer, time.monotonic())):
+        for message in buffer.deliveries(holds_end=self._verifier.holds(buffer, time.monotonic())):
             self._notify(message)
-        self._end_if_done(buffer)
 
-    def _end_if_done(self, buffer: PassBuffer) -> None:
-        if self._verifier.holds(buffer, time.monotonic()):
-            self._held.add(buffer.pass_id)
-        elif buffer.stop_step is not None and buffer.next_step >= buffer.stop_step:
-            num_batches = buffer.plan.num_batches if isinstance(buffer.plan, ShardSteps) else None
-            self._notify(kinds.EndOfPass(buffer.pass_id, num_batches, buffer.held_step))
-
-    def _deliver_held(self) -> None:
+    def _deliver_all(self) -> None:
+        """Deliver what was held back until the check of a batch has ended, or takes too long."""
         with self._lock:
-            for pass_id in list(self._held):
-                buffer = self._buffers[pass_id]
-                if not self._verifier.holds(buffer, time.monotonic()):
-                    self._held.discard(pass_id)
-                    self._deliver(buffer)
+            for buffer in self._buffers.values():
+                self._deliver(buffer)
 
     def _snapshot(self) -> kinds.FeederSnapshot:
         now = time.monotonic()
@@ -295,7 +272,47 @@ class Feeder:
             passes = [pass_snapshot(status, now) for status in self._scheduler.passes()]
             transfers = dict(self._transfers)
         hosts = [host_snapshot(link, known.get(address), transfers[address]) for address, link in self._links.items()]
-        return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()))
+        return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()), list(self.bad_samples))
+
+    # Samples that cannot be read
+
+    @property
+    def bad_samples(self) -> Sequence[BadSample]:
+        """The bad samples that this rank knows of, sent with every heartbeat."""
+        return self._bad_samples.known
+
+    def _take_bad_samples(self) -> None:
+        """Take note of the bad samples of other ranks.
+
+        Raises:
+            DataServiceError: All ranks together have more than the user permits.
+        """
+        reports = [link.report for link in self._links.values() if link.report is not None]
+        is_new = self._bad_samples.merge(one for report in reports for one in report.bad_samples)
+        if is_new and self._bad_samples.are_too_many:
+            raise RemoteTransformError(f"Too many samples raise.\n{self._bad_samples.describe()}")
+
+    def _replace_sample(self, buffer: PassBuffer, step: int, failure: Failure) -> bool:
+        """Replace the sample that has raised in a step, and return whether the step can be requested again."""
+        raised, item, plan = set(buffer.raised.pop(step, ())), failure.item, buffer.plan
+        # Two builds of the batch have failed. If at different samples, they may fail at any.
+        if item is None or raised != {item} or not buffer.place.max_bad_samples or isinstance(plan, ShardSteps):
+            return False
+        known = self._bad_samples
+        index = int(buffer.spec_of(step).keys[item])
+        text = first_line(failure.text)[:_MAX_TEXT_CHARS]
+        known.merge([BadSample(run_of(buffer.place), buffer.place.index, index, buffer.name, text)])
+        by = replacement(plan, step, item, known.indices(buffer.place.index))
+        if known.are_too_many or by is None:
+            return False
+        buffer.replacements.setdefault(step, {})[item] = by
+        self._notify(kinds.SampleReplaced(buffer.pass_id, step, item, index, by, text))
+        logger.warning(
+            "The sample with index %d of %s cannot be read: %s. Index %d replaces it in batch %d. Such samples so far: "
+            "%d (data_service.max_bad_samples=%d).",
+            *(index, buffer.name, text, by, step, len(known.known), known.limit),
+        )
+        return True
 
     # Events of links
 
@@ -312,7 +329,7 @@ class Feeder:
         with self._lock:
             self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is LinkState.SILENT))
             check = self._verifier.check
-            if check is not None and check.second_host == link.address and not check.is_complete:
+            if check is not None and check.second_host == link.address and not check.second.is_complete:
                 self._give_up_check(check, "the connection to the second host was lost")
         self._send_requests()
 
@@ -350,32 +367,54 @@ class Feeder:
             if check is not None:
                 self._receive_second_build(check, kind, value, payload)
                 return
-            request = self._requests.get(request_id)
-            if request is None or request.host != link.address:
+            request = self._scheduler.request(request_id, link.address)
+            if request is None:
                 return
             buffer = self._buffers[request.pass_id]
             try:
-                if kind not in (FrameKind.DATA, FrameKind.COMPRESSED):
-                    self._receive_frame(buffer, request, kind, value, payload)
-                    return
-                is_compressed = kind == FrameKind.COMPRESSED
-                piece = buffer.begin_piece(request_id, value, len(payload), is_compressed=is_compressed)
+                self._receive_frame(buffer, request, kind, value, payload)
             except BatchTooLargeError as error:
                 self._fail(buffer.pass_id, error)
-                return
             except WireError as error:
                 raise _about(request, error) from error
-        # Without the lock, so that other hosts' answers arrive and released slots are used meanwhile.
+
+    def link_piece(self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int) -> Piece | None:
+        """Return where a piece of a batch goes."""
+        is_compressed = kind == FrameKind.COMPRESSED
+        with self._lock:
+            check = self._verifier.awaited(request_id, link.address)
+            if check is not None:
+                ended = partial(self._second_piece_ended, check)
+                return check.second.begin_piece(value, num_bytes, is_compressed=is_compressed, ended=ended)
+            request = self._scheduler.request(request_id, link.address)
+            if request is None:
+                return None
+            buffer = self._buffers[request.pass_id]
+            answer = buffer.in_flight[request_id]
+            ended = partial(self._piece_ended, request, buffer, answer)
+            try:
+                return answer.begin_piece(value, num_bytes, is_compressed=is_compressed, ended=ended)
+            except WireError as error:
+                raise _about(request, error) from error
+
+    def _piece_ended(
+        self, request: StepRequest, buffer: PassBuffer, answer: InFlightRange, piece: Piece, is_complete: bool
+    ) -> None:
+        is_written = False
         try:
-            piece.write(payload)
+            if is_complete:
+                # Without the lock, so that other hosts' answers arrive and released slots are used meanwhile.
+                piece.decompress()
+                is_written = True
         except WireError as error:
             raise _about(request, error) from error
-        with self._lock:
-            buffer.end_piece(piece)
-            if piece.answer.is_dropped:
-                self._send_requests()
-            elif piece.answer.is_complete:
-                self._complete(buffer, request)
+        finally:
+            with self._lock:
+                buffer.end_piece(answer, piece, is_complete=is_written)
+                if answer.is_dropped:
+                    self._send_requests()
+                elif answer.is_complete:
+                    self._complete(buffer, request)
 
     def _receive_frame(
         self, buffer: PassBuffer, request: StepRequest, kind: int, value: int, payload: memoryview
@@ -395,19 +434,20 @@ class Feeder:
         before = buffer.largest
         buffer.take_header(request.request_id, header)
         if buffer.largest != before:
-            loader = (buffer.spec.opening, buffer.spec.loader)
-            self._largest[loader] = max(self._largest.get(loader, 0), buffer.largest)
+            self._largest[buffer.loader] = max(self._largest.get(buffer.loader, 0), buffer.largest)
             self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.range_length)
             self._send_requests()
 
     def _complete(self, buffer: PassBuffer, request: StepRequest) -> None:
         now = time.monotonic()
         answer = buffer.accept(request.request_id, now - request.sent_at)
-        completion = self._scheduler.completed(request.request_id, now, answer.header.produce_s)
-        del self._requests[request.request_id]
+        superfluous = self._scheduler.completed(request.request_id, now, answer.header.produce_s)
         self._verifier.offer(buffer, answer, request.host, self._scheduler.up(), now)
+        error = self._equal_shards.offer(buffer, answer)
+        if error is not None:
+            self._fail(buffer.pass_id, error)
         self._transfers[request.host] += answer.transfer_s
-        self._cancel(completion.cancel)
+        self._cancel(superfluous or ())
         if answer.step_range != request.step_range:  # its shard has ended
             self._move_stop(buffer)
         self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.range_length)
@@ -416,9 +456,7 @@ class Feeder:
 
     def _skip(self, buffer: PassBuffer, request: StepRequest, end: int | None) -> None:
         """Continue without steps whose shard has ended, or without a step that only probed its shard."""
-        completion = self._scheduler.completed(request.request_id, time.monotonic())
-        del self._requests[request.request_id]
-        self._cancel(completion.cancel)
+        self._cancel(self._scheduler.completed(request.request_id, time.monotonic()) or ())
         buffer.skip(request.request_id, end)
         self._move_stop(buffer)
         self._deliver(buffer)
@@ -427,8 +465,7 @@ class Feeder:
 
     def _move_stop(self, buffer: PassBuffer) -> None:
         """Move the end of the pass, now that the end of a shard is known."""
-        if buffer.stop_step is not None:
-            self._cancel(self._scheduler.set_stop(buffer.pass_id, buffer.stop_step))
+        self._cancel(self._scheduler.set_stop(buffer.pass_id, buffer.stop_step))
 
     def _request_failed(self, buffer: PassBuffer, request: StepRequest, failure: Failure) -> None:
         link = self._links[request.host]
@@ -444,12 +481,18 @@ class Feeder:
         if is_missing and not link.wants(buffer.spec.opening):
             retry, reason = Retry.NEVER, _replaced(buffer.name)
         decision = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
-        self._requests.pop(request.request_id, None)
         buffer.drop(request.request_id)
+        if retry is Retry.ONCE and request.step_range.num_steps == 1:
+            buffer.raised[request.first_step].append(failure.item)
         if decision.is_fatal:
             self._cancel(decision.cancel)
+            if retry is Retry.ONCE and self._replace_sample(buffer, request.first_step, failure):
+                self._scheduler.request_again(buffer.pass_id, request.first_step)
+                self._send_requests()
+                return
             keys = buffer.plan.batch(request.first_step).tolist()
-            self._fail(buffer.pass_id, explain(failure.error, request.first_step, decision, keys))
+            bad = self._bad_samples.describe() if buffer.place.max_bad_samples else ""
+            self._fail(buffer.pass_id, explain(failure.error, request.first_step, decision, keys, bad))
             return
         if is_missing:
             link.reopen()
@@ -470,7 +513,6 @@ class Feeder:
                 if encoded_spec is None:  # all slots are taken; releasing one calls this method again
                     self._scheduler.withdraw(request)
                     continue
-                self._requests[request.request_id] = request
                 fetches.setdefault(request.host, []).append(
                     frame(request.request_id, FrameKind.FETCH, len(encoded_spec)) + encoded_spec
                 )
@@ -480,7 +522,6 @@ class Feeder:
 
     def _cancel(self, requests: tuple[StepRequest, ...]) -> None:
         for request in requests:
-            self._requests.pop(request.request_id, None)
             self._buffers[request.pass_id].drop(request.request_id)
             self._links[request.host].send(frame(request.request_id, FrameKind.CANCEL))
 
@@ -503,24 +544,33 @@ class Feeder:
             self._scheduler.return_credit(check.second_host)
             self._links[check.second_host].send(frame(check.request_id, FrameKind.CANCEL))
         self._verifier.give_up(check, why)
-        self._deliver_held()
+        self._deliver_all()
 
     def _receive_second_build(self, check: BatchCheck, kind: int, value: int, payload: memoryview) -> None:
         if kind == FrameKind.HEADER:
             check.take_header(StepRangeHeader.decode(payload))
-        elif kind in (FrameKind.DATA, FrameKind.COMPRESSED):
-            check.take_piece(value, payload, is_compressed=kind == FrameKind.COMPRESSED)
         elif kind == FrameKind.FAILURE:
             failure = parse_failure(payload)
             self._scheduler.return_credit(check.second_host)
             self._verifier.failed(check, failure)
-            self._deliver_held()
+            self._deliver_all()
         elif kind == FrameKind.ENDED and check.is_shard:
             self._scheduler.return_credit(check.second_host)
             self._end_check(check, MISSING)
         else:
             raise WireError(f"a frame of kind {kind}")
-        if check.is_complete:
+        self._compare_if_complete(check)
+
+    def _second_piece_ended(self, check: BatchCheck, piece: Piece, is_complete: bool) -> None:
+        if is_complete:
+            piece.decompress()
+            with self._lock:
+                if self._verifier.check is check:
+                    check.second.end_piece(piece)
+                    self._compare_if_complete(check)
+
+    def _compare_if_complete(self, check: BatchCheck) -> None:
+        if check.second.is_complete:
             self._scheduler.return_credit(check.second_host)
             threading.Thread(target=self._compare, args=(check,), name="compare", daemon=True).start()
         self._send_requests()
@@ -538,7 +588,7 @@ class Feeder:
         error = self._verifier.compared(check, found)
         if error is not None:
             self._fail(None, error)
-        self._deliver_held()
+        self._deliver_all()
 
 
 def _about(request: StepRequest, error: WireError) -> WireError:

@@ -7,15 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-import grpc
 import numpy as np
+from msgspec.structs import asdict, replace
 
 from lightning_sm.data.feeder.agreement import PATIENCE_S, Agreement
-from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
+from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import StepPlan
 from lightning_sm.data.ipc.feeder_messages import Length, PassRequest
 from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder
@@ -23,6 +22,7 @@ from lightning_sm.data.plan.samples import BatchPlan, ReceivedPlan, SamplePlan, 
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
 from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.calls import CountRequest, ListRequest, OrderSize, ShardSizes
+from lightning_sm.data.protocol.grpc_status import CallError
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def plan_pass(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple
     loader, place, position = request.loader, request.place, request.position
     pads = position.tail == "pad"
     if loader.order == "shards":
-        plan = ShardSteps(place.num_shards, place.rank, place.world_size, position.first_step, position.stop_step)
+        plan = ShardSteps(place.num_shards, place.rank, place.world_size, position.first_step, position.end_step)
         return plan, Tail()
     if loader.order in ("sampler", "batch_sampler"):
         order = sampler_orders.get(request)
@@ -162,7 +162,7 @@ class SamplerOrderClient:
             for link in self._up(list_request.rank):
                 try:
                     order = _fetch_order(link, replace(list_request, wants_keys=True), name)
-                except (grpc.RpcError, _SamplerCrashedError) as error:
+                except (CallError, _SamplerCrashedError) as error:
                     _warn(link.name, error)
                     continue
                 with self._adding:
@@ -196,7 +196,7 @@ class SamplerOrderClient:
                 if not reply.done():
                     continue
                 problem = reply.exception()
-                if isinstance(problem, (grpc.RpcError, _SamplerCrashedError)):
+                if isinstance(problem, (CallError, _SamplerCrashedError)):
                     _warn(host, problem)
                     del replies[host]
                     num_crashes += isinstance(problem, _SamplerCrashedError)
@@ -232,7 +232,7 @@ class SamplerOrderClient:
         loader_pass, num_shards, name = request.loader_pass, request.place.num_shards, request.loader.name
         num_parts = min(len(self._links), num_shards)
         parts = [
-            CountRequest(**vars(loader_pass), num_shards=num_shards, part=part, num_parts=num_parts)
+            CountRequest(**asdict(loader_pass), num_shards=num_shards, part=part, num_parts=num_parts)
             for part in range(num_parts)
         ]
         counts = [self._submit(self._count_part, part, name) for part in parts]
@@ -279,8 +279,8 @@ class SamplerOrderClient:
             if up and (up[0] is own or time.monotonic() >= deadline):
                 try:
                     data = up[0].count(request)
-                except grpc.RpcError as error:
-                    logger.warning("Data host %s could not count the batches: %s", up[0].name, describe(error))
+                except CallError as error:
+                    logger.warning("Data host %s could not count the batches: %s", up[0].name, error)
                 else:
                     counted = _parse_or_wait(data, ShardSizes, up[0], f"iterable dataset of {name}")
                     if counted is None:
@@ -304,14 +304,13 @@ def _order_agreement(name: str, patience_s: float) -> Agreement[SamplerOrder]:
 
 
 def _warn(host: str, error: Any) -> None:
-    what = describe(error) if isinstance(error, grpc.RpcError) else error
-    logger.warning("Could not get a sampler's order from data host %s: %s", host, what)
+    logger.warning("Could not get a sampler's order from data host %s: %s", host, error)
 
 
 def _list_request(request: PassRequest) -> ListRequest:
     loader, place = request.loader, request.place
     return ListRequest(
-        **vars(request.loader_pass),
+        **asdict(request.loader_pass),
         rank=place.rank,
         world_size=place.world_size,
         batch_size=loader.batch_size or 0,

@@ -131,14 +131,6 @@ class StepRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """The result of an answer: whether it was accepted, and the requests that it makes superfluous."""
-
-    is_accepted: bool
-    cancel: tuple[StepRequest, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class FailureDecision:
     """The result of a failure: whether it ends the pass, and then all failures of the step, and requests to cancel."""
 
@@ -253,7 +245,7 @@ class _ScheduledPass:
 
     pass_id: int
     position: int  # the consumer has taken every step below
-    stop_step: int | None
+    stop_step: int
     window: int
     max_ranges: int  # in flight or ready: each range takes a slot
     pace: _Latencies
@@ -269,8 +261,7 @@ class _ScheduledPass:
     @property
     def limit(self) -> int:
         """The step after the window."""
-        end = self.position + self.window
-        return end if self.stop_step is None else min(end, self.stop_step)
+        return min(self.position + self.window, self.stop_step)
 
     @property
     def waiting_for(self) -> int:
@@ -305,7 +296,7 @@ class _ScheduledPass:
 
     def _next_length(self) -> int:
         """Return the length of the next range: at most ``range_length``, and only one shard's."""
-        length = self.range_length if self.stop_step is None else min(self.range_length, self.stop_step - self.cursor)
+        length = min(self.range_length, self.stop_step - self.cursor)
         if self.shard_of is None:
             return length
         steps = range(self.cursor, self.cursor + length)
@@ -333,15 +324,13 @@ class _ScheduledPass:
         """Return whether a step has failed on all of these hosts."""
         return all(self.failed_on(step, host.host) for host in hosts)
 
-    def has_raised(self, step: int) -> bool:
-        """Return whether the user's code has raised in a step."""
-        return any(failure.retry is Retry.ONCE for failure in self.failures.get(step, ()))
+    def raised_on(self, step: int) -> set[str]:
+        """Return the hosts on which the user's code has raised in a step."""
+        return {failure.host for failure in self.failures.get(step, ()) if failure.retry is Retry.ONCE}
 
-    def assigned_host(self, step: int, hosts: Sequence[_ScheduledHost]) -> str:
-        """Return the host that has the iterator of a step's shard; assign one of ``hosts``, all UP, if none has."""
-        shard = 0 if self.shard_of is None else self.shard_of(step)
+    def assigned_host(self, shard: int, hosts: Sequence[_ScheduledHost]) -> str:
+        """Return the host that has the iterator of a shard; assign one of ``hosts``, all UP, if none has."""
         if self.assigned_hosts.get(shard) not in {host.host for host in hosts}:
-            self.assigned_hosts.pop(shard, None)
             # Ranks begin with different shards. Rotating by the shard makes them begin with different hosts, too.
             rotation = {host.host: (order - shard) % len(hosts) for order, host in enumerate(hosts)}
             chosen = min(hosts, key=lambda host: (self._load(host, 1), rotation[host.host]))
@@ -427,14 +416,14 @@ class Scheduler:
         self,
         pass_id: int,
         first_step: int,
-        stop_step: int | None,
+        stop_step: int,
         window: int,
         *,
         max_ranges: int | None = None,
         shard_of: Callable[[int], int] | None = None,
         loader: Hashable = None,
     ) -> None:
-        """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step`` (None: not known yet).
+        """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step``, which may move.
 
         At most ``window`` steps, at least 1, counted from the oldest that the consumer has not taken, are in flight or
         ready. ``set_window`` may change that, but there are never more ranges than ``max_ranges`` (default: as many as
@@ -497,17 +486,25 @@ class Scheduler:
 
     # Events of requests
 
-    def completed(self, request_id: int, now: float, work_s: float | None = None) -> Completion:
+    def request(self, request_id: int, host: str) -> StepRequest | None:
+        """Return a request in flight to a host; None: it was answered or cancelled, or never sent there."""
+        request = self._requests.get(request_id)
+        return request if request is not None and request.host == host else None
+
+    def completed(self, request_id: int, now: float, work_s: float | None = None) -> tuple[StepRequest, ...] | None:
         """Accept the first answer for a range of an open pass; reject any other, without an error.
 
         Args:
             request_id: Number of the request.
             now: When the answer arrived.
             work_s: Seconds that a worker took; None: all of the latency.
+
+        Returns:
+            The requests that the answer makes superfluous; None: it was rejected.
         """
         request = self._requests.get(request_id)
         if request is None:
-            return Completion(is_accepted=False)
+            return None
         current = self._passes[request.pass_id]
         work_s = now - request.sent_at if work_s is None else work_s
         self._record_answer(request, current.pace, now, work_s)
@@ -524,7 +521,7 @@ class Scheduler:
         current.ready[request.first_step] = request.step_range
         current.failures.pop(request.first_step, None)
         self._end_requests([request, *losers])
-        return Completion(is_accepted=True, cancel=tuple(losers))
+        return tuple(losers)
 
     def withdraw(self, request: StepRequest) -> None:
         """Take back a request that was not sent. The host is not blamed."""
@@ -566,6 +563,12 @@ class Scheduler:
             failures=tuple(failure.reason for failure in failures if failure.retry is not Retry.ELSEWHERE),
             cancel=tuple(other for other in cancel if other is not request),
         )
+
+    def request_again(self, pass_id: int, step: int) -> None:
+        """Request a step whose failure has ended its pass, and forget the failure: another batch is requested now."""
+        current = self._passes[pass_id]
+        current.failures.pop(step, None)
+        insort(current.todo, StepRange(step, 1))
 
     # Decisions
 
@@ -646,10 +649,8 @@ class Scheduler:
 
     def _status(self, current: _ScheduledPass) -> PassStatus:
         waiting_for = current.waiting_for
-        requests: list[StepRequest] = []
-        for step_range, in_flight in current.in_flight.items():
-            if step_range.first <= waiting_for < step_range.stop:
-                requests += in_flight
+        in_flight = current.in_flight.items()
+        requests = [request for step_range, own in in_flight if step_range.first == waiting_for for request in own]
         return PassStatus(
             current.pass_id,
             waiting_for=waiting_for,
@@ -755,8 +756,8 @@ class Scheduler:
 
     def _may_take(self, host: _ScheduledHost, current: _ScheduledPass, step: int) -> bool:
         """Return whether a host may build a step: the host has its shard, or the step did not fail only there."""
-        if current.shard_of is not None and not current.has_raised(step):
-            return current.assigned_host(step, self._up) == host.host
+        if current.shard_of is not None and not current.raised_on(step):
+            return current.assigned_host(current.shard_of(step), self._up) == host.host
         return not current.failed_on(step, host.host) or current.failed_on_all(step, self._up)
 
     # Hedges
@@ -800,9 +801,14 @@ class Scheduler:
         return late.after_s(current.pace.median_s)
 
     def _hedge_host(self, late: StepRequest, current: _ScheduledPass, now: float) -> _ScheduledHost | None:
-        """Return the least busy host that can duplicate a request; a slow one only if all others are."""
+        """Return the least busy host that can duplicate a request; a slow one only if all others are.
+
+        A host on which the user's code has raised in this step is left out unless it is the only one: the code would
+        raise again and end the pass, although the late request may still be answered.
+        """
         others = [host for host in self._up if host.host != late.host] or self._up
-        free = [host for host in others if host.has_credit(now)]
+        raised_on = current.raised_on(late.first_step) if len(self._up) > 1 else ()
+        free = [host for host in others if host.has_credit(now) and host.host not in raised_on]
         return min(
             free,
             key=lambda h: (current.failed_on(late.first_step, h.host), *self._load(h, now), self._tie_break()),

@@ -10,25 +10,27 @@ from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, PassStatus, Retry
 from lightning_sm.data.ipc.feeder_messages import HostSnapshot, PassSnapshot
 from lightning_sm.data.protocol.calls import HostReport
-from lightning_sm.data.protocol.failures import LOST_WORKERS
+from lightning_sm.data.protocol.failures import LOST_WORKERS, USER_ERRORS
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError
 
 # How errors that a data host reports are retried. All other errors are final.
 RETRIES = {
-    "RemoteTransformError": Retry.ONCE,
+    **dict.fromkeys(USER_ERRORS, Retry.ONCE),
     **dict.fromkeys(LOST_WORKERS, Retry.LIMITED),
     "NotOpen": Retry.ELSEWHERE,
     "ShardMoved": Retry.ELSEWHERE,
 }
 
 # Errors that the training process raises under the same name.
-_ERRORS = ("DataSettingsError", "RemoteTransformError", "BatchTypeError", "BatchTooLargeError")
+_ERRORS = ("DataSettingsError", *USER_ERRORS, "BatchTypeError", "BatchTooLargeError")
 
 _NUM_SHOWN_KEYS = 16
 
 
-def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -> DataServiceError:
+def explain(
+    error: str, step: int, decision: FailureDecision, keys: list[int], bad_samples: str = ""
+) -> DataServiceError:
     """Return the error of a pass that cannot continue.
 
     Args:
@@ -36,6 +38,7 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
         step: The step that failed.
         decision: All failures of the step: how and where workers were lost, or complete error messages.
         keys: Indices of the step.
+        bad_samples: Text on samples that were replaced until then, if the user permits that.
     """
     if error in LOST_WORKERS:
         more = len(keys) - _NUM_SHOWN_KEYS
@@ -52,7 +55,7 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
             f"much memory; indices {shown}."
         )
     kind: type[DataServiceError] = getattr(errors, error) if error in _ERRORS else DataServiceError
-    return kind(decision.failures[-1])
+    return kind("\n".join(filter(None, (decision.failures[-1], bad_samples))))
 
 
 def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostSnapshot:

@@ -9,22 +9,20 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
-from lightning_sm.data.batch.compression import codec_of
+from lightning_sm.data.feeder.answer import Answer
 from lightning_sm.data.feeder.batch_difference import BatchBuild, BatchDifference, difference
-from lightning_sm.data.feeder.pass_buffer import InFlightRange, PassBuffer
+from lightning_sm.data.feeder.pass_buffer import InFlightRange, LoaderKey, PassBuffer
 from lightning_sm.data.feeder.scheduler import Retry
 from lightning_sm.data.feeder.status import RETRIES
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.failures import Failure, first_line
 from lightning_sm.data.protocol.frames import StepRangeHeader, unpack_batches
-from lightning_sm.data.protocol.spec import ANOTHER_HOST, CHUNK_BYTES, StepRangeSpec
+from lightning_sm.data.protocol.spec import ANOTHER_HOST, StepRangeSpec
 from lightning_sm.data.settings import Verify
 from lightning_sm.errors import DataHostMismatchError, WireError
 
@@ -63,60 +61,45 @@ _WARNING_CAUSES = (
     "Set data_service.verify=off if this does not matter."
 )
 
-# The request that opened the loader on the data hosts, and its position among those.
-LoaderKey: TypeAlias = tuple[str, int]
-
 
 @dataclass(eq=False)
 class BatchCheck:
     """A batch that is built twice.
 
     Attributes:
-        loader: Which loader.
-        name: Its name, for messages.
+        buffer: The pass.
         step: Number of the batch within the pass.
         spec: The request for the second build.
-        has_indices: Whether the keys of the batch are indices of the dataset.
-        is_shard: Whether the batch is the first of a virtual shard.
         first: The first build.
         host: Address of the host that built it.
         worker: Number of the worker that built it.
         candidates: Addresses of the hosts that may build it again.
         kept_at: When the first build arrived.
         hold_s: Seconds after that in which a pass waits for the second build before it ends.
-        max_bytes: Bytes that the second may have.
+        second: The answer with the second build.
         request_id: The request for the second build; None: not sent yet.
         second_host: Address of the host that was asked for it.
-        second_worker: Number of the worker that built it.
-        structure: Header of the second build; empty: it has not arrived.
-        data: Its bytes.
-        received: How many of them have arrived.
+        structure: The structure of the second build.
     """
 
-    loader: LoaderKey
-    name: str
+    buffer: PassBuffer
     step: int
     spec: StepRangeSpec
-    has_indices: bool
-    is_shard: bool
     first: BatchBuild
     host: str
     worker: int
     candidates: Sequence[str]
     kept_at: float
     hold_s: float
-    max_bytes: int
+    second: Answer
     request_id: int | None = None
     second_host: str = ""
-    second_worker: int = 0
     structure: bytes = b""
-    data: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
-    received: int = 0
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the second build has arrived."""
-        return bool(self.structure) and self.received == len(self.data)
+    def is_shard(self) -> bool:
+        """Whether the batch is the first of a virtual shard."""
+        return isinstance(self.buffer.plan, ShardSteps)
 
     def take_header(self, header: StepRangeHeader) -> None:
         """Take the header of the second build, and reserve memory for its bytes.
@@ -124,33 +107,14 @@ class BatchCheck:
         Raises:
             WireError: It is a second header, or announces something other than one batch that fits into a slot.
         """
-        if self.structure:
-            raise WireError("a second header arrived")
-        if header.num_batches != 1 or header.num_bytes > self.max_bytes:
+        if header.num_batches != 1 or header.num_bytes > self.buffer.ring.slot_bytes:
             raise WireError(f"{header.num_batches} batches of {header.num_bytes} bytes arrived for a request for one")
         (batch,) = unpack_batches(header.encoded_batches, header.num_bytes)
         if batch.start or not batch.structure:
             raise WireError(f"a single batch lies at byte {batch.start}, with a header of {len(batch.structure)} bytes")
+        self.second.take_header(header)
+        self.second.memory = np.empty(header.num_bytes, np.uint8)
         self.structure = batch.structure
-        self.second_worker = header.worker
-        self.data = np.empty(header.num_bytes, np.uint8)
-
-    def take_piece(self, offset: int, payload: memoryview, *, is_compressed: bool) -> None:
-        """Take a piece of the bytes of the second build.
-
-        Raises:
-            WireError: It is malformed, or out of order.
-        """
-        if is_compressed:
-            if not self.spec.compression:
-                raise WireError("a compressed piece arrived, but compression is off")
-            size = max(0, min(CHUNK_BYTES, len(self.data) - offset))
-            payload = memoryview(codec_of(self.spec.compression).decompress(payload, size))
-        stop = offset + len(payload)
-        if offset != self.received or stop > len(self.data):
-            raise WireError(f"bytes {offset} to {stop} arrived after {self.received} of {len(self.data)}")
-        self.data[offset:stop] = np.frombuffer(payload, np.uint8)
-        self.received = stop
 
     def difference(self) -> BatchDifference | None:
         """Compare the two builds; this may take long, and needs no lock.
@@ -159,7 +123,9 @@ class BatchCheck:
             WireError: A build is malformed.
         """
         num_samples = len(self.spec.batches[0].keys)
-        return difference(self.first, BatchBuild(self.structure, self.data), 0 if self.is_shard else num_samples)
+        return difference(
+            self.first, BatchBuild(self.structure, self.second.memory), 0 if self.is_shard else num_samples
+        )
 
 
 class Verifier:
@@ -207,24 +173,19 @@ class Verifier:
             return
         header = answer.header
         latency_s = header.queue_s + header.produce_s + answer.transfer_s
-        start, num_bytes, structure = unpack_batches(header.encoded_batches, header.num_bytes)[
-            step - answer.step_range.first
-        ]
-        data = buffer.ring.slot(answer.slot)[start : start + num_bytes].copy()
+        batch = unpack_batches(header.encoded_batches, header.num_bytes)[step - answer.step_range.first]
+        data = buffer.ring.slot(answer.slot)[batch.start : batch.start + batch.num_bytes].copy()
         self.check = BatchCheck(
-            loader=_loader_of(buffer),
-            name=buffer.name,
+            buffer=buffer,
             step=step,
             spec=replace(buffer.spec, batches=(buffer.spec_of(step),)),
-            has_indices=buffer.has_indices,
-            is_shard=isinstance(buffer.plan, ShardSteps),
-            first=BatchBuild(structure, data),
+            first=BatchBuild(batch.structure, data),
             host=host,
             worker=header.worker,
             candidates=candidates,
             kept_at=now,
             hold_s=min(_LONGEST_HOLD_S, _LEAST_HOLD_S + _HOLD_FACTOR * latency_s),
-            max_bytes=buffer.ring.slot_bytes,
+            second=Answer(np.empty(0, np.uint8), buffer.spec.compression),
         )
 
     def _due_by_share(self, buffer: PassBuffer, answer: InFlightRange) -> int | None:
@@ -235,7 +196,7 @@ class Verifier:
         first, stop = answer.step_range.first, answer.step_range.stop
         spec = buffer.batch_spec
         # The first such step differs between passes, or passes of fewer steps would always or never have one.
-        start = crc32(f"{_loader_of(buffer)} {spec.seed} {spec.epoch} {spec.pass_index} {buffer.rank}".encode())
+        start = crc32(f"{buffer.loader} {spec.seed} {spec.epoch} {spec.pass_index} {buffer.place.rank}".encode())
         if isinstance(buffer.plan, ShardSteps):
             return first if (start + buffer.plan.shard(first)) % period == 0 else None
         step = first + (start - first) % period
@@ -243,8 +204,8 @@ class Verifier:
 
     def _due_hosts(self, buffer: PassBuffer, host: str, others: Sequence[str]) -> Sequence[str]:
         """Return the hosts to which a batch of another one should be compared, so that all are with each other."""
-        key = _loader_of(buffer)
-        if buffer.rank != 0 or self._num_failed[key] >= _MAX_FAILED:
+        key = buffer.loader
+        if buffer.place.rank != 0 or self._num_failed[key] >= _MAX_FAILED:
             return ()
         compared = self._compared_hosts.get(key, set())
         if not compared:
@@ -256,7 +217,7 @@ class Verifier:
     def holds(self, buffer: PassBuffer, now: float) -> bool:
         """Return whether a pass, all batches of which were delivered, should not end before the check of one."""
         check = self.check
-        return check is not None and check.loader == _loader_of(buffer) and now - check.kept_at < check.hold_s
+        return check is not None and check.buffer.loader == buffer.loader and now - check.kept_at < check.hold_s
 
     # The request for the second build
 
@@ -270,7 +231,7 @@ class Verifier:
     def is_late(self, now: float) -> bool:
         """Return whether a second build takes too long."""
         check = self.check
-        return check is not None and not check.is_complete and now - check.kept_at >= _LONGEST_CHECK_S
+        return check is not None and not check.second.is_complete and now - check.kept_at >= _LONGEST_CHECK_S
 
     def request(self, check: BatchCheck, request_id: int, host: str) -> bytes:
         """Note that the second build is requested from a host; return the encoded spec."""
@@ -280,7 +241,7 @@ class Verifier:
     def awaited(self, request_id: int, host: str) -> BatchCheck | None:
         """Return the check whose second build a frame belongs to; None: it is of another request."""
         check = self.check
-        if check is None or check.is_complete or (check.request_id, check.second_host) != (request_id, host):
+        if check is None or check.second.is_complete or (check.request_id, check.second_host) != (request_id, host):
             return None
         return check
 
@@ -289,7 +250,7 @@ class Verifier:
     def give_up(self, check: BatchCheck, why: str) -> None:
         """End a check without an outcome; a later batch is checked."""
         logger.debug("Not comparing %s: %s.", _place(check), why)
-        self._num_failed[check.loader] += 1
+        self._num_failed[check.buffer.loader] += 1
         self.check = None
 
     def failed(self, check: BatchCheck, failure: Failure) -> None:
@@ -308,11 +269,13 @@ class Verifier:
     def compared(self, check: BatchCheck, found: BatchDifference | None) -> DataHostMismatchError | None:
         """End a check with its outcome, and warn, once for each loader; return the error that ends the training."""
         self.check = None
-        self._compared_hosts.setdefault(check.loader, set()).update((check.host, check.second_host))
+        self._compared_hosts.setdefault(check.buffer.loader, set()).update((check.host, check.second_host))
         if found is None:
             return None
         if found.is_inexact:
-            text = f"Batches of {check.name} are not reproducible: {self._explain(check, found)}\n{_WARNING_CAUSES}"
+            text = (
+                f"Batches of {check.buffer.name} are not reproducible: {self._explain(check, found)}\n{_WARNING_CAUSES}"
+            )
             self._warn(check, "inexact", text)
             return None
         who = "Data hosts" if check.second_host != check.host else f"Workers of data host {self._name_of(check.host)}"
@@ -324,16 +287,16 @@ class Verifier:
         return None
 
     def _warn(self, check: BatchCheck, kind: str, text: str) -> None:
-        if (check.name, kind) not in self._warned:
-            self._warned.add((check.name, kind))
+        if (check.buffer.name, kind) not in self._warned:
+            self._warned.add((check.buffer.name, kind))
             logger.warning("%s", text)
 
     def _explain(self, check: BatchCheck, found: BatchDifference) -> str:
         """Return what differs, who built it, and where it is."""
         first, second = f"data host {self._name_of(check.host)}", f"data host {self._name_of(check.second_host)}"
         if check.host == check.second_host:
-            again = " when it was built again" if check.worker == check.second_worker else ""
-            first, second = f"worker {check.worker}", f"worker {check.second_worker}{again}"
+            again = " when it was built again" if check.worker == check.second.header.worker else ""
+            first, second = f"worker {check.worker}", f"worker {check.second.header.worker}{again}"
         count = "" if found.num_elements == 1 else f"; {found.num_different} of {found.num_elements} elements differ"
         return (
             f"{found.path} is {found.texts[0]} on {first}, but {found.texts[1]} on {second} "
@@ -343,12 +306,8 @@ class Verifier:
 
 def _place(check: BatchCheck) -> str:
     if check.is_shard:
-        return f"first batch of shard {check.spec.batches[0].keys[1]} of {check.name}"
-    return f"batch {check.step} of {check.name}"
-
-
-def _loader_of(buffer: PassBuffer) -> LoaderKey:
-    return buffer.spec.opening, buffer.spec.loader
+        return f"first batch of shard {check.spec.batches[0].keys[1]} of {check.buffer.name}"
+    return f"batch {check.step} of {check.buffer.name}"
 
 
 def _samples(check: BatchCheck, rows: Sequence[int]) -> str:
@@ -360,6 +319,6 @@ def _samples(check: BatchCheck, rows: Sequence[int]) -> str:
     which = "sample" if len(shown) == 1 else "samples" if rows else "one of the samples"
     more = f" and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""
     numbers = ", ".join(map(str, shown[:_NUM_SHOWN])) + more
-    if check.has_indices:
+    if check.buffer.request.loader.has_indices:
         return f"{which} with {'index' if len(shown) == 1 else 'indices'} {numbers}"
     return f"{which} at {'position' if len(shown) == 1 else 'positions'} {numbers} of the sampler's order"

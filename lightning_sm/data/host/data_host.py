@@ -27,7 +27,9 @@ _MAIN_PROCESS = "lightning_sm.data.host"
 # Rank 0's DataModule derives from one of them, which it imports here.
 _LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
-_START_TIMEOUT_S = 60.0
+# One that has ended is noticed at once. To import torch and Lightning has taken more than a minute on busy machines,
+# and where the packages come over a network.
+_START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
 
 _MAKING_SECRET = threading.Lock()

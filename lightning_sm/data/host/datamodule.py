@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -44,7 +43,7 @@ class ServedModule:
 
     @property
     def snapshots(self) -> list[str]:
-        """Digests of the snapshots that it has."""
+        """Digests of the snapshots that it has, the newest last."""
         return list(self._snapshots)
 
     def keep(self, digest: str, fd: int, kept: Sequence[str]) -> None:
@@ -171,16 +170,15 @@ class _LiveModule:
         self._state = ""
         datamodule.trainer = stand_in()
 
-    def set_values(self, values: Mapping[str, Any]) -> None:
+    def set_values(self, values: Mapping[str, str]) -> None:
         """Set the plain values that were set, changed or deleted on rank 0 since the last request."""
-        encoded = {name: json.dumps(value) for name, value in values.items()}
-        for name in self._values.keys() - encoded.keys():
+        for name in self._values.keys() - values.keys():
             with suppress(AttributeError):
                 delattr(self.datamodule, name)
-        for name, text in encoded.items():
+        for name, text in values.items():
             if self._values.get(name) != text:
-                setattr(self.datamodule, name, plain_value(values[name]))
-        self._values = encoded
+                setattr(self.datamodule, name, plain_value(text))
+        self._values = dict(values)
 
     def prepare(self, request: OpenRequest) -> None:
         """Run ``prepare_data``, once."""
@@ -230,7 +228,7 @@ class _LiveModule:
             if text is None:
                 missing.append(name)
             else:
-                attributes[name] = json.loads(text)
+                attributes[name] = text
         return SetUp(attributes, missing)
 
 

@@ -28,9 +28,9 @@ from lightning_sm.data.host.generators import seed_all
 from lightning_sm.data.host.identity import describe_data
 from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_worker_info, worker_info
 from lightning_sm.data.host.rank_samplers import check_whole, has_torchs_split, make_whole, splits_by_rank
-from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.sampler import OrderArrays, SamplerPass, UserSampler, is_of_torch, most_samples, one_thread
 from lightning_sm.data.host.seeding import Seeding
+from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds, worker_seed
 from lightning_sm.data.protocol.calls import LoaderPass
@@ -107,11 +107,6 @@ class ServedLoader:
             has_indices=order != "shards" and not self._is_positional,
         )
 
-    @property
-    def has_stateless_sampler(self) -> bool:
-        """Whether no pass over the sampler changes the next one."""
-        return self._sampler.is_stateless
-
     def advance_sampler(self, loader_pass: LoaderPass) -> None:
         """Run the sampler for the passes of earlier epochs, as far as this process has not: its state goes on.
 
@@ -150,13 +145,13 @@ class ServedLoader:
             check_whole(len(order.keys), len(self._whole.dataset), self.description.name)
         return order
 
-    def batch(self, spec: BatchSpec, arena: Arena, mark: SampleMark) -> Any:
+    def batch(self, spec: BatchSpec, arena: Arena, notes: WorkerNotes) -> Any:
         """Return a batch, built in the arena if the collate function is torch's own.
 
         Args:
             spec: Everything that the batch depends on.
             arena: Memory for the batch.
-            mark: Note of the sample that the worker is at.
+            notes: The notes of the worker, which say at which sample it is.
 
         Raises:
             UserCodeError: The user's dataset, transform or collate function failed.
@@ -166,7 +161,7 @@ class ServedLoader:
         """
         if self.description.order == "shards":
             shards, shard, offset, _ = spec.keys.tolist()
-            mark.set_text(f"batch {offset} of shard {shard} of {shards}")
+            notes.set_text(f"batch {offset} of shard {shard} of {shards}")
             return self._shards.batch(spec)
         show_worker_info(self._worker_info)
         seeds = SampleSeeds(spec.seed, self._stage, self._index, spec.epoch, spec.pass_index)
@@ -177,10 +172,10 @@ class ServedLoader:
         if self._seeding is None:  # the worker has its own copy of the dataset by now
             self._seeding = Seeding(self.description.name, self._dataset, self._collate)
         seed = self._seeding.start(seeds.of("pass"))
-        samples = self._samples(keys, seeds, spec, seed, mark)
+        samples = self._samples(keys, seeds, spec, seed, notes)
         if seed:
             seed(seeds.of("batch", spec.position))
-        mark.set_text(f"the collate function, for indices {keys[0]!r} to {keys[-1]!r}")
+        notes.set_text(f"the collate function, for indices {keys[0]!r} to {keys[-1]!r}")
         try:
             if self.description.batch_size is None and self.description.order != "batch_sampler":
                 return self._collate(samples[0])
@@ -240,28 +235,29 @@ class ServedLoader:
         seeds: SampleSeeds,
         spec: BatchSpec,
         seed: Callable[[int], None] | None,
-        mark: SampleMark,
+        notes: WorkerNotes,
     ) -> list[Any]:
         if self._fetches_lists:
             if seed:
                 seed(seeds.of("list", spec.position))
-            mark.set_text(f"indices {keys[0]!r} to {keys[-1]!r}")
+            notes.set_text(f"indices {keys[0]!r} to {keys[-1]!r}")
             try:
                 return list(self._dataset.__getitems__(keys))  # type: ignore[attr-defined]  # torch's own protocol
             except Exception as error:
                 raise UserCodeError(f"index {keys!r}") from error
         samples = []
-        for place, key in enumerate(keys):
+        own_seeds = iter(seeds.of_samples(spec.positions) if seed else ())
+        for item, key in enumerate(keys):
             if seed:
-                seed(seeds.of("sample", spec.position_of(place)))
+                seed(next(own_seeds))
             if self._is_positional:
-                mark.set_text(f"index {key!r}")
+                notes.set_text(f"index {key!r}")
             else:
-                mark.set_index(key)
+                notes.set_index(key)
             try:
                 samples.append(self._dataset[key])
             except Exception as error:
-                raise UserCodeError(f"index {key!r}") from error
+                raise UserCodeError(f"index {key!r}", item) from error
         return samples
 
     def _all_keys(self, spec: BatchSpec) -> list[Any]:

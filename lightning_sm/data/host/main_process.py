@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
+import sched
 import selectors
 import signal
 import socket
@@ -18,25 +18,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from multiprocessing.connection import wait
 
 from lightning_sm.data.host.datamodule import ServedModule
-from lightning_sm.data.host.sample_mark import SampleMark
-from lightning_sm.data.host.sampler_process import SamplerProcess, no_order, run_sampler
+from lightning_sm.data.host.sampler_process import SamplerProcess, run_sampler
 from lightning_sm.data.host.spawned_worker import PickledLoaders
-from lightning_sm.data.host.timers import Timers
 from lightning_sm.data.host.worker import run_worker
-from lightning_sm.data.host.worker_stack import WorkerStack, innermost_call, without_our_start
+from lightning_sm.data.host.worker_notes import WorkerNotes
+from lightning_sm.data.host.worker_stack import innermost_call, without_our_start
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest, Problem
+from lightning_sm.data.protocol.calls import OpenRequest, Problem
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError, DataSettingsError
-from lightning_sm.job.control_folder import Phase, announce
+from lightning_sm.job.control_folder import STACKS_SIGNAL, Phase, announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -48,17 +47,18 @@ _SLOTS_PER_WORKER = 2
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 
-# A worker writes its stack within milliseconds, or not at all: look for it so often.
-_STACK_POLL_S = 0.25
-_NUM_STACK_POLLS = 12
+# A worker writes its stack within milliseconds, unless the machine is busy, or not at all.
+_STACK_WAIT_S = 2.0
 _STACK_ADVICE = (
     "A library that has started threads hangs in forked workers (Polars, OpenMP). If the call never returns, use the "
     "library only in the dataset's __getitem__, and not in setup() or *_dataloader(), or set "
     'DataLoader(multiprocessing_context="spawn"). If the batch only takes long, nothing is wrong.'
 )
 
-# After this many deaths in a row without a trainer's request for loaders, the server process is not restarted.
+# After this many deaths in a row without a trainer's request for loaders, the server process is not restarted. It also
+# dies with each of its network processes: one that has served for some time may be the next victim of a lack of memory.
 _MAX_SERVER_STARTS = 5
+_SERVED_LONG_S = 60.0
 
 # Time for the server process to finish the batches that it is sending, and to notify the trainers.
 _STOP_TIMEOUT_S = 5.0
@@ -75,15 +75,13 @@ class _WorkerProcess:
     Attributes:
         pid: Its process.
         place: The request that opened its loaders, and its number on the host.
-        mark: Its note of the sample that it is at.
-        stack: Memory for its stack.
+        notes: Its notes.
         is_fork: Whether it is a fork of this process.
     """
 
     pid: int
     place: tuple[str, int]
-    mark: SampleMark
-    stack: WorkerStack
+    notes: WorkerNotes
     is_fork: bool
 
 
@@ -110,12 +108,13 @@ class MainProcess:
         self._num_workers_started = 0
         self._failed_starts: Counter[tuple[str, int]] = Counter()  # in a row
         self._pickled: dict[str, PickledLoaders] = {}  # by opening; for workers that are no forks
-        self._timers = Timers()
+        self._scheduler = sched.scheduler(time.monotonic)
         # By opening and number of the loader: those to which requests go, and all that have not exited.
         self._samplers: dict[tuple[str, int], SamplerProcess] = {}
         self._sampler_processes: dict[int, SamplerProcess] = {}
         self._server: MessageSocket  # of the newest server process
         self._server_starts = 0
+        self._server_started = 0.0
         self._outcome: host_messages.Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
@@ -153,7 +152,7 @@ class MainProcess:
             outcome = self._outcome or host_messages.Finished("the job was stopped before it served anything")
         finally:
             # SIGTERM follows soon after the trainers have finished: read outcomes that came before it.
-            if _is_readable(self._server.fileno(), timeout_s=0.0):
+            if wait([self._server.fileno()], 0.0):
                 self._note_outcomes(self._server.pending())
             self._close()
             # Ignored until the process is gone. The interpreter takes a second to exit, and restores default handlers:
@@ -173,22 +172,11 @@ class MainProcess:
 
     def _wait_for_outcome(self) -> host_messages.Finished:
         while True:
-            for key, _ in self._selector.select(self._wait_s()):
+            next_s = self._scheduler.run(blocking=False)  # of what is not due yet; None: there is nothing
+            for key, _ in self._selector.select(next_s):
                 key.data()
                 if self._outcome is not None:
                     return self._outcome
-            self._timers.run_due()
-            for sampler in list(self._sampler_processes.values()):
-                if sampler.deadline is not None and sampler.deadline <= time.monotonic():
-                    sampler.abort()
-
-    def _wait_s(self) -> float | None:
-        """Return the seconds until something is due; None: nothing is."""
-        deadlines = (sampler.deadline for sampler in self._sampler_processes.values())
-        waits = [max(0.0, deadline - time.monotonic()) for deadline in deadlines if deadline is not None]
-        if self._timers.wait_s is not None:
-            waits.append(self._timers.wait_s)
-        return min(waits, default=None)
 
     def _on_owner_closed(self) -> None:
         self._outcome = host_messages.Finished("its owner closed it")
@@ -215,12 +203,12 @@ class MainProcess:
 
     def _start_server(self) -> None:
         self._server_starts += 1
+        self._server_started = time.monotonic()
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, lambda status: self._on_server_exit(process, status))
-        self._server.send(host_messages.Serve(self._settings))
-        self._server.send(host_messages.KeptSnapshots(self._module.snapshots))
+        self._server.send(host_messages.Serve(self._settings, snapshots=self._module.snapshots))
         for opening, reply in self._module.replies.items():
-            self._server.send(host_messages.OpenedLoaders(opening, reply))
+            self._server.send(host_messages.OpenedLoaders(opening, reply, list(self._module.replies)))
         if self._job_is_ending:
             self._server.send(host_messages.JobEnds())
         self._selector.register(self._server, selectors.EVENT_READ, self._on_server_messages)
@@ -240,8 +228,8 @@ class MainProcess:
                 case host_messages.RunHook(request):
                     self._server_starts = 0
                     self._open(request)
-                case host_messages.RunSampler(loader_pass, timeout_s):
-                    self._run_sampler(loader_pass, timeout_s)
+                case host_messages.RunSampler():
+                    self._run_sampler(message)
                 case host_messages.KillWorker(worker_id):
                     worker = self._workers.get(worker_id)
                     if worker is not None:
@@ -263,6 +251,8 @@ class MainProcess:
         if self._outcome is not None:
             return
         how = describe_exit(status)
+        if time.monotonic() - self._server_started >= _SERVED_LONG_S:
+            self._server_starts = 0
         if self._server_starts >= _MAX_SERVER_STARTS:
             reason = (
                 f"The data host's gRPC server {how}, {self._server_starts} times in a row. See the log lines above."
@@ -291,7 +281,7 @@ class MainProcess:
         self._problem = reply if isinstance(reply, Problem) else None
         if self._problem is not None:
             logger.warning("%s failed; trainers get the error: %s", self._problem.where, first_line(self._problem.text))
-        self._send(host_messages.OpenedLoaders(request.opening, reply))
+        self._send(host_messages.OpenedLoaders(request.opening, reply, list(self._module.replies)))
 
     def _send(self, message: Message) -> bool:
         try:
@@ -324,20 +314,19 @@ class MainProcess:
         self._num_workers_started += 1
         worker_id = self._num_workers_started
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
-        mark, stack = SampleMark(), WorkerStack()
+        notes = WorkerNotes()
         pickled = self._pickled.get(opening)
         process: subprocess.Popen[bytes] | None = None
         if pickled is None:
-            pid, sock = self._fork_worker(opening, number, ring, mark, stack)
+            pid, sock = self._fork_worker(opening, number, ring, notes)
         else:
-            process, sock = pickled.start_worker(number, ring, mark, stack)
+            process, sock = pickled.start_worker(number, ring, notes)
             pid = process.pid
         self._send(
             host_messages.NewWorker(
                 worker=worker_id,
                 number=number,
                 opening=opening,
-                live_openings=list(self._module.loaders),
                 num_slots=ring.num_slots,
                 slot_bytes=ring.slot_bytes,
                 fds=(sock.fileno(), ring.fd),
@@ -345,9 +334,8 @@ class MainProcess:
         )
         sock.close()
         ring.close()
-        mark.close_descriptor()
-        stack.close_descriptor()
-        self._workers[worker_id] = _WorkerProcess(pid, (opening, number), mark, stack, is_fork=pickled is None)
+        notes.close_descriptor()
+        self._workers[worker_id] = _WorkerProcess(pid, (opening, number), notes, is_fork=pickled is None)
         self._current_ids[opening, number] = worker_id
 
         def on_exit(status: int) -> None:
@@ -361,9 +349,7 @@ class MainProcess:
     def _host_name(self) -> str:
         return self._settings.name or self._settings.address
 
-    def _fork_worker(
-        self, opening: str, number: int, ring: Ring, mark: SampleMark, stack: WorkerStack
-    ) -> tuple[int, MessageSocket]:
+    def _fork_worker(self, opening: str, number: int, ring: Ring, notes: WorkerNotes) -> tuple[int, MessageSocket]:
         ours, theirs = map(MessageSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
 
         def run() -> None:
@@ -372,8 +358,7 @@ class MainProcess:
                 theirs,
                 ring,
                 lambda: {opening: self._module.loaders[opening]},
-                mark,
-                stack,
+                notes,
                 host=self._host_name,
                 worker_id=number,
                 num_workers=self._settings.workers,
@@ -385,9 +370,8 @@ class MainProcess:
 
     def _on_worker_exit(self, worker_id: int, status: int) -> None:
         worker = self._workers.pop(worker_id)
-        at, has_started = worker.mark.read(), worker.mark.has_started
-        worker.mark.close()
-        worker.stack.close()
+        at, has_started = worker.notes.place(), worker.notes.has_started
+        worker.notes.close()
         how = describe_exit(status)
         if has_started:
             how += f" at {at}" if at else ""
@@ -405,7 +389,7 @@ class MainProcess:
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** self._failed_starts[worker.place])
         self._failed_starts[worker.place] += 1
         logger.warning("Worker %d %s. Starting a new one in %.1f s.", worker.place[1], how, pause_s)
-        self._timers.call_later(pause_s, partial(self._replace, worker_id, worker.place))
+        self._scheduler.enter(pause_s, 0, self._replace, (worker_id, worker.place))
 
     def _is_needed(self, worker_id: int, place: tuple[str, int]) -> bool:
         """Return whether nobody has replaced a worker whose loaders are open."""
@@ -420,23 +404,18 @@ class MainProcess:
     def _ask_for_stack(self, worker_id: int, seconds: float) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
-            worker.stack.take()
-            WorkerStack.ask(worker.pid)
-            self._timers.call_later(_STACK_POLL_S, partial(self._read_stack, worker_id, seconds, "", _NUM_STACK_POLLS))
+            worker.notes.take_stacks()
+            os.kill(worker.pid, STACKS_SIGNAL)
+            self._scheduler.enter(_STACK_WAIT_S, 0, self._log_stack, (worker_id, seconds))
 
-    def _read_stack(self, worker_id: int, seconds: float, before: str, num_polls: int) -> None:
-        """Log the stack of a worker once it has been written."""
+    def _log_stack(self, worker_id: int, seconds: float) -> None:
         worker = self._workers.get(worker_id)
         if worker is None:
             return
-        new = worker.stack.take()
-        stacks = before + new
-        if num_polls and (new or not stacks):
-            later = partial(self._read_stack, worker_id, seconds, stacks, num_polls - 1)
-            self._timers.call_later(_STACK_POLL_S, later)
-            return
+        stacks = worker.notes.take_stacks()
         if not stacks:
-            stacks = "It does not react to signals: it is stopped, or waits in the kernel, as for a disk.\n"
+            why = "it is stopped, waits in the kernel, as for a disk, or gets no core"
+            stacks = f"No stack for {_STACK_WAIT_S:.0f} s: {why}.\n"
         logger.warning(
             "Worker %d has been building a batch for %.0f s. It is in:\n%s%s",
             worker.place[1],
@@ -446,15 +425,15 @@ class MainProcess:
         )
         self._send(host_messages.WorkerStuck(worker_id, innermost_call(stacks)))
 
-    def _run_sampler(self, loader_pass: LoaderPass, timeout_s: float) -> None:
+    def _run_sampler(self, request: host_messages.RunSampler) -> None:
         """Let the process of a sampler run a pass, so that nothing waits for it."""
         for place in [place for place in self._samplers if place[0] not in self._module.loaders]:
             self._samplers.pop(place).retire()
+        loader_pass = request.loader_pass
         place = (loader_pass.opening, loader_pass.loader)
-        if place[0] not in self._module.loaders:
-            output = no_order(loader_pass)
-            self._send(output)
-            os.close(*output.fds)
+        if place[0] not in self._module.loaders:  # they were replaced while the request was on its way
+            problem = Problem("DataServiceError", f"The loaders of {loader_pass.opening} are no longer open.")
+            self._send(host_messages.SamplerOutput(loader_pass, problem))
             return
         sampler = self._samplers.get(place)
         if sampler is not None and not sampler.can_run(loader_pass):
@@ -462,9 +441,7 @@ class MainProcess:
             sampler = None
         if sampler is None:
             sampler = self._fork_sampler(place)
-        sampler.run(loader_pass, timeout_s)
-        if self._module.loaders[place[0]][place[1]].has_stateless_sampler:
-            sampler.retire()
+        sampler.run(request)
 
     def _fork_sampler(self, place: tuple[str, int]) -> SamplerProcess:
         loader = self._module.loaders[place[0]][place[1]]
@@ -476,7 +453,7 @@ class MainProcess:
             run_sampler(theirs, loader, stacks)
 
         with theirs:
-            sampler = SamplerProcess(self._fork(run), MessageSocket(ours), stacks)
+            sampler = SamplerProcess(self._fork(run), MessageSocket(ours), stacks, self._scheduler)
 
         def on_message() -> None:
             sampler.outputs(self._send)
@@ -528,14 +505,10 @@ class MainProcess:
         for pid in (*(worker.pid for worker in self._workers.values()), *self._sampler_processes):
             os.kill(pid, signal.SIGKILL)
         for pid, pidfd in self._pidfds.items():
-            if not _is_readable(pidfd, _STOP_TIMEOUT_S):
+            if not wait([pidfd], _STOP_TIMEOUT_S):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             os.close(pidfd)
         self._pidfds.clear()
         self._selector.close()
         self._module.leave()
-
-
-def _is_readable(fd: int, timeout_s: float) -> bool:
-    return bool(select.select([fd], [], [], timeout_s)[0])

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_sm._lightning import LightningModule, Trainer
@@ -155,6 +156,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         super().__init__(file, protocol=5, buffer_callback=takes_in_band)
         self._state_of = state_of
         self._is_by_name = by_name
+        self._of_models: set[int] = set()  # the tensors of models, by id
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how an object that is not built in is pickled."""
@@ -163,24 +165,42 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         # cloudpickle would read what is left of a file that is open for reading, into a text in memory.
         if isinstance(obj, _FILES) and obj not in (sys.stdout, sys.stderr):
             raise pickle.PicklingError("it is an open file")
-        if isinstance(obj, torch.Tensor):
-            if obj.device.type not in ("cpu", "meta"):
-                raise pickle.PicklingError(f"it is a tensor on {obj.device}, but data hosts build batches on the CPU")
-            if _is_plain_tensor(obj):
-                return torch.from_numpy, (obj.numpy(),)  # NumPy pickles its memory out of band
+        if isinstance(obj, torch.Tensor) and (reduced := self._reduce_tensor(obj)) is not None:
+            return reduced
         if self._is_by_name and isinstance(obj, (type, FunctionType)) and _main_name(obj):
             return _main_name(obj)
         state = self._state_of(obj)
         if state is None and isinstance(obj, DataLoader):
-            # An iterator, of a loader with persistent workers, belongs to this process.
-            state = {**vars(obj), "_iterator": None}
+            # An iterator, of a loader with persistent workers, belongs to this process. Lightning keeps it a second
+            # time, to make the loader again, if it watches loaders at that moment: within the hooks for loaders, and
+            # for ever once one of them has raised (_replace_dunder_methods).
+            kept = {name: value for name, value in vars(obj).items() if not name.startswith("__pl_")}
+            state = {**kept, "_iterator": None}
         if state is not None:
             return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]  # pickle's own
         if isinstance(obj, LightningModule) and _is_attached(obj):
+            # A collate function of the model brings it along, with weights that the strategy has moved to the GPU.
+            self._of_models.update(map(id, _tensors_of(obj)))
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if len(reduced) == _LEN_BY_DEFAULT:
                 return *reduced, _restore_attached
         return super().reducer_override(obj)
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        """Return how a tensor is pickled; None: as torch does it.
+
+        Raises:
+            PicklingError: It is on a GPU, and not that of a model that the Trainer has moved there.
+        """
+        if tensor.device.type not in ("cpu", "meta"):
+            if id(tensor) not in self._of_models:
+                raise pickle.PicklingError(
+                    f"it is a tensor on {tensor.device}, but data hosts build batches on the CPU"
+                )
+            return _on_cpu(tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
+        if _is_plain_tensor(tensor):
+            return torch.from_numpy, (tensor.numpy(),)  # NumPy pickles its memory out of band
+        return None
 
 
 def _is_attached(model: LightningModule) -> bool:
@@ -195,6 +215,25 @@ def _restore_attached(model: Any, state: Any) -> None:
     """Set the state of a model, and its Trainer, which Lightning leaves out of the state: its epoch would be 0."""
     model.__setstate__(state)
     model.trainer = stand_in()
+    if model.device.type not in ("cpu", "meta"):
+        model.to("cpu")  # its tensors are there; what it says of its device must not differ
+
+
+def _tensors_of(model: LightningModule) -> Iterator[torch.Tensor]:
+    """Yield parameters, buffers and tensors in attributes of a model and of its modules, such as states of metrics."""
+    for module in model.modules():
+        yield from (leaf for leaf in tree_leaves(vars(module)) if isinstance(leaf, torch.Tensor))
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, or of a parameter, on the CPU."""
+    copied = tensor.detach().cpu()
+    if isinstance(tensor, torch.nn.Parameter):
+        copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    else:
+        copied.requires_grad_(tensor.requires_grad)
+    vars(copied).update(vars(tensor))
+    return copied
 
 
 def _is_plain_tensor(tensor: torch.Tensor) -> bool:

@@ -23,11 +23,10 @@ from lightning_sm._log import show_log_lines
 from lightning_sm.data.batch.types import register_batch_type, registered_types
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.pickler import pickle_object
-from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.snapshot import load_object
 from lightning_sm.data.host.trainer_stand_in import stand_in
 from lightning_sm.data.host.worker import run_worker
-from lightning_sm.data.host.worker_stack import WorkerStack
+from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc.host_messages import StartWorker
 from lightning_sm.data.ipc.messages import MessageSocket
@@ -72,15 +71,14 @@ class PickledLoaders:
         self._fd = pickled.write()
 
     def start_worker(
-        self, number: int, ring: Ring, mark: SampleMark, stack: WorkerStack
+        self, number: int, ring: Ring, notes: WorkerNotes
     ) -> tuple[subprocess.Popen[bytes], MessageSocket]:
         """Start a worker, and return it and the connection to it.
 
         Args:
             number: Number of the worker on the host.
             ring: Its ring.
-            mark: Its mark.
-            stack: The memory for its stack.
+            notes: Its notes.
         """
         process, sock = start_module(_MODULE)
         sock.send(
@@ -92,7 +90,7 @@ class PickledLoaders:
                 num_slots=ring.num_slots,
                 slot_bytes=ring.slot_bytes,
                 preparation=self._preparation,
-                fds=(ring.fd, mark.fd, stack.fd, self._fd),
+                fds=(ring.fd, notes.fd, self._fd),
             )
         )
         return process, sock
@@ -136,14 +134,13 @@ def main() -> None:
     start = requests.receive()
     if not isinstance(start, StartWorker):
         return
-    ring, mark, stack, pickled = start.fds
+    ring, notes, pickled = start.fds
     with world_of_one():
         run_worker(
             requests,
             Ring(ring, start.num_slots, start.slot_bytes),
             partial(_load, start.preparation, pickled),
-            SampleMark(mark),
-            WorkerStack(stack),
+            WorkerNotes(notes),
             host=start.host,
             worker_id=start.number,
             num_workers=start.num_workers,

@@ -18,12 +18,12 @@ import torch
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.batch.arena import ALIGNMENT, Arena
 from lightning_sm.data.batch.compression import codec_of
+from lightning_sm.data.batch.content_hash import content_hash
 from lightning_sm.data.batch.encode import encode
 from lightning_sm.data.host.iterable import UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
-from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.trainer_stand_in import stand_in
-from lightning_sm.data.host.worker_stack import WorkerStack
+from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
@@ -38,8 +38,7 @@ def run_worker(
     requests: MessageSocket,
     ring: Ring,
     load: Callable[[], Mapping[str, Sequence[ServedLoader]]],
-    mark: SampleMark,
-    stack: WorkerStack,
+    notes: WorkerNotes,
     *,
     host: str,
     worker_id: int,
@@ -51,8 +50,7 @@ def run_worker(
         requests: Connection to the server process.
         ring: The slots for finished batches.
         load: Returns the open loaders, by the name of the request that opened them.
-        mark: Note of the sample that this worker is at.
-        stack: Memory for its stack.
+        notes: Its notes for its parent.
         host: Name of the data host.
         worker_id: Number of the worker on its host.
         num_workers: Workers on the host.
@@ -63,7 +61,7 @@ def run_worker(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
     torch.set_num_threads(1)
-    stack.write_on_signal()
+    notes.write_stacks_on_signal()
     problem: Failure | None = None
     openings: Mapping[str, Sequence[ServedLoader]] = {}
     try:
@@ -73,27 +71,40 @@ def run_worker(
     try:
         for loaders in openings.values():
             for loader in loaders:
-                mark.set_text("worker_init_fn")
+                notes.set_text("worker_init_fn")
                 loader.enter_worker(host, worker_id, num_workers)
     except Exception as error:  # noqa: BLE001  # as above
         problem = Failure.of(error, "worker_init_fn")
-    mark.note_start()
+    notes.clear()
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
+        notes.note_start()  # not before: one whose connection is lost is started again after a pause
         while (request := requests.receive()) is not None:
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
             if problem is not None:
                 requests.send(BuildAnswer(request.slot, problem))
             else:
-                outcome, batches = _build(request, ring, openings, mark, worker_id)
+                outcome, batches = build_range(request, ring, openings, notes, worker_id)
                 requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))
-                mark.clear()
+                notes.clear()
 
 
-def _build(
-    request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], mark: SampleMark, worker_id: int
+def build_range(
+    request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], notes: WorkerNotes, worker_id: int
 ) -> tuple[BuiltRange | Failure | ShardEnd, list[EncodedBatch]]:
+    """Build the batches of a request in a slot.
+
+    Args:
+        request: The request.
+        ring: The slots.
+        openings: The open loaders, by the name of the request that opened them.
+        notes: The notes of this process, which say at which sample it is.
+        worker_id: Number of the worker on its host.
+
+    Returns:
+        The outcome, and the batches; none if it is a failure, or if the shard has ended before.
+    """
     started = time.perf_counter()
     spec = StepRangeSpec.decode(request.encoded_spec)
     memory = ring.slot(request.slot)
@@ -105,18 +116,19 @@ def _build(
         for one in spec.batches:
             start = -(-used // ALIGNMENT) * ALIGNMENT
             arena = Arena(memory[start:])
-            batch = loader.batch(one, arena, mark)
+            batch = loader.batch(one, arena, notes)
             if isinstance(batch, ShardEnd):
                 if batches:  # fewer batches than requested mean that the shard ends with them
                     break
                 return batch, []
             structure = encode(batch, arena)
-            batches.append(EncodedBatch(start, arena.used, structure))
+            data = memory[start : start + arena.used]
+            batches.append(EncodedBatch(start, arena.used, structure, content_hash(structure, data)))
             used = start + arena.used
         loader.check_seeding()
         pieces = _compress(memory, used, spec.compression) if spec.compression else []
     except UserCodeError as error:
-        return Failure.of(error.__cause__ or error, error.where), []
+        return Failure.of(error.__cause__ or error, error.where, error.item), []
     except (BatchTypeError, BatchTooLargeError) as error:
         return Failure(type(error).__name__, str(error)), []
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal
 
+from msgspec import field
+from msgspec.structs import replace
+
 from lightning_sm import errors
+from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
+from lightning_sm.data.protocol.calls import BadSample, HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials, Verify
@@ -20,25 +23,7 @@ def is_local(address: str) -> bool:
     return address.startswith("unix-abstract:")
 
 
-@dataclass(frozen=True)
-class AskChannels(Message):
-    """A question for the names of the data hosts' channels, for a process that answers with them and exits.
-
-    Attributes:
-        addresses: Addresses of the data hosts.
-        credentials: Credentials for them.
-        timeout_s: How long to wait for the first of them.
-        is_quiet: Whether another rank of this host logs the same.
-    """
-
-    addresses: list[str]
-    credentials: Credentials
-    timeout_s: float
-    is_quiet: bool
-
-
-@dataclass(frozen=True)
-class Configure(Message):
+class Configure(Message, frozen=True):
     """The first message.
 
     Attributes:
@@ -55,13 +40,12 @@ class Configure(Message):
     credentials: Credentials
     client: HeartbeatRequest
     hedge_factor: float
-    verify: Verify
-    verify_share: float
-    is_quiet: bool
+    verify: Verify = "off"
+    verify_share: float = 0.0
+    is_quiet: bool = False
 
 
-@dataclass(frozen=True)
-class ShareSnapshot(Message):
+class ShareSnapshot(Message, frozen=True):
     """From rank 0: a snapshot for the data hosts, of which ``fds`` has the memory."""
 
     digest: str
@@ -69,8 +53,7 @@ class ShareSnapshot(Message):
     fds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class OpenLoaders(Message):
+class OpenLoaders(Message, frozen=True):
     """A request to all data hosts; answered by ``Opened``.
 
     Attributes:
@@ -95,8 +78,7 @@ class OpenLoaders(Message):
         return self.request
 
 
-@dataclass(frozen=True)
-class ShareRing(Message):
+class ShareRing(Message, frozen=True):
     """Memory for the batches of a loader: ring ``number``, of which ``fds`` has the descriptor."""
 
     number: int
@@ -105,8 +87,7 @@ class ShareRing(Message):
     fds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class LoaderPlace:
+class LoaderPlace(Struct, frozen=True):
     """The part of a data hosts' loader that a trainer's loader stands for, and its limits.
 
     Attributes:
@@ -124,6 +105,9 @@ class LoaderPlace:
         compression: Codec of batches on the network; empty: none.
         num_shards: Number of virtual shards of an iterable dataset.
         batches_per_pass: Batches of an iterable dataset in a pass; None: the user did not set it.
+        max_bad_samples: Samples of all training loaders that may be replaced; 0: none, a bad one is an error.
+        bad_samples: Samples that were replaced before this start: position of the training loader, index, name of the
+            loader, and what was raised.
     """
 
     request_name: str
@@ -140,6 +124,8 @@ class LoaderPlace:
     is_window_fixed: bool = False
     num_shards: int = 1
     batches_per_pass: int | None = None
+    max_bad_samples: int = 0
+    bad_samples: list[tuple[int, int, str, str]] = field(default_factory=list)
 
 
 # What to do if the batches of the ranks differ in size in the last step of a pass: leave them as they are, pad them, or
@@ -147,8 +133,7 @@ class LoaderPlace:
 TailMode = Literal["exact", "pad", "hold"]
 
 
-@dataclass
-class Position:
+class Position(Struct, frozen=True):
     """The start and the end of a pass.
 
     Attributes:
@@ -161,6 +146,8 @@ class Position:
         earlier_stop_step: End of the passes of earlier epochs, to which the Trainer limits them; None: it does not.
         order_stop: Samples (of a batch sampler: batches) after which the order of a sampler is cut; None: those that
             the pass needs.
+        pause_step: The first batch that the Trainer leaves out: the pass ends before it, and another one follows. None:
+            it leaves out none.
     """
 
     epoch: int = 0
@@ -171,10 +158,15 @@ class Position:
     tail: TailMode = "exact"
     earlier_stop_step: int | None = None
     order_stop: int | None = None
+    pause_step: int | None = None
+
+    @property
+    def end_step(self) -> int | None:
+        """The step before which its batches end; None: the end of the data."""
+        return min((step for step in (self.stop_step, self.pause_step) if step is not None), default=None)
 
 
-@dataclass(frozen=True)
-class PassRequest(Message):
+class PassRequest(Message, frozen=True):
     """A pass over a loader.
 
     Attributes:
@@ -207,13 +199,11 @@ class PassRequest(Message):
         )
 
 
-@dataclass(frozen=True)
-class MeasurePass(PassRequest):
+class MeasurePass(PassRequest, frozen=True):
     """A request for the length of a pass; answered by ``Length`` or ``Failed``."""
 
 
-@dataclass(frozen=True)
-class StartPass(PassRequest):
+class StartPass(PassRequest, frozen=True):
     """A request for the batches of a pass; answered by ``DeliveredRange``, ``EndOfPass`` and ``Failed``.
 
     Attributes:
@@ -225,20 +215,17 @@ class StartPass(PassRequest):
     tells_keys: bool
 
 
-@dataclass(frozen=True)
-class AskSnapshot(Message):
+class AskSnapshot(Message, frozen=True):
     """A request for a ``FeederSnapshot``."""
 
 
-@dataclass(frozen=True)
-class ShareFigures(Message):
+class ShareFigures(Message, frozen=True):
     """The measurements of this rank, for the data hosts and, through them, for rank 0."""
 
     figures: RankFigures
 
 
-@dataclass(frozen=True)
-class Finish(Message):
+class Finish(Message, frozen=True):
     """The last message: how the training ended; see ``calls.FinishRequest``."""
 
     outcome: str
@@ -248,23 +235,14 @@ class Finish(Message):
 # From the feeder
 
 
-@dataclass(frozen=True)
-class Channels(Message):
-    """The names of the data hosts' channels."""
-
-    names: list[str]
-
-
-@dataclass(frozen=True)
-class Opened(Message):
+class Opened(Message, frozen=True):
     """The reply on which the data hosts agree."""
 
     opening: str
     reply: SetUp | Loaders
 
 
-@dataclass(frozen=True)
-class Length(Message):
+class Length(Message, frozen=True):
     """The length of a pass.
 
     Attributes:
@@ -282,8 +260,7 @@ class Length(Message):
     is_cut: bool = False
 
 
-@dataclass(frozen=True)
-class DeliveredRange(Message):
+class DeliveredRange(Message, frozen=True):
     """The batches of a step range, in one slot.
 
     Attributes:
@@ -301,6 +278,7 @@ class DeliveredRange(Message):
             belong to no block, and follow each other.
         keys: Indices of the samples of each batch; empty if they are not wanted.
         tail_weight: Weight of the last of the batches, see ``plan.samples.Tail``: 1 unless it is the last of the pass.
+        shard: Their virtual shard, and the number in it of the first batch; None: they are from none.
         encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
@@ -317,6 +295,7 @@ class DeliveredRange(Message):
     row: int | None
     keys: list[list[int]]
     tail_weight: float
+    shard: tuple[int, int] | None
     encoded_batches: bytes
 
     def figures(self) -> BatchFigures:
@@ -330,15 +309,13 @@ class DeliveredRange(Message):
         )
 
 
-@dataclass(frozen=True)
-class EndOfBlock(Message):
+class EndOfBlock(Message, frozen=True):
     """All batches of the block were delivered."""
 
     pass_id: int
 
 
-@dataclass(frozen=True)
-class EndOfPass(Message):
+class EndOfPass(Message, frozen=True):
     """Everything up to the end of the pass was delivered.
 
     Attributes:
@@ -352,8 +329,27 @@ class EndOfPass(Message):
     held_step: int | None = None
 
 
-@dataclass(frozen=True)
-class Failed(Message):
+class SampleReplaced(Message, frozen=True):
+    """A sample that could not be read was replaced in a batch, which follows.
+
+    Attributes:
+        pass_id: Number of the pass.
+        step: Step of the batch.
+        item: Number of the sample in the batch.
+        bad: Index that could not be read: the sample's own, or one that was to replace it.
+        by: Index that is read in its place.
+        text: What was raised.
+    """
+
+    pass_id: int
+    step: int
+    item: int
+    bad: int
+    by: int
+    text: str
+
+
+class Failed(Message, frozen=True):
     """A pass cannot continue, or none can if ``pass_id`` is None; ``error`` is a name in ``lightning_sm.errors``."""
 
     pass_id: int | None
@@ -366,8 +362,7 @@ class Failed(Message):
         return kind(self.text)
 
 
-@dataclass(frozen=True)
-class HostSnapshot(HostFigures):
+class HostSnapshot(HostFigures, frozen=True):
     """A data host: what it did since the start, and what it does now.
 
     Attributes:
@@ -383,8 +378,7 @@ class HostSnapshot(HostFigures):
     stuck: str = ""
 
 
-@dataclass(frozen=True)
-class PassSnapshot:
+class PassSnapshot(Struct, frozen=True):
     """A pass.
 
     Attributes:
@@ -400,14 +394,15 @@ class PassSnapshot:
     in_flight: int
 
 
-@dataclass(frozen=True)
-class FeederSnapshot(Message):
+class FeederSnapshot(Message, frozen=True):
     """The feeder's view of hosts and passes.
 
     Attributes:
         ranks: The figures of each rank that a data host has, by the name of the rank.
+        bad_samples: The bad samples that this rank knows of.
     """
 
     hosts: list[HostSnapshot]
     passes: list[PassSnapshot]
     ranks: dict[str, RankFigures]
+    bad_samples: list[BadSample] = field(default_factory=list)

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import field
+
+from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import LoaderPass, Loaders, OpenRequest, Problem, SetUp
+from lightning_sm.data.protocol.calls import Crashed, LoaderPass, Loaders, OpenRequest, OrderSize, Problem, SetUp
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import ShardEnd
 from lightning_sm.data.settings import HostSettings
 
 
-@dataclass(frozen=True)
-class Serve(Message):
+class Serve(Message, frozen=True):
     """To a process that has started: what it serves.
 
     Attributes:
         settings: How to serve.
         imports: Modules that will be needed, and that the process imports at once.
+        snapshots: Digests of the snapshots of rank 0 that the main process has, the newest last.
     """
 
     settings: HostSettings
     imports: list[str] = field(default_factory=list)
+    snapshots: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Listening(Message):
+class Listening(Message, frozen=True):
     """The address at which trainers can connect."""
 
     address: str
 
 
-@dataclass(frozen=True)
-class StartFailed(Message):
+class StartFailed(Message, frozen=True):
     """The data host cannot serve."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Finished(Message):
+class Finished(Message, frozen=True):
     """The reason why a data host stops serving.
 
     Attributes:
@@ -55,8 +55,7 @@ class Finished(Message):
 # Between the main process and the server process
 
 
-@dataclass(frozen=True)
-class NewSnapshot(Message):
+class NewSnapshot(Message, frozen=True):
     """To the main process: a snapshot of rank 0, of which ``fds`` has the memory, and which snapshots to keep."""
 
     digest: str
@@ -64,80 +63,54 @@ class NewSnapshot(Message):
     fds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class KeptSnapshots(Message):
-    """To the server process: the digests of the snapshots that the main process has."""
-
-    digests: list[str]
-
-
-@dataclass(frozen=True)
-class RunHook(Message):
+class RunHook(Message, frozen=True):
     """To the main process: a trainer's request."""
 
     request: OpenRequest
 
 
-@dataclass(frozen=True)
-class OpenedLoaders(Message):
-    """The reply to a request."""
+class OpenedLoaders(Message, frozen=True):
+    """The reply to a request.
+
+    Attributes:
+        opening: Name of the request.
+        reply: The reply.
+        live: Names of all requests whose replies hold: the loaders of others are no longer open.
+    """
 
     opening: str
     reply: SetUp | Loaders | Problem
+    live: list[str]
 
 
-@dataclass(frozen=True)
-class RunSampler(Message):
-    """To the main process: a pass whose order it must find out, and for how many seconds trainers wait for it."""
+class RunSampler(Message, frozen=True):
+    """To the main process, and on to that of a sampler: a pass, and for how many seconds trainers wait for it."""
 
     loader_pass: LoaderPass
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class SamplerOutput(Message):
-    """The order of a sampler in a pass.
+class SamplerOutput(Message, frozen=True):
+    """The answer to a ``RunSampler``, on the same way back.
 
     Attributes:
         loader_pass: The pass.
-        why: How the process that ran the sampler crashed; empty: it did not.
-        fds: Memory with a line of JSON, keys and offsets.
+        outcome: The size of its order, or why there is none.
+        fds: If there is an order, memory with its keys and offsets, little-endian int64.
     """
 
     loader_pass: LoaderPass
-    why: str
-    fds: tuple[int, ...]
+    outcome: OrderSize | Crashed | Problem
+    fds: tuple[int, ...] = ()
 
 
-# Between the main process and the process of a sampler
-
-
-@dataclass(frozen=True)
-class RunPass(RunSampler):
-    """To the process of a sampler: a pass, and the memory for its order."""
-
-    fds: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PassWasRun(Message):
-    """The answer to a ``RunPass``: ``why`` says how the process that ran it crashed; empty: it did not."""
-
-    why: str
-
-
-# Between the main process and the server process
-
-
-@dataclass(frozen=True)
-class NewWorker(Message):
+class NewWorker(Message, frozen=True):
     """A worker was started.
 
     Attributes:
         worker: Its id.
         number: Its number on the host.
         opening: Name of the request that opened its loaders.
-        live_openings: Names of those whose loaders are open.
         num_slots: Slots of its ring.
         slot_bytes: Capacity of a slot.
         fds: The connection to it, and its ring.
@@ -146,14 +119,12 @@ class NewWorker(Message):
     worker: int
     number: int
     opening: str
-    live_openings: list[str]
     num_slots: int
     slot_bytes: int
     fds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class StartWorker(Message):
+class StartWorker(Message, frozen=True):
     """To a worker that is no fork: what it works on.
 
     Attributes:
@@ -164,7 +135,7 @@ class StartWorker(Message):
         num_slots: Slots of its ring.
         slot_bytes: Capacity of a slot.
         preparation: What multiprocessing tells a process that it spawns: how to import the script.
-        fds: Its ring, its mark, the memory for its stack, and the snapshot of the loaders.
+        fds: Its ring, its notes, and the snapshot of the loaders.
     """
 
     opening: str
@@ -177,44 +148,38 @@ class StartWorker(Message):
     fds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class WorkerLost(Message):
+class WorkerLost(Message, frozen=True):
     """A worker has exited; ``why`` says how."""
 
     worker: int
     why: str
 
 
-@dataclass(frozen=True)
-class ShowStack(Message):
+class ShowStack(Message, frozen=True):
     """To the main process: a worker has worked on one request for so many seconds."""
 
     worker: int
     seconds: float
 
 
-@dataclass(frozen=True)
-class WorkerStuck(Message):
+class WorkerStuck(Message, frozen=True):
     """The answer to a ``ShowStack``: the call in which the worker is."""
 
     worker: int
     where: str
 
 
-@dataclass(frozen=True)
-class KillWorker(Message):
+class KillWorker(Message, frozen=True):
     """To the main process: a worker hangs."""
 
     worker: int
 
 
-@dataclass(frozen=True)
-class JobEnds(Message):
+class JobEnds(Message, frozen=True):
     """No more trainers will connect."""
 
 
-@dataclass(frozen=True)
-class TrainerFinished(Message):
+class TrainerFinished(Message, frozen=True):
     """To the main process: the training of a rank has ended."""
 
     is_success: bool
@@ -223,21 +188,18 @@ class TrainerFinished(Message):
 # Between the server process and a worker
 
 
-@dataclass(frozen=True)
-class Ready(Message):
+class Ready(Message, frozen=True):
     """The worker has started."""
 
 
-@dataclass(frozen=True)
-class Build(Message):
+class Build(Message, frozen=True):
     """To a worker: what to build, an encoded ``StepRangeSpec``, and in which slot."""
 
     slot: int
     encoded_spec: bytes
 
 
-@dataclass(frozen=True)
-class BuiltRange:
+class BuiltRange(Struct, frozen=True, tag=True):
     """The batches of a step range in a worker's slot.
 
     Attributes:
@@ -253,8 +215,7 @@ class BuiltRange:
     worker: int = 0
 
 
-@dataclass(frozen=True)
-class BuildAnswer(Message):
+class BuildAnswer(Message, frozen=True):
     """The answer to a ``Build``.
 
     Attributes:
@@ -271,8 +232,7 @@ class BuildAnswer(Message):
 # Between the server process and a network process. A number stands for a request of a stream.
 
 
-@dataclass(frozen=True)
-class Fetch(Message):
+class Fetch(Message, frozen=True):
     """To the server process: a trainer's request, an encoded ``StepRangeSpec``."""
 
     number: int
@@ -280,27 +240,23 @@ class Fetch(Message):
     encoded_spec: bytes
 
 
-@dataclass(frozen=True)
-class CancelFetch(Message):
+class CancelFetch(Message, frozen=True):
     """To the server process: nobody wants the answer."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Release(Message):
+class Release(Message, frozen=True):
     """To the server process: the batches of a ``FetchAnswer`` have been sent."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Ping(Message):
+class Ping(Message, frozen=True):
     """To a network process, which sends it back."""
 
 
-@dataclass(frozen=True)
-class NewRing(Message):
+class NewRing(Message, frozen=True):
     """A worker's ring, and the ids of all workers that there are."""
 
     worker: int
@@ -310,8 +266,7 @@ class NewRing(Message):
     fds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class FetchAnswer(Message):
+class FetchAnswer(Message, frozen=True):
     """The answer to a ``Fetch``.
 
     Attributes:

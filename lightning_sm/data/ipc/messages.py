@@ -1,10 +1,8 @@
-"""Messages between processes of one host: JSON, bytes and file descriptors over a socket pair."""
+"""Messages between processes of one host: typed structs and file descriptors over a socket pair."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import logging
 import os
 import resource
@@ -13,40 +11,39 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
 from enum import IntEnum
-from functools import cache, partial
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import ClassVar, Union
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from lightning_sm._structs import Struct, encode
 
 logger = logging.getLogger(__name__)
 
-_LENGTHS = struct.Struct("<II")
+# Bytes of the message, and descriptors that belong to it.
+_HEAD = struct.Struct("<II")
 _MAX_FDS = 8
 
 
-class Message:
-    """Base of the messages: each kind is a frozen dataclass, which is its own encoding.
+class Message(Struct, frozen=True, tag=True):
+    """Base of the messages, whose encoding (MessagePack) names their kind.
 
-    Fields are JSON values, dataclasses of these, and lists and dicts of such dataclasses, with two exceptions. At most
-    one field of type ``bytes`` is sent as it is. Descriptors in a field ``fds`` stay open in the sender; the receiver
-    owns its copies. If it has no descriptor left for one of them, it gets none of the message's, and logs an error.
+    Descriptors in a field ``fds`` stay open in the sender; the receiver owns its copies. If it has no descriptor left
+    for one of them, it gets none of the message's, and logs an error.
     """
 
     _kinds: ClassVar[dict[str, type[Message]]] = {}
-    _bytes_field: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:
         """Register a kind by its name.
 
         Raises:
-            TypeError: Another kind has the name, or the kind has several fields of type ``bytes``.
+            TypeError: Another kind has the name.
         """
         if cls.__name__ in Message._kinds:
             raise TypeError(f"two kinds of message are called {cls.__name__}")
-        names = [name for name, hint in get_type_hints(cls).items() if hint is bytes]
-        if len(names) > 1:
-            raise TypeError(f"{cls.__name__} has {len(names)} fields of type bytes ({', '.join(names)}); 1 is allowed")
-        cls._bytes_field = names[0] if names else None
         Message._kinds[cls.__name__] = cls
 
 
@@ -74,11 +71,9 @@ class MessageSocket:
         Raises:
             BrokenPipeError: The other end is closed.
         """
-        fields = dict(vars(message))  # dataclasses.asdict() would copy each value
-        raw = b"" if message._bytes_field is None else fields.pop(message._bytes_field)
-        fds = fields.pop("fds", ())
-        head = json.dumps([type(message).__name__, len(fds), fields], separators=(",", ":"), default=_named).encode()
-        data = b"".join((_LENGTHS.pack(len(head), len(raw)), head, raw))
+        fds = getattr(message, "fds", ())
+        body = encode(message, _ENCODER)
+        data = _HEAD.pack(len(body), len(fds)) + body
         with self._sending:
             sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
             if sent < len(data):
@@ -119,7 +114,7 @@ class MessageSocket:
     @property
     def is_at_end(self) -> bool:
         """Whether the other end is closed, and everything that it sent was received."""
-        return self._is_at_end and len(self._received) < _LENGTHS.size
+        return self._is_at_end and len(self._received) < _HEAD.size
 
     def end(self) -> None:
         """Send no more messages: the other end receives those that were sent, and then None."""
@@ -161,64 +156,27 @@ class MessageSocket:
         self._is_at_end = self._is_at_end or not data
 
     def _next(self) -> Message | None:
-        if len(self._received) < _LENGTHS.size:
+        if len(self._received) < _HEAD.size:
             return None
-        head_bytes, raw_bytes = _LENGTHS.unpack_from(self._received)
-        start = _LENGTHS.size + head_bytes
-        stop = start + raw_bytes
+        num_bytes, num_fds = _HEAD.unpack_from(self._received)
+        stop = _HEAD.size + num_bytes
         if len(self._received) < stop:
             return None
-        name, num_fds, fields = json.loads(self._received[_LENGTHS.size : start])
-        kind = Message._kinds[name]
-        if kind._bytes_field is not None:
-            fields[kind._bytes_field] = bytes(memoryview(self._received)[start:stop])
-        if "fds" in kind.__dataclass_fields__:  # type: ignore[attr-defined]  # of each kind
-            fields["fds"] = tuple(self._fds.popleft()) if num_fds else ()
-        message: Message = _rebuild(kind, fields)
+        with memoryview(self._received) as view:
+            message = _decoder(len(Message._kinds)).decode(view[_HEAD.size : stop])
+        if num_fds:
+            force_setattr(message, "fds", tuple(self._fds.popleft()))  # in place of the sender's
         del self._received[:stop]
         return message
 
 
-def _named(value: Any) -> dict[str, Any]:
-    return {type(value).__name__: vars(value)}
-
-
-def _rebuild(kind: Any, fields: dict[str, Any]) -> Any:
-    """Return a dataclass from its fields, with the dataclasses in it."""
-    for name, rebuild in _rebuilders(kind).items():
-        fields[name] = rebuild(fields[name])
-    return kind(**fields)
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 @cache
-def _rebuilders(kind: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return functions that rebuild the fields of a dataclass which JSON cannot express."""
-    rebuilders = {}
-    for name, hint in get_type_hints(kind).items():
-        rebuild = _rebuilder(hint)
-        if rebuild is not None:
-            rebuilders[name] = rebuild
-    return rebuilders
-
-
-def _rebuilder(hint: Any) -> Callable[[Any], Any] | None:
-    container, inner = get_origin(hint), get_args(hint) or (hint,)
-    if container in (list, dict):
-        rebuild = _rebuilder(inner[-1])
-        if rebuild is None:
-            return None
-        if container is list:
-            return lambda values: [rebuild(value) for value in values]
-        return lambda values: {name: rebuild(value) for name, value in values.items()}
-    kinds = {one.__name__: one for one in inner if isinstance(one, type) and dataclasses.is_dataclass(one)}
-    return partial(_rebuild_by_name, kinds) if kinds else None
-
-
-def _rebuild_by_name(kinds: dict[str, Any], value: dict[str, Any] | None) -> Any:
-    if value is None:
-        return None
-    ((name, fields),) = value.items()
-    return _rebuild(kinds[name], fields)
+def _decoder(num_kinds: int) -> msgspec.msgpack.Decoder[Message]:
+    """Return a decoder of all kinds of messages, of which there are more when a module of messages is imported."""
+    return msgspec.msgpack.Decoder(Union[tuple(Message._kinds.values())])  # noqa: UP007
 
 
 # A ``Released``, the number of the ring or of the pass, and the slot or step. Writes up to PIPE_BUF bytes are atomic.

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_sm.data.plan.seeds import encode_key
+from lightning_sm.data.plan.splitmix import mixed
 
 IndexArray: TypeAlias = npt.NDArray[np.int64]
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
-# The multipliers of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), and its
-# increment, which is odd: a bijection of 64-bit numbers.
-_INCREMENT, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_30, _27, _32 = map(np.uint64, (30, 27, 32))
+_32 = np.uint64(32)
 # With 8 rounds, orders of 5 to 7 samples are visibly not equally frequent.
 _NUM_ROUNDS = 12
 
@@ -73,7 +72,8 @@ class ShuffledOrder:
         name = encode_key(["lightning_sm.order", int(seed), int(epoch), int(pass_index), salt])
         keys = np.frombuffer(hashlib.shake_256(name).digest(8 * _NUM_ROUNDS), "<u8")
         self._keys = keys.astype(np.uint64).reshape(-1, 2)
-        num_rows = _ceil_sqrt(length)
+        root = math.isqrt(length)
+        num_rows = root + (root * root < length)
         self._rows = np.uint64(num_rows)
         self._columns = np.uint64(-(-length // max(1, num_rows)))
 
@@ -98,14 +98,6 @@ class ShuffledOrder:
 
 def _move(value: _Words, by: _Words, key: np.uint64, size: np.uint64) -> _Words:
     """Add a keyed hash of one array to the other, modulo a size below 2 ** 32."""
-    mixed = by * _INCREMENT + key
-    mixed = (mixed ^ (mixed >> _30)) * _FIRST
-    mixed = (mixed ^ (mixed >> _27)) * _SECOND
-    value = value + ((mixed >> _32) * size >> _32)  # its high half, scaled to the size
+    value = value + ((mixed(by, key) >> _32) * size >> _32)  # its high half, scaled to the size
     moved: _Words = np.minimum(value, value - size)  # the difference of a value that is below the size wraps around
     return moved
-
-
-def _ceil_sqrt(number: int) -> int:
-    root = int(np.sqrt(number))  # off by one at most, also above 2 ** 53
-    return next(near for near in range(max(0, root - 1), root + 3) if near * near >= number)

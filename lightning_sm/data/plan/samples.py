@@ -118,14 +118,14 @@ class _StepPlan:
         return list(zip(self._positions(steps).tolist(), np.split(indices, offsets[1:-1]), strict=True))
 
     def _positions(self, steps: IndexArray) -> IndexArray:
-        return self._intervals(steps)[0] % max(1, len(self._order))
+        return self._intervals(steps)[0] % len(self._order)
 
     def _read(self, steps: IndexArray) -> tuple[IndexArray, IndexArray]:
         starts, sizes = self._intervals(steps)
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
         # A padded pass repeats its first samples, as the only step of a pass with drop_last may.
-        return self._order[positions % max(1, len(self._order))], offsets
+        return self._order[positions % len(self._order)], offsets
 
     def _intervals(self, steps: IndexArray) -> tuple[IndexArray, IndexArray]:
         """Return where in the order each of some steps begins, and how many samples it has."""

@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, Union
+
+from msgspec import Meta, field
 
 from lightning_sm import errors
+from lightning_sm._structs import Struct
+from lightning_sm.data.protocol.codec import (
+    AnyInt,
+    BatchSize,
+    Name,
+    Natural,
+    NumPlaces,
+    Place,
+    Port,
+    Real,
+    decode,
+)
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.from_json import from_json, parse_json
-from lightning_sm.data.protocol.spec import LoaderDescription
+from lightning_sm.data.protocol.spec import LoaderDescription, LoaderKind
+from lightning_sm.data.settings import MAX_BAD_SAMPLES, MAX_SHARDS
 from lightning_sm.errors import DataServiceError, WireError
 
 _MAX_DEPTH = 64
 
 # Names of ranks and hosts, numbers, the values of a Trainer, and how a training ended: an exception's text may be long.
 _MAX_REQUEST_BYTES = 1 << 20
-_MAX_NAME_CHARS = 512
-_LONG_TEXTS = ("outcome",)
-_MAX_TRAINER_VALUES = 64
-
-_HOOKS = ("", "train", "val", "test", "predict")
+# Numbers and strings of a Trainer, by name.
+TrainerValues = Annotated[dict[str, bool | AnyInt | Real | str | None], Meta(max_length=64)]
 _MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
-class Request:
-    """Base of what a trainer sends to a data host: each kind of call has a frozen dataclass, which is its encoding.
-
-    Fields with a default may be left out.
-    """
+class Request(Struct, frozen=True):
+    """Base of what a trainer sends to a data host."""
 
     NAME: ClassVar[str]  # of the gRPC method
-
-    def encode(self) -> bytes:
-        """Return the bytes of a request."""
-        return json.dumps(vars(self), default=vars).encode()
 
     @classmethod
     def parse(cls: type[_Request], data: bytes) -> _Request:
@@ -45,27 +48,13 @@ class Request:
         Raises:
             WireError: It is malformed.
         """
-        what = f"{cls.NAME} request"
-        request = from_json(cls, parse_json(data, what, _MAX_REQUEST_BYTES), what)
-        for name, value in vars(request).items():
-            if isinstance(value, str) and name not in _LONG_TEXTS and len(value) > _MAX_NAME_CHARS:
-                raise WireError(f"In the {what}, {name} has {len(value)} characters; {_MAX_NAME_CHARS} are allowed.")
-        request.check(what)
-        return request
-
-    def check(self, what: str) -> None:
-        """Check what is special to this kind; ``what`` is its name in errors.
-
-        Raises:
-            WireError: It makes no sense.
-        """
+        return decode(cls, data, f"{cls.NAME} request", _MAX_REQUEST_BYTES)
 
 
 _Request = TypeVar("_Request", bound=Request)
 
 
-@dataclass(frozen=True)
-class OpenRequest(Request):
+class OpenRequest(Request, frozen=True):
     """A request to run ``setup``, if ``loaders`` is empty, or to open the loaders of a hook.
 
     Attributes:
@@ -78,7 +67,7 @@ class OpenRequest(Request):
         prepares: Whether the host runs ``prepare_data`` first.
         trainer: Values of the Trainer.
         datamodule: Digest of the snapshot of rank 0's DataModule; empty: the same as for rank 0.
-        values: Those of its attributes that are plain values, as ``plain_json`` encodes them, by name.
+        values: Those of its attributes that are plain values, each as JSON (``plain_json``), by name.
         kept: Names of attributes that were set on rank 0 since ``setup`` has set them, and that stay so.
         earlier: The stages for which ``setup`` has run before on the same DataModule, in order.
         state: Digest of the snapshot of the state for ``load_state_dict``; empty: there is none.
@@ -86,19 +75,19 @@ class OpenRequest(Request):
 
     NAME = "Open"
 
-    opening: str
-    trainer_run: int
-    stage: str
-    loaders: str
-    epoch: int
-    seed: int
+    opening: Name
+    trainer_run: Natural
+    stage: Name
+    loaders: LoaderKind
+    epoch: Natural
+    seed: AnyInt
     prepares: bool
-    trainer: dict[str, Any]
-    datamodule: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
+    trainer: TrainerValues
+    datamodule: Name = ""
+    values: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     earlier: list[str] = field(default_factory=list)
-    state: str = ""
+    state: Name = ""
 
     @property
     def snapshots(self) -> list[str]:
@@ -111,21 +100,12 @@ class OpenRequest(Request):
         return f"{self.loaders}_dataloader()" if self.loaders else f"setup({self.stage!r})"
 
     def check(self, what: str) -> None:
-        """Check that loaders are named after their run, and that the values of the Trainer are few and plain."""
-        if self.loaders not in _HOOKS:
-            raise WireError(f"The {what} names unknown loaders: {reprlib.repr(self.loaders)}.")
+        """Check that the request is named after its run."""
         if not self.opening.startswith(f"{self.trainer_run}/"):
             raise WireError(f"The {what} is for run {self.trainer_run}, but its name is {reprlib.repr(self.opening)}.")
-        plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in self.trainer.values())
-        if not plain or len(self.trainer) > _MAX_TRAINER_VALUES:
-            raise WireError(
-                f"The {what} has {len(self.trainer)} values of the Trainer: {reprlib.repr(self.trainer)}. At most "
-                f"{_MAX_TRAINER_VALUES} numbers and strings are allowed."
-            )
 
 
-@dataclass(frozen=True)
-class LoadRequest(Request):
+class LoadRequest(Request, frozen=True):
     """The head of a snapshot that rank 0 sends; its bytes follow.
 
     Attributes:
@@ -135,12 +115,33 @@ class LoadRequest(Request):
 
     NAME = "Load"
 
-    digest: str
-    num_bytes: int
+    digest: Name
+    num_bytes: Natural
 
 
-@dataclass(frozen=True)
-class HeartbeatRequest(Request):
+class BadSample(Struct, frozen=True):
+    """A sample of a training loader that raised when the dataset was indexed, on two data hosts if there are two.
+
+    Attributes:
+        run: Name of the run of the Trainer.
+        loader: Position of the loader among the training loaders.
+        index: Its index in the dataset.
+        name: Name of the loader.
+        text: What was raised.
+    """
+
+    run: Name
+    loader: Natural
+    index: AnyInt
+    name: Name
+    text: str
+
+
+# More than a user may permit: training fails by then.
+BadSampleList: TypeAlias = Annotated[list[BadSample], Meta(max_length=2 * MAX_BAD_SAMPLES)]
+
+
+class HeartbeatRequest(Request, frozen=True):
     """A sign of life of a rank; answered by ``HostReport``.
 
     Attributes:
@@ -149,19 +150,20 @@ class HeartbeatRequest(Request):
         figures: What the rank has measured, once it trains.
         wants_figures: Whether the answer is to have the figures of all ranks.
         host: Its host, for those who look.
+        bad_samples: The bad samples that it knows of.
     """
 
     NAME = "Heartbeat"
 
-    client: str
-    world_size: int
+    client: Name
+    world_size: NumPlaces
     figures: RankFigures | None = None
     wants_figures: bool = False
-    host: str = ""
+    host: Name = ""
+    bad_samples: BadSampleList = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class FinishRequest(Request):
+class FinishRequest(Request, frozen=True):
     """The last message of a rank: how its training ended.
 
     Attributes:
@@ -172,13 +174,12 @@ class FinishRequest(Request):
 
     NAME = "Finish"
 
-    client: str
+    client: Name
     outcome: str
     is_success: bool = False
 
 
-@dataclass(frozen=True)
-class LoaderPass(Request):
+class LoaderPass(Request, frozen=True):
     """A pass over a loader, as data hosts know it.
 
     Attributes:
@@ -192,13 +193,13 @@ class LoaderPass(Request):
         earlier_stop: The same of the passes of earlier epochs, which leave the sampler in the state before this one.
     """
 
-    opening: str
-    loader: int
-    seed: int
-    epoch: int
-    pass_index: int
-    stop: int = field(default=0, kw_only=True)
-    earlier_stop: int = field(default=0, kw_only=True)
+    opening: Name
+    loader: Place
+    seed: AnyInt
+    epoch: Natural
+    pass_index: Natural
+    stop: Natural = 0
+    earlier_stop: Natural = 0
 
     @property
     def loader_pass(self) -> LoaderPass:
@@ -214,8 +215,7 @@ class LoaderPass(Request):
         )
 
 
-@dataclass(frozen=True)
-class ListRequest(LoaderPass):
+class ListRequest(LoaderPass, frozen=True, kw_only=True):
     """A request for the order of a sampler; answered by ``OrderSize`` and, if it is wanted, the part of a rank.
 
     Attributes:
@@ -230,17 +230,16 @@ class ListRequest(LoaderPass):
 
     NAME = "List"
 
-    rank: int
-    world_size: int
-    batch_size: int
+    rank: Natural
+    world_size: NumPlaces
+    batch_size: BatchSize
     drop_last: bool
     pads: bool
     wants_keys: bool
-    timeout_s: float
+    timeout_s: Real
 
 
-@dataclass(frozen=True)
-class CountRequest(LoaderPass):
+class CountRequest(LoaderPass, frozen=True, kw_only=True):
     """A request to count the batches in every ``num_parts``-th shard of a dataset; answered by ``ShardSizes``.
 
     Attributes:
@@ -251,47 +250,32 @@ class CountRequest(LoaderPass):
 
     NAME = "Count"
 
-    num_shards: int
-    part: int
-    num_parts: int
+    num_shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
+    part: Place
+    num_parts: NumPlaces
 
 
-class Reply:
-    """Base of the answers to Open, List and Count: each kind is a frozen dataclass, which is its encoding."""
-
-    def encode(self) -> bytes:
-        """Return the bytes of an answer, in which the kind has its name."""
-        return json.dumps({type(self).__name__: vars(self)}, default=vars).encode()
-
-    def check(self, what: str) -> None:
-        """Check what is special to this kind; ``what`` is its name in errors.
-
-        Raises:
-            WireError: It makes no sense.
-        """
+class Reply(Struct, frozen=True, tag=True):
+    """Base of the answers to Open, List and Count, whose encoding names their kind."""
 
 
-@dataclass(frozen=True)
-class Running(Reply):
+class Running(Reply, frozen=True):
     """The user's code still runs: the trainer asks again."""
 
 
-@dataclass(frozen=True)
-class Missing(Reply):
+class Missing(Reply, frozen=True):
     """The host needs snapshots of rank 0 first, those with these digests; none: rank 0 has not asked yet."""
 
     snapshots: list[str]
 
 
-@dataclass(frozen=True)
-class Crashed(Reply):
+class Crashed(Reply, frozen=True):
     """The process that ran the user's code ended: ``how``, as a predicate."""
 
     how: str
 
 
-@dataclass(frozen=True)
-class Problem(Failure, Reply):
+class Problem(Failure, frozen=True, tag=True):
     """The user's code failed, with an error of lightning_sm."""
 
     def exception(self, host: str, source: str = "") -> DataServiceError:
@@ -311,16 +295,15 @@ class Problem(Failure, Reply):
             raise WireError(f"The {what} has an unknown error: {reprlib.repr(self.error)}.")
 
 
-@dataclass(frozen=True)
-class SetUp(Reply):
+class SetUp(Reply, frozen=True):
     """The reply to a request for ``setup``: the attributes that it set on the DataModule.
 
     Attributes:
-        attributes: Its plain values, as ``plain_json`` encodes them, by name.
+        attributes: Its plain values, each as JSON (``plain_json``), by name.
         missing: Names of the other values, which are not copied to trainers.
     """
 
-    attributes: dict[str, Any]
+    attributes: dict[str, str]
     missing: list[str]
 
     def check(self, what: str) -> None:
@@ -330,8 +313,7 @@ class SetUp(Reply):
                 raise WireError(f"The {what} has an invalid attribute name: {reprlib.repr(name)}.")
 
 
-@dataclass(frozen=True)
-class Loaders(Reply):
+class Loaders(Reply, frozen=True):
     """The loaders that a hook has returned.
 
     Attributes:
@@ -347,8 +329,7 @@ class Loaders(Reply):
         _check_structure(self.structure, len(self.loaders), what)
 
 
-@dataclass(frozen=True)
-class OrderSize(Reply):
+class OrderSize(Reply, frozen=True):
     """The size of a sampler's order in one pass.
 
     Attributes:
@@ -360,22 +341,21 @@ class OrderSize(Reply):
         is_cut: Whether the sampler has more than the limit of the pass.
     """
 
-    num_samples: int
-    num_batches: int
+    num_samples: Natural
+    num_batches: Natural
     digest: str
-    num_keys: int = 0
+    num_keys: Natural = 0
     is_cut: bool = False
 
 
-@dataclass(frozen=True)
-class ShardSizes(Reply):
+class ShardSizes(Reply, frozen=True):
     """The numbers of batches in the shards of a part, and in shard 0, which all hosts count to compare their data."""
 
-    sizes: list[int]
-    first: int
+    sizes: list[Natural]
+    first: Natural
 
 
-def parse_reply(data: bytes, what: str, *kinds: type[Reply]) -> Any:
+def parse_reply(data: bytes, what: str, *kinds: type[Reply] | type[Problem]) -> Any:
     """Parse an answer to Open, List or Count.
 
     Args:
@@ -389,18 +369,10 @@ def parse_reply(data: bytes, what: str, *kinds: type[Reply]) -> Any:
     Returns:
         The answer, of one of these kinds.
     """
-    content = parse_json(data, what)
-    for kind in kinds:
-        if isinstance(content, dict) and content.keys() == {kind.__name__}:
-            reply = from_json(kind, content[kind.__name__], what)
-            reply.check(what)
-            return reply
-    expected = " or ".join(kind.__name__ for kind in kinds)
-    raise WireError(f"The {what} must be {expected}, not {reprlib.repr(content)}.")
+    return decode(Union[kinds], data, what)  # type: ignore[arg-type]  # noqa: UP007
 
 
-@dataclass(frozen=True)
-class HostReport:
+class HostReport(Struct, frozen=True):
     """The answer to Heartbeat and Status: how a data host is.
 
     Attributes:
@@ -417,25 +389,23 @@ class HostReport:
         hosts: The trainer host of each rank, by the rank's name; in answers to Status only.
         channels: Names of its input channels; in answers to Status only.
         stream_port: Port for the stream of this rank, if it is another than that of the data host; 0: it is not.
+        bad_samples: Those that ranks have told of, in answers to Heartbeat only.
     """
 
     name: str
-    workers: int
-    busy: int
-    queued: int
-    busy_s: float = 0.0
-    capacity_s: float = 0.0
-    built: int = 0
-    built_s: float = 0.0
+    workers: Natural
+    busy: Natural
+    queued: Natural
+    busy_s: Real = 0.0
+    capacity_s: Real = 0.0
+    built: Natural = 0
+    built_s: Real = 0.0
     stuck: str = ""
     figures: dict[str, RankFigures] = field(default_factory=dict)
-    stream_port: int = 0
+    stream_port: Port = 0
     hosts: dict[str, str] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
-
-    def encode(self) -> bytes:
-        """Return the bytes of an answer."""
-        return json.dumps(vars(self), default=vars).encode()
+    bad_samples: BadSampleList = field(default_factory=list)
 
     @classmethod
     def parse(cls, data: bytes) -> HostReport:
@@ -444,8 +414,29 @@ class HostReport:
         Raises:
             WireError: It is malformed.
         """
-        what = "answer to Heartbeat"
-        return from_json(cls, parse_json(data, what), what)
+        return decode(cls, data, "answer to Heartbeat")
+
+
+def put_together(structure: Any, leaf: Callable[[int], Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """Return what a hook returned, with something in place of each loader.
+
+    Args:
+        structure: The structure of ``Loaders``.
+        leaf: Returns what stands in place of the loader at a position.
+        combine: Returns what stands in place of a ``CombinedLoader``, from its part and its mode.
+    """
+    match structure:
+        case int():
+            return leaf(structure)
+        case {"dict": items}:
+            return {key: put_together(part, leaf, combine) for key, part in items}
+        case {"combined": mode, "of": part}:
+            return combine(put_together(part, leaf, combine), mode)
+        case {"tuple": parts}:
+            return tuple(put_together(part, leaf, combine) for part in parts)
+        case {"list": parts}:
+            return [put_together(part, leaf, combine) for part in parts]
+    raise AssertionError(f"describe_structure() makes no {structure!r}")
 
 
 def _check_structure(part: Any, num_loaders: int, what: str, depth: int = 0) -> None:

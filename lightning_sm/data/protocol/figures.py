@@ -6,7 +6,13 @@ A collective call would have to come at the same moment on all ranks, between th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from itertools import chain
+
+import msgspec
+from msgspec.structs import asdict, replace
+
+from lightning_sm._structs import Struct
+from lightning_sm.data.protocol.codec import Natural, Real
 
 # Digits after the point: a tenth of a millisecond.
 _DIGITS = 4
@@ -18,8 +24,7 @@ _HOST_SUMS = (
 )
 
 
-@dataclass(frozen=True)
-class BatchFigures:
+class BatchFigures(Struct, frozen=True):
     """The time and memory of one batch.
 
     Attributes:
@@ -30,26 +35,31 @@ class BatchFigures:
         num_ready: Batches that were buffered behind it.
     """
 
-    num_bytes: int
-    queue_s: float
-    produce_s: float
-    transfer_s: float
-    num_ready: int
+    num_bytes: Natural
+    queue_s: Real
+    produce_s: Real
+    transfer_s: Real
+    num_ready: Natural
+
+    @property
+    def in_transit(self) -> float:
+        """Share of the time from request to delivery in which it was in transit."""
+        return self.transfer_s / max(1e-9, self.queue_s + self.produce_s + self.transfer_s)
 
 
-@dataclass
-class RankFigures:
+class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
     """Measurements of a rank's training loaders, summed up since its process started.
 
     Attributes:
         num_batches: Number of batches, of all training loaders.
         num_steps: Number of batches of the first training loader.
-        num_timed: Number of these whose step has its duration in ``busy_s``: all but the newest of each pass.
+        num_timed: Number of steps that the clock of steps has timed: all but the first one of a run.
         num_bytes: Bytes of the batches.
-        first_wait_s: Seconds that the training loop waited for the first batches of passes.
-        wait_s: Seconds that it waited for the other batches.
+        first_wait_s: Seconds until the first batches of epochs had arrived; that of the first epoch, until its step had
+            ended.
+        wait_s: Seconds that the timed steps waited for their batches.
         transfer_wait_s: The part of ``wait_s`` in which batches were in transit from a data host.
-        busy_s: Seconds that it worked between batches.
+        busy_s: Seconds that the timed steps took besides.
         sync_s: The part of ``busy_s`` in the backward pass and the optimizer, where ranks wait for each other.
         queue_s: Total seconds that requests waited for a worker.
         produce_s: Total seconds that workers spent on the batches.
@@ -58,30 +68,26 @@ class RankFigures:
         transfer_s: Total seconds from request to batch, without ``queue_s`` and ``produce_s``.
     """
 
-    num_batches: int = 0
-    num_steps: int = 0
-    num_timed: int = 0
-    num_bytes: int = 0
-    first_wait_s: float = 0.0
-    wait_s: float = 0.0
-    transfer_wait_s: float = 0.0
-    busy_s: float = 0.0
-    sync_s: float = 0.0
-    queue_s: float = 0.0
-    produce_s: float = 0.0
-    produce_ms2: float = 0.0
-    transfer_s: float = 0.0
+    num_batches: Natural = 0
+    num_steps: Natural = 0
+    num_timed: Natural = 0
+    num_bytes: Natural = 0
+    first_wait_s: Real = 0.0
+    wait_s: Real = 0.0
+    transfer_wait_s: Real = 0.0
+    busy_s: Real = 0.0
+    sync_s: Real = 0.0
+    queue_s: Real = 0.0
+    produce_s: Real = 0.0
+    produce_ms2: Real = 0.0
+    transfer_s: Real = 0.0
 
-    def count(self, batch: BatchFigures, wait_s: float, busy_s: float | None, sync_s: float, *, is_step: bool) -> None:
-        """Add a batch.
+    def count(self, batch: BatchFigures, *, is_step: bool) -> None:
+        """Add a batch, without the time of its step.
 
         Args:
             batch: What it took.
-            wait_s: Seconds that the training loop waited for it.
-            busy_s: Seconds since the loader gave the batch before; None for the first batch of a pass.
-            sync_s: The part of ``busy_s`` in the backward pass and the optimizer.
-            is_step: Whether it is a batch of the first loader. Where a step takes batches of several loaders, the
-                first one's ``busy_s`` has the waits for the others in it.
+            is_step: Whether it is a batch of the first training loader.
         """
         self.num_batches += 1
         self.num_bytes += batch.num_bytes
@@ -89,20 +95,11 @@ class RankFigures:
         self.produce_s += batch.produce_s
         self.produce_ms2 += (1e3 * batch.produce_s) ** 2
         self.transfer_s += batch.transfer_s
-        if busy_s is None:
-            self.first_wait_s += wait_s
-        else:
-            self.wait_s += wait_s
-            total_s = batch.queue_s + batch.produce_s + batch.transfer_s
-            self.transfer_wait_s += wait_s * batch.transfer_s / max(1e-9, total_s)
-        if not is_step:
-            self.busy_s -= wait_s
-            return
-        self.num_steps += 1
-        if busy_s is not None:
-            self.num_timed += 1
-            self.busy_s += busy_s
-            self.sync_s += sync_s
+        self.num_steps += is_step
+
+    def plus(self, other: RankFigures) -> RankFigures:
+        """Return the sums of both."""
+        return RankFigures(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def since(self, before: RankFigures | None) -> RankFigures:
         """Return what was added since an earlier moment.
@@ -112,16 +109,16 @@ class RankFigures:
         """
         if before is None or before.num_batches > self.num_batches:
             return self
-        return RankFigures(**{name: value - getattr(before, name) for name, value in vars(self).items()})
+        return RankFigures(**{name: value - getattr(before, name) for name, value in asdict(self).items()})
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first batch to the last."""
+        """Seconds of the timed steps."""
         return self.wait_s + self.busy_s
 
     @property
     def wait_fraction(self) -> float:
-        """Fraction of these seconds that the training loop waited; 0 before the second batch."""
+        """Fraction of these seconds that they waited; 0 before the first timed step."""
         return self.wait_s / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -139,11 +136,10 @@ class RankFigures:
 
     def rounded(self) -> RankFigures:
         """Return the figures as they travel."""
-        return RankFigures(**{name: round(value, _DIGITS) for name, value in vars(self).items()})
+        return RankFigures(**{name: round(value, _DIGITS) for name, value in asdict(self).items()})
 
 
-@dataclass(frozen=True)
-class HostFigures:
+class HostFigures(Struct, frozen=True):
     """The work of a data host, summed up since the start of its process, or between two moments.
 
     Attributes:
@@ -165,22 +161,26 @@ class HostFigures:
     name: str
     state: str = "up"
     why: str = ""
-    workers: int = 0
-    busy_s: float = 0.0
-    capacity_s: float = 0.0
-    num_built: int = 0
-    built_s: float = 0.0
-    num_received: int = 0
-    transfer_s: float = 0.0
-    num_retries: int = 0
-    num_lost: int = 0
-    num_hedges: int = 0
+    workers: Natural = 0
+    busy_s: Real = 0.0
+    capacity_s: Real = 0.0
+    num_built: Natural = 0
+    built_s: Real = 0.0
+    num_received: Natural = 0
+    transfer_s: Real = 0.0
+    num_retries: Natural = 0
+    num_lost: Natural = 0
+    num_hedges: Natural = 0
 
     def since(self, before: HostFigures | None) -> HostFigures:
         """Return what was added since an earlier moment; None: since the start. A restarted host counts from zero."""
-        values = {one.name: getattr(self, one.name) for one in fields(HostFigures)}
+        values = {name: getattr(self, name) for name in HostFigures.__struct_fields__}
         for names in _HOST_SUMS if before is not None else ():
             added = {name: values[name] - getattr(before, name) for name in names}
             if min(added.values()) >= 0:
                 values |= added
         return HostFigures(**values)
+
+    def plus(self, later: HostFigures) -> HostFigures:
+        """Return the sums of both, and what else the later ones say."""
+        return replace(later, **{name: getattr(self, name) + getattr(later, name) for name in chain(*_HOST_SUMS)})

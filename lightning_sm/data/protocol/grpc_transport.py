@@ -1,4 +1,4 @@
-"""The gRPC connection between trainers and data hosts: methods, options, credentials.
+"""The gRPC server of a data host: options, credentials.
 
 gRPC carries raw bytes without protobuf, which is three times slower. Batches travel as frames on one two-way stream
 per trainer rank and data host. The trainer sends requests ahead; the data host answers in the order in which batches
@@ -14,15 +14,16 @@ from typing import Any
 
 import grpc
 
-from lightning_sm.data.protocol.frames import MAX_HEADER_BYTES
-from lightning_sm.data.protocol.spec import CHUNK_BYTES
+from lightning_sm.data.protocol.call_metadata import (
+    JOB_KEY,
+    PROTOCOL_VERSION,
+    SERVICE,
+    TOKEN_KEY,
+    VERSION_KEY,
+)
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataSettingsError
-from lightning_sm.job.variables import JOB_SECRET
-
-PROTOCOL_VERSION = "1"
-SERVICE = "lightning_sm.DataHost"
 
 # A request for a batch has 8 bytes per sample, and all requests for the batches of a window may share a message.
 MAX_REQUESTS_BYTES = 64 << 20
@@ -36,25 +37,6 @@ _MAX_STREAMS = 16
 # A trainer sends a heartbeat at least every 10 s.
 _IDLE_TIMEOUT_MS = 60_000
 _HANDSHAKE_TIMEOUT_MS = 10_000
-
-# Values of keys in "-bin" may be any bytes; other values must be ASCII, and lose leading and trailing blanks.
-_VERSION_KEY = "lightning-sm-protocol"
-_JOB_KEY = "lightning-sm-job-bin"
-_TOKEN_KEY = "lightning-sm-token-bin"  # noqa: S105  # the key, not the token
-
-
-def method(name: str) -> str:
-    """Return the full name of a method: "Open", "Load", "List", "Count", "Fetch", "Heartbeat", "Status" or "Finish"."""
-    return f"/{SERVICE}/{name}"
-
-
-def metadata(credentials: Credentials) -> list[tuple[str, str | bytes]]:
-    """Return what a trainer sends with every call: protocol version, job and token."""
-    return [
-        (_VERSION_KEY, PROTOCOL_VERSION),
-        (_JOB_KEY, credentials.job.encode()),
-        (_TOKEN_KEY, credentials.token.encode()),
-    ]
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type information
@@ -81,73 +63,21 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
 
     def _refusal(self, sent: dict[str, Any]) -> tuple[Any, str] | None:
         # Compared in constant time: how long it takes must not reveal anything about the token.
-        if not hmac.compare_digest(sent.get(_TOKEN_KEY, b""), self._credentials.token.encode()):
+        if not hmac.compare_digest(sent.get(TOKEN_KEY, b""), self._credentials.token.encode()):
             return grpc.StatusCode.UNAUTHENTICATED, "wrong token"
-        version = sent.get(_VERSION_KEY)
+        version = sent.get(VERSION_KEY)
         if version != PROTOCOL_VERSION:
             return grpc.StatusCode.FAILED_PRECONDITION, (
                 f"{self._host} speaks version {PROTOCOL_VERSION} of the protocol, this trainer version {version}. "
                 "Install the same version of lightning_sm on all hosts."
             )
-        job = sent.get(_JOB_KEY, b"")
+        job = sent.get(JOB_KEY, b"")
         if job != self._credentials.job.encode():
             return grpc.StatusCode.FAILED_PRECONDITION, (
                 f"{self._host} belongs to job {self._credentials.job!r}, this trainer to job "
                 f"{job.decode(errors='replace')!r}."
             )
         return None
-
-
-class _TokenRefusedError(grpc.RpcError):  # type: ignore[misc]  # grpc has no type information
-    """The refusal of a data host that says no more than that, in words for the trainer's user."""
-
-    def __init__(self, credentials: Credentials) -> None:
-        self._text = (
-            f"the data host refused the token of this trainer, which belongs to job {credentials.job!r} and has its "
-            f"token from {credentials.token_source}. Compare both hosts: they must be of the same job, and have the "
-            f"same data_service.token, or none; the same {JOB_SECRET.name}, or none; and the same version of "
-            f"lightning_sm. A DataHost makes a secret for its own process if there is none: to train in another one, "
-            f"set the same {JOB_SECRET.name} in both"
-        )
-        super().__init__(self._text)
-
-    def code(self) -> Any:
-        """Return the status code, as of any error of a call."""
-        return grpc.StatusCode.UNAUTHENTICATED
-
-    def details(self) -> str:
-        """Return the text."""
-        return self._text
-
-
-class _Explainer(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]  # grpc has no type information
-    """Advice about a refused token, composed on the trainer: the data host tells strangers nothing."""
-
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-
-    def intercept_unary_unary(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
-        """Make a call."""
-        call = continuation(details, request)
-        if call.code() is grpc.StatusCode.UNAUTHENTICATED:
-            raise _TokenRefusedError(self._credentials)
-        return call
-
-
-def channel_options() -> list[tuple[str, Any]]:
-    """Return the options of a trainer's connection."""
-    # A fixed window for several pieces: probing for the window cost up to a quarter of the rate on a fast network.
-    return [
-        *_common_options(),
-        # Room for the largest header and the first piece, and for small answers that are sent in the same message.
-        ("grpc.max_receive_message_length", MAX_HEADER_BYTES + CHUNK_BYTES + (1 << 20)),
-        ("grpc.http2.lookahead_bytes", 16 << 20),
-        # Without it, ranks in one process would share a connection.
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-        ("grpc.enable_http_proxy", 0),
-    ]
 
 
 def server_options(max_connections: int = 1024, *, shares_port: bool = False) -> list[tuple[str, Any]]:
@@ -158,7 +88,11 @@ def server_options(max_connections: int = 1024, *, shares_port: bool = False) ->
         shares_port: Whether another socket of this process listens on the same port.
     """
     return [
-        *_common_options(),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_frame_size", 16777215),
+        ("grpc.http2.bdp_probe", 0),
         # Strangers share the threads with trainers: a few streams of each connection wait for one at a time.
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_allowed_incoming_connections", max_connections),
@@ -171,44 +105,6 @@ def server_options(max_connections: int = 1024, *, shares_port: bool = False) ->
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
     ]
-
-
-def _common_options() -> list[tuple[str, Any]]:
-    return [
-        ("grpc.max_send_message_length", -1),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.max_frame_size", 16777215),
-        ("grpc.http2.bdp_probe", 0),
-    ]
-
-
-def open_channel(address: str, credentials: Credentials) -> Any:
-    """Return a channel to a data host; it connects when it is used.
-
-    Args:
-        address: ``host:port``, or ``unix:path``.
-        credentials: TLS files, if any. The certificate of the data host must be for the name or address in
-            ``address`` (a SubjectAlternativeName); for ``unix:path`` that is ``localhost``.
-
-    Raises:
-        DataSettingsError: A TLS file is invalid.
-    """
-    files = read_tls(credentials)
-    options = channel_options()
-    explainer = _Explainer(credentials)
-    if files is None:
-        return grpc.intercept_channel(grpc.insecure_channel(address, options=options), explainer)
-    if address.startswith("unix:"):
-        # gRPC would look for the path of the socket in the certificate.
-        options.append(("grpc.ssl_target_name_override", "localhost"))
-    is_mutual = files.authority is not None
-    tls = grpc.ssl_channel_credentials(
-        root_certificates=files.authority or files.certificate,
-        private_key=files.key if is_mutual else None,
-        certificate_chain=files.certificate if is_mutual else None,
-    )
-    return grpc.intercept_channel(grpc.secure_channel(address, tls, options=options), explainer)
 
 
 def make_server(

@@ -38,15 +38,21 @@ def plain_json(value: Any) -> str | None:
     return text if len(text) <= MAX_PLAIN_BYTES else None
 
 
-def plain_value(encoded: Any) -> Any:
+def plain_value(text: str) -> Any:
     """Return the value that ``plain_json`` has encoded.
 
     Args:
-        encoded: What the JSON says.
+        text: The JSON.
 
     Raises:
         WireError: It is not such a value.
     """
+    if len(text) > MAX_PLAIN_BYTES:
+        raise WireError(f"A plain value has {len(text)} characters of JSON; {MAX_PLAIN_BYTES} are allowed.")
+    try:
+        encoded = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"A plain value is not valid JSON: {reprlib.repr(str(error))}.") from error
     return _decode(encoded, 0)
 
 
@@ -62,14 +68,15 @@ class _ValueEncoder:
             raise _NotPlainError
         if value is None or isinstance(value, _SCALARS):
             return value
+        # By the methods of the builtin types: those of a subclass may compute, import packages, or fail.
         if isinstance(value, list):
-            return self._encode_all(value, depth)
+            return self._encode_all(list.__iter__(value), depth)
         if isinstance(value, dict):
-            return {"dict": [self._encode_all(item, depth) for item in value.items()]}
+            return {"dict": [self._encode_all(item, depth) for item in dict.items(value)]}
         if type(value) is tuple:  # a namedtuple would lose its class
             return {"tuple": self._encode_all(value, depth)}
         if isinstance(value, set):
-            return {"set": self._encode_all(value, depth)}
+            return {"set": self._encode_all(set.__iter__(value), depth)}
         raise _NotPlainError
 
     def _encode_all(self, values: Any, depth: int) -> list[Any]:

@@ -1,7 +1,7 @@
 """The probe of a trainer whose first connection fails: what does the data host speak, and does it refuse the trainer?
 
-gRPC reports only that a connection was closed, both by a host that requires TLS and by one that is shutting down. The
-probe connects once more, without gRPC, and reports only what it has seen.
+A connection is just closed, both by a host that requires TLS and by one that is shutting down. The probe connects once
+more, and reports only what it has seen.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _first_bytes_in_tls(address: str, certificate: str | None, key: str | None) 
     Raises:
         OSError: It cannot be reached, or does not use TLS.
     """
-    # Whether the host's certificate is right is for gRPC to say.
+    # Whether the host's certificate is right is for the connection to say.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

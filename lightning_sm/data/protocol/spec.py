@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
 
+from lightning_sm._structs import Struct
+from lightning_sm.data.protocol.codec import AnyInt, BatchSize, Natural
 from lightning_sm.errors import WireError
 
 # Batches are sent, and compressed, in pieces of this size. Of 0.5 to 4 MiB it was the fastest (benchmarks/wire.py):
 # smaller ones cost more switches between threads, larger ones leave the caches.
 CHUNK_BYTES = 2 << 20
 
-# The head of a request is two names and a few numbers; the keys follow as raw int64.
-_MAX_HEAD_BYTES = 1 << 20
+# A request asks for at most this many batches. One with more would become a hundred times its size in memory.
+MAX_RANGE_LENGTH = 256
+# The head of a request is two names, and two numbers for each batch; the keys follow as raw int64.
+_MAX_HEAD_BYTES = 64 << 10
 
 # DataModules use these values of the Trainer to build their loaders; trainers send them to the data hosts.
 TRAINER_VALUES = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
@@ -28,6 +34,8 @@ FIRST_BY_HAND = 1 << 31
 # ``StepRangeSpec.built_by`` where no worker of the data host has built the batch.
 ANOTHER_HOST = -1
 
+# The loaders of a hook, "train" of train_dataloader(); empty: none.
+LoaderKind = Literal["", "train", "val", "test", "predict"]
 OrderKind = Literal["sequential", "shuffled", "sampler", "batch_sampler", "shards"]
 
 
@@ -36,8 +44,7 @@ def snapshot_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=16)
 
 
-@dataclass(frozen=True)
-class LoaderDescription:
+class LoaderDescription(Struct, frozen=True):
     """The description of a user's loader, as trainers need it.
 
     Attributes:
@@ -60,29 +67,28 @@ class LoaderDescription:
 
     name: str
     order: OrderKind
-    num_samples: int | None
-    batch_size: int | None
+    num_samples: Natural | None
+    batch_size: BatchSize | None
     drop_last: bool
     identity: str
     fingerprint: str
     dataset: str
     is_split: bool = False
     own_sampler: str = ""
-    num_batches: int | None = None
-    dataset_length: int | None = None
-    num_workers: int = 0
+    num_batches: Natural | None = None
+    dataset_length: Natural | None = None
+    num_workers: Natural = 0
     has_indices: bool = False
 
 
-@dataclass(frozen=True)
-class ShardEnd:
+class ShardEnd(Struct, frozen=True, tag=True):
     """The answer for a virtual shard that has none of the batches that were requested.
 
     Attributes:
         num_batches: How many it has; None: it has the batch whose existence was asked for.
     """
 
-    num_batches: int | None
+    num_batches: Natural | None
 
 
 class BatchSpec(NamedTuple):
@@ -106,9 +112,11 @@ class BatchSpec(NamedTuple):
     position: int
     keys: np.ndarray
 
-    def position_of(self, place: int) -> int:
-        """Return the position in the order of the pass of the sample that has this place in the batch."""
-        return (self.position + place) % self.order_length
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """The positions of its samples in the order of the pass."""
+        start = self.position % self.order_length  # Python's own raises where a malformed request has a length of 0
+        return np.arange(start, start + len(self.keys)) % self.order_length
 
 
 @dataclass(frozen=True)
@@ -134,11 +142,17 @@ class StepRangeSpec:
     def encode(self) -> bytes:
         """Return the bytes of a FETCH frame."""
         first = self.batches[0]
-        numbers = [self.loader, first.seed, first.epoch, first.pass_index, first.order_length]
-        sizes = [len(batch.keys) for batch in self.batches]
-        positions = [batch.position for batch in self.batches]
-        head = json.dumps(
-            [self.opening, self.compression, self.built_by, numbers, sizes, positions], separators=(",", ":")
+        head = _Head(
+            self.opening,
+            self.compression,
+            self.built_by,
+            self.loader,
+            first.seed,
+            first.epoch,
+            first.pass_index,
+            first.order_length,
+            sizes=[len(batch.keys) for batch in self.batches],
+            positions=[batch.position for batch in self.batches],
         )
         keys = [batch.keys.astype("<i8", copy=False).tobytes() for batch in self.batches]
         return b"".join((head.encode(), b"\n", *keys))
@@ -154,29 +168,36 @@ class StepRangeSpec:
         if end < 0 or (len(data) - end - 1) % 8:
             raise WireError(f"A request for a batch is malformed ({len(data)} bytes).")
         try:
-            head = json.loads(data[:end])
-        except (ValueError, RecursionError) as error:
+            head = _HEAD.decode(data[:end])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise WireError(f"A request for a batch is malformed: {error}.") from error
         keys = np.frombuffer(data, "<i8", offset=end + 1)
-        match head:
-            case [
-                str(opening),
-                str(compression),
-                (None | int()) as built_by,
-                [*numbers],
-                [_, *_] as sizes,
-                [*positions],
-            ] if (
-                [type(number) for number in numbers] == [int] * 5
-                and all(type(size) is int and size >= 0 for size in sizes)
-                and [type(position) for position in positions] == [int] * len(sizes)
-                and sum(sizes) == len(keys)
-            ):
-                loader, seed, epoch, pass_index, order_length = numbers
-                ends = list(accumulate(sizes, initial=0))
-                batches = tuple(
-                    BatchSpec(seed, epoch, pass_index, order_length, position, keys[start:stop])
-                    for position, (start, stop) in zip(positions, pairwise(ends), strict=True)
-                )
-                return cls(opening, loader, batches, compression, built_by)
-        raise WireError(f"A request for a batch is malformed: {data[:80]!r}.")
+        ends = list(accumulate(head.sizes, initial=0))
+        if len(head.positions) != len(head.sizes) or ends[-1] != len(keys):
+            raise WireError(
+                f"A request for a batch is malformed: it has {len(head.sizes)} sizes with {ends[-1]} keys in all, but "
+                f"{len(head.positions)} positions and {len(keys)} keys."
+            )
+        batches = tuple(
+            BatchSpec(head.seed, head.epoch, head.pass_index, head.order_length, position, keys[start:stop])
+            for position, (start, stop) in zip(head.positions, pairwise(ends), strict=True)
+        )
+        return cls(head.opening, head.loader, batches, head.compression, head.built_by)
+
+
+class _Head(Struct, frozen=True, array_like=True):
+    """What stands before the keys of a request; sizes and positions are those of its batches."""
+
+    opening: str
+    compression: str
+    built_by: AnyInt | None
+    loader: AnyInt
+    seed: AnyInt
+    epoch: AnyInt
+    pass_index: AnyInt
+    order_length: AnyInt
+    sizes: Annotated[list[Natural], Meta(min_length=1, max_length=MAX_RANGE_LENGTH)]
+    positions: list[AnyInt]
+
+
+_HEAD = msgspec.json.Decoder(_Head)

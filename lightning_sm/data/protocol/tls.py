@@ -1,4 +1,4 @@
-"""Read and check the user's TLS files: gRPC would report an error only later, when nothing connects."""
+"""Read and check the user's TLS files, before anything connects; and what a trainer does with them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ _OTHER_NAME = (
     "data_service.tls_certificate of the data host is not valid for the name or address that this trainer connects to. "
     "Add it as a SubjectAlternativeName"
 )
-# Errors of gRPC and BoringSSL that no retry can fix.
-_FATAL = {
-    "CERTIFICATE_VERIFY_FAILED": "the data host's certificate is not signed by data_service.tls_authority or, without "
-    "one, is not data_service.tls_certificate",
-    "Hostname Verification Check failed": _OTHER_NAME,
-    "is not in peer certificate": _OTHER_NAME,
-}
+_NOT_SIGNED = (
+    "the data host's certificate is not signed by data_service.tls_authority or, without one, is not "
+    "data_service.tls_certificate"
+)
+# openssl/x509_vfy.h: X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
+_OTHER_NAME_CODES = (62, 64)
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,31 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
     return files
 
 
-def fatal_hint(details: str) -> str:
-    """Return why a first connection with this gRPC error can never succeed; "" if a retry may."""
-    return next((f": {hint}." for text, hint in _FATAL.items() if text in details), "")
+def client_context(credentials: Credentials) -> ssl.SSLContext | None:
+    """Return the TLS settings of a trainer; None if TLS is off.
+
+    Raises:
+        DataSettingsError: As ``read_tls``.
+    """
+    files = read_tls(credentials)
+    if files is None or credentials.tls_certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # RFC 9113, section 9.2
+    context.set_alpn_protocols(["h2"])  # section 3.2
+    # A certificate that is trusted itself need not be one that signs others.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=(files.authority or files.certificate).decode("ascii"))
+    if files.authority is not None:
+        context.load_cert_chain(credentials.tls_certificate, credentials.tls_key, password="")
+    return context
+
+
+def certificate_hint(error: BaseException | None) -> str:
+    """Return why a first connection with this error can never succeed; "" if a retry may."""
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return ""
+    return f": {_OTHER_NAME if error.verify_code in _OTHER_NAME_CODES else _NOT_SIGNED}."
 
 
 def settings_text(credentials: Credentials) -> str:

@@ -29,11 +29,9 @@ class Leases:
         self._lease_s = lease_s
         self._restart_s = (startup_timeout_s or 0.0) if may_restart else 0.0
         self._startup_timeout_s = startup_timeout_s
-        self._started = now
         self._last_seen: dict[str, float] = {}
         self._world_sizes: dict[str, int] = {}
         self._finished: dict[str, str] = {}
-        self._num_expected = 1
         self._job_is_ending = False
         self._last_event = now
 
@@ -56,8 +54,6 @@ class Leases:
         self._last_seen[client] = now
         self._last_event = now
         self._finished.pop(client, None)
-        if not self._job_is_ending:
-            self._num_expected = max(self._num_expected, world_size)
 
     def finish(self, client: str, problem: str, now: float) -> None:
         """End a lease.
@@ -77,7 +73,6 @@ class Leases:
     def expect_no_more(self) -> None:
         """Note that the job is ending: this host serves the connected trainers, and does not wait for others."""
         self._job_is_ending = True
-        self._num_expected = 0
 
     def outcome(self, now: float) -> Finished | None:
         """Return why the host may exit, or None while it is needed.
@@ -93,12 +88,14 @@ class Leases:
         done = {*lost, *self._finished}
         if len(done) < len(self._last_seen):
             return None
-        # The launcher, which knows whether the job is over, ends this host earlier.
-        if not self._job_is_ending and now - self._last_event < self._restart_s:
-            return None
-        # A rank that has not connected yet may still be starting, but not for longer than a lease.
-        if len(done) < self._num_expected and now - self._last_event < self._lease_s:
-            return None
+        if not self._job_is_ending:
+            # The launcher, which knows whether the job is over, ends this host earlier.
+            silent_s = now - self._last_event
+            if silent_s < self._restart_s:
+                return None
+            # A rank that has not connected yet may still be starting, but not for longer than a lease.
+            if len(done) < max(self._world_sizes.values()) and silent_s < self._lease_s:
+                return None
         ranks = {1: "the only rank has", 2: "both ranks have"}.get(len(done), f"all {len(done)} ranks have")
         problems = sorted({self._finished.get(client, "lost connection") for client in done} - {""})
         return Finished(f"{ranks} finished ({', '.join(problems)})" if problems else f"{ranks} finished")
@@ -114,7 +111,7 @@ class Leases:
         if self._job_is_ending:
             return Finished("the job was stopped before a trainer connected")
         limit_s = self._startup_timeout_s
-        if limit_s is None or now - self._started < limit_s:
+        if limit_s is None or now - self._last_event < limit_s:
             return None
         return Finished(f"No trainer connected within {limit_s:.0f} s. See the trainers' logs.", is_error=True)
 

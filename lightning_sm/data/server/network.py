@@ -2,13 +2,16 @@
 
 One interpreter sends about 2 GB/s, however many cores there are. The stream of a rank may go to a network process; all
 other calls, and the workers, stay with the server process. So all ranks share all workers.
+
+A network process has slots of the workers and requests of the ranks. If it exits, so does the server process, with
+everything that it shares with it, and the main process starts both again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
-import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,20 +19,18 @@ from functools import partial
 
 from lightning_sm._untested import NETWORK_PROCESSES
 from lightning_sm.data.ipc import host_messages
-from lightning_sm.data.ipc.messages import Message, MessageSocket, NothingReceivedError
+from lightning_sm.data.ipc.messages import Message, NothingReceivedError
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.server.stream import Start, nothing
 from lightning_sm.data.server.worker_pool import Answer, ServedRange
 from lightning_sm.data.settings import HostSettings
-from lightning_sm.errors import WireError
+from lightning_sm.errors import DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
 
 _MODULE = "lightning_sm.data.server.network_process"
 
-# A network process may exit this many times in a row before it has listened.
-_MAX_STARTS = 5
 # A network process that has sent nothing for this time gets a ping, and is killed if it does not answer for as long. It
 # has slots of the workers, without which these cannot continue.
 _SILENT_S = 10.0
@@ -50,7 +51,7 @@ class NetworkProcesses:
         own = replace(settings, address=f"{host}:0")
         # The server process is one of them. A Unix socket is that of local workers, which serve the ranks of one host.
         number = 1 if settings.address.startswith("unix") else settings.network_processes
-        self._processes = [_Supervisor(own, start, worker_ids) for _ in range(number - 1)]
+        self._processes = [_ProcessLink(own, start, worker_ids) for _ in range(number - 1)]
         self._clients: dict[str, int] = {}
         if self._processes:
             logger.info("%s", NETWORK_PROCESSES)
@@ -70,86 +71,14 @@ class NetworkProcesses:
         for process in self._processes:
             process.close()
         for process in self._processes:
-            process.join(_STOP_TIMEOUT_S)
+            process.join()
 
 
-class _Supervisor(threading.Thread):
-    """The supervisor of a network process: starts it, passes messages, and starts it again when it exits.
-
-    The thread lives as long as the data host: the kernel kills a process when the thread that started it ends.
-    """
+class _ProcessLink:
+    """The connection to a network process, with its requests and the slots that it has."""
 
     def __init__(self, settings: HostSettings, start: Start, worker_ids: Callable[[], list[int]]) -> None:
-        super().__init__(name="network process", daemon=True)
         self.port = 0  # while it does not listen
-        self._settings = settings
-        self._start_request = start
-        self._worker_ids = worker_ids
-        self._lock = threading.Lock()
-        self._socket: MessageSocket | None = None
-        self._closed = threading.Event()
-        self.start()
-
-    def close(self) -> None:
-        """End the network process; ``join`` waits for that."""
-        self._closed.set()
-        with self._lock:
-            if self._socket is not None:
-                self._socket.shutdown()
-
-    def run(self) -> None:
-        num_failures = 0
-        while num_failures < _MAX_STARTS and not self._closed.is_set():
-            process, sock = start_module(_MODULE)
-            with self._lock:
-                self._socket = sock
-            if self._closed.is_set():
-                sock.shutdown()
-            requests = _Requests(sock, self._start_request, self._worker_ids)
-            self._answer_until_it_ends(process, sock, requests)
-            num_failures = 0 if self.port else num_failures + 1
-            self.port = 0
-            requests.close()
-            how = describe_exit(process.wait())
-            with self._lock:
-                self._socket = None
-                sock.close()
-            if not self._closed.is_set():
-                logger.warning("A network process of the data host %s.", how)
-        if not self._closed.is_set():
-            logger.error(
-                "A network process of the data host exited %d times in a row before listening. The server process "
-                "now sends its batches. See the log lines above.",
-                _MAX_STARTS,
-            )
-
-    def _answer_until_it_ends(self, process: subprocess.Popen[bytes], sock: MessageSocket, requests: _Requests) -> None:
-        requests.send(host_messages.Serve(self._settings))
-        is_asked = False
-        while True:
-            try:
-                message = sock.receive(_SILENT_S)
-            except NothingReceivedError:
-                if is_asked:
-                    process.kill()
-                elif self.port:
-                    is_asked = True
-                    requests.send(host_messages.Ping())
-                continue
-            is_asked = False
-            if message is None:
-                return
-            if isinstance(message, host_messages.Listening):
-                self.port = int(message.address.rpartition(":")[2])
-            else:
-                requests.handle(message)
-
-
-class _Requests:
-    """The requests of one network process, and the slots that it has."""
-
-    def __init__(self, sock: MessageSocket, start: Start, worker_ids: Callable[[], list[int]]) -> None:
-        self._socket = sock
         self._start = start
         self._worker_ids = worker_ids
         self._lock = threading.Lock()
@@ -157,27 +86,54 @@ class _Requests:
         self._cancels: dict[int, Callable[[], None]] = {}  # by number of the request
         self._releases: dict[int, Callable[[], None]] = {}
         self._rings: set[int] = set()  # by worker id
+        self._process, self._socket = start_module(_MODULE)
         # Sent by a thread: the thread that answers a request must not wait for a network process that is stopped.
-        self._outbox: queue.SimpleQueue[Message | tuple[int, ServedRange] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Message | tuple[int, Answer]] = queue.SimpleQueue()
+        self._outbox.put(host_messages.Serve(settings))
         threading.Thread(target=self._send_all, name="to network process", daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive_all, name="from network process", daemon=True)
+        self._receiver.start()
 
-    def send(self, message: Message) -> None:
-        """Send a message, soon."""
-        self._outbox.put(message)
+    def close(self) -> None:
+        """End the network process; ``join`` waits for that."""
+        self._is_closed = True
+        self._socket.shutdown()
 
-    def handle(self, message: Message) -> None:
-        """Do what the network process asks for."""
+    def join(self) -> None:
+        """Wait until the network process has ended, but not for long."""
+        self._receiver.join(_STOP_TIMEOUT_S)
+
+    def _receive_all(self) -> None:
+        is_asked = False
+        while True:
+            try:
+                message = self._socket.receive(_SILENT_S)
+            except NothingReceivedError:
+                if is_asked:
+                    self._process.kill()
+                elif self.port:
+                    is_asked = True
+                    self._outbox.put(host_messages.Ping())
+                continue
+            is_asked = False
+            if message is None:
+                break
+            self._handle(message)
+        how = describe_exit(self._process.wait())
+        if not self._is_closed:
+            raise DataServiceError(f"A network process of the data host {how}.")  # which ends this process
+
+    def _handle(self, message: Message) -> None:
         match message:
+            case host_messages.Listening(address):
+                self.port = int(address.rpartition(":")[2])
             case host_messages.Fetch(number, stream, encoded_spec):
-                self._cancels[number] = nothing  # the answer may come before the function that cancels it
-                try:
-                    cancel = self._start((id(self), stream), encoded_spec, partial(self._answer, number))
-                except WireError as error:
-                    self._answer(number, Failure("WireError", str(error)))
-                    return
-                with self._lock:
-                    if number in self._cancels:
+                with self._lock:  # an answer that comes at once is not sent before this is done
+                    try:
+                        cancel = self._start((id(self), stream), encoded_spec, partial(self._answer, number))
                         self._cancels[number] = cancel
+                    except WireError as error:
+                        self._answer(number, Failure("WireError", str(error)))
             case host_messages.CancelFetch(number):
                 with self._lock:
                     cancel = self._cancels.pop(number, nothing)
@@ -187,52 +143,33 @@ class _Requests:
                     release = self._releases.pop(number)
                 release()
 
-    def close(self) -> None:
-        """Cancel all requests, and take back all slots: the process has ended."""
-        with self._lock:
-            self._is_closed = True
-            functions = [*self._cancels.values(), *self._releases.values()]
-            self._cancels.clear()
-            self._releases.clear()
-        for function in functions:
-            function()
-        self._outbox.put(None)
-
     def _answer(self, number: int, answer: Answer) -> None:
-        with self._lock:
-            self._cancels.pop(number, None)
-            is_closed = self._is_closed
-            if isinstance(answer, ServedRange) and not is_closed:
-                self._releases[number] = answer.release
-        if isinstance(answer, ServedRange):
-            if is_closed:
-                answer.release()
-            else:
-                self._outbox.put((number, answer))
-        else:
-            self.send(host_messages.FetchAnswer(number, answer))
+        self._outbox.put((number, answer))
 
     def _send_all(self) -> None:
-        try:
-            while (message := self._outbox.get()) is not None:
+        with contextlib.suppress(OSError):  # it has exited, which the other thread notices
+            while True:
+                message = self._outbox.get()
                 if isinstance(message, tuple):
-                    self._send_batches(*message)
+                    self._send_answer(*message)
                 else:
                     self._socket.send(message)
-        except OSError:
-            logger.debug("A network process has exited; ``close`` follows.")
 
-    def _send_batches(self, number: int, served: ServedRange) -> None:
-        if served.worker not in self._rings:
+    def _send_answer(self, number: int, answer: Answer) -> None:
+        with self._lock:
+            self._cancels.pop(number, None)
+            if isinstance(answer, ServedRange):
+                self._releases[number] = answer.release
+        if not isinstance(answer, ServedRange):
+            self._socket.send(host_messages.FetchAnswer(number, answer))
+            return
+        if answer.worker not in self._rings:
             live = self._worker_ids()
-            self._rings = {served.worker, *(self._rings & set(live))}
-            self._socket.send(
-                host_messages.NewRing(
-                    served.worker, live, served.ring.num_slots, served.ring.slot_bytes, (served.ring.fd,)
-                )
-            )
+            self._rings = {answer.worker, *(self._rings & set(live))}
+            ring = answer.ring
+            self._socket.send(host_messages.NewRing(answer.worker, live, ring.num_slots, ring.slot_bytes, (ring.fd,)))
         self._socket.send(
             host_messages.FetchAnswer(
-                number, served.built, served.worker, served.slot, served.queue_s, served.encoded_batches
+                number, answer.built, answer.worker, answer.slot, answer.queue_s, answer.encoded_batches
             )
         )

@@ -6,12 +6,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
+from msgspec import structs
 
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.ipc import host_messages
@@ -29,7 +30,7 @@ from lightning_sm.data.server.sampler_orders import SamplerOrderCache
 from lightning_sm.data.server.shard_counts import ShardCounts
 from lightning_sm.data.server.stream import FetchMethod, nothing
 from lightning_sm.data.server.worker_pool import Answer, Task, WorkerPool
-from lightning_sm.data.settings import MAX_SHARDS, HostSettings
+from lightning_sm.data.settings import MAX_BAD_SAMPLES, MAX_SHARDS, HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,6 @@ _MAX_OUTCOME_CHARS = 1000
 # The main process keeps this many snapshots: those of two DataModules that take turns, with their states.
 _NUM_SNAPSHOTS = 4
 
-# A worker whose descriptors were lost is replaced after this time, in which connections may end.
-_REPLACE_PERIOD_S = 1.0
-
 # Stopping takes at most this long, in which trainers are notified that this host exits.
 _STOP_TIMEOUT_S = 1.0
 
@@ -62,9 +60,10 @@ class ServerProcess:
     Args:
         main: Connection to the main process of the data host.
         settings: Address, limits, credentials.
+        snapshots: Digests of the snapshots that the main process has, the newest last.
     """
 
-    def __init__(self, main: MessageSocket, settings: HostSettings) -> None:
+    def __init__(self, main: MessageSocket, settings: HostSettings, snapshots: list[str]) -> None:
         self._main = main
         self._settings = settings
         self._pool = WorkerPool(
@@ -76,9 +75,9 @@ class ServerProcess:
         )
         self._leasing = threading.Lock()
         self._changed = threading.Condition()
-        self._requested: set[str] = set()
+        self._running: set[str] = set()  # names of the requests whose hooks run
         self._opened: dict[str, calls.SetUp | calls.Loaders | calls.Problem] = {}
-        self._snapshots: list[str] = []  # digests of those that the main process has, the newest last
+        self._snapshots = snapshots
         self._sampler_orders = SamplerOrderCache(
             lambda loader_pass, timeout_s: self._send(host_messages.RunSampler(loader_pass, timeout_s))
         )
@@ -86,6 +85,7 @@ class ServerProcess:
         self._fetch = FetchMethod(self._start)
         self._network: NetworkProcesses | None = None
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
+        self._bad_samples: dict[str, list[calls.BadSample]] = {}  # by trainer rank
         self._hosts: dict[str, str] = {}  # by trainer rank
         self._peers = TrustedPeers(settings)
         self._handlers = {
@@ -129,12 +129,9 @@ class ServerProcess:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case host_messages.NewWorker(worker, fds=()):
-                replace_worker = threading.Timer(_REPLACE_PERIOD_S, self._send, [host_messages.KillWorker(worker)])
-                replace_worker.daemon = True
-                replace_worker.start()
+            case host_messages.NewWorker(fds=()):
+                logger.debug("The connection to a worker is lost: it exits, and the main process starts another.")
             case host_messages.NewWorker():
-                self._forget_replaced_loaders(message.live_openings)
                 self._pool.add(message)
             case host_messages.WorkerLost(worker, why):
                 self._pool.lose(worker, why)
@@ -143,32 +140,24 @@ class ServerProcess:
             case host_messages.JobEnds():
                 with self._leasing:
                     self._leases.expect_no_more()
-            case host_messages.KeptSnapshots(digests):
-                self._snapshots = digests
-            case host_messages.OpenedLoaders(opening, reply):
-                with self._changed:
-                    self._forget_other_trainer_runs(opening)
-                    self._opened[opening] = reply
-                    self._changed.notify_all()
+            case host_messages.OpenedLoaders():
+                self._take_reply(message)
             case host_messages.SamplerOutput():
                 self._sampler_orders.take(message)
 
-    def _forget_other_trainer_runs(self, opening: str) -> None:
-        """Forget the loaders of an earlier run of the Trainer. If a trainer asks again, so does this process."""
-        trainer_run = opening.partition("/")[0]
-        self._opened = {name: reply for name, reply in self._opened.items() if name.partition("/")[0] == trainer_run}
-        self._requested = {
-            name for name in self._requested if name in self._opened or name.partition("/")[0] == trainer_run
-        }
-
-    def _forget_replaced_loaders(self, live: Collection[str]) -> None:
-        """Forget the loaders that the main process no longer has. If a trainer asks for them, the hook runs again."""
+    def _take_reply(self, message: host_messages.OpenedLoaders) -> None:
+        """Keep a reply, and those that still hold. If a trainer asks for another one, the hook runs again."""
+        self._pool.keep(message.live)
         with self._changed:
-            gone = {
-                name for name, reply in self._opened.items() if isinstance(reply, calls.Loaders) and name not in live
+            self._running.discard(message.opening)
+            # A problem holds until a trainer has got it.
+            self._opened = {
+                name: reply
+                for name, reply in self._opened.items()
+                if name in message.live or isinstance(reply, calls.Problem)
             }
-            self._opened = {name: reply for name, reply in self._opened.items() if name not in gone}
-            self._requested -= gone
+            self._opened[message.opening] = message.reply
+            self._changed.notify_all()
 
     def _send(self, message: Message) -> None:
         try:
@@ -182,18 +171,17 @@ class ServerProcess:
         wanted = _parse(calls.OpenRequest.parse, request, context)
         opening = wanted.opening
         with self._changed:
-            if opening not in self._requested and opening not in self._opened:
+            if opening not in self._running and opening not in self._opened:
                 missing = [digest for digest in wanted.snapshots if digest not in self._snapshots]
                 if missing or not wanted.datamodule:  # only rank 0 has it
                     return calls.Missing(missing).encode()
-                self._check_number("Open", len(self._requested - self._opened.keys()), context)
-                self._requested.add(opening)
+                self._check_number("Open", len(self._running), context)
+                self._running.add(opening)
                 self._send(host_messages.RunHook(wanted))
             self._changed.wait_for(lambda: opening in self._opened, _CALL_TIMEOUT_S)
             reply = self._opened.get(opening, calls.Running())
             if isinstance(reply, calls.Problem):
                 # The hooks run again for the next trainer that asks: the cause may be gone, such as a full disk.
-                self._requested.discard(opening)
                 del self._opened[opening]
         return reply.encode()
 
@@ -292,24 +280,32 @@ class ServerProcess:
                 self._hosts[beat.client] = beat.host
                 if beat.figures is not None:
                     self._figures[beat.client] = beat.figures
+                self._bad_samples[beat.client] = beat.bad_samples
                 figures = dict(self._figures) if beat.wants_figures else {}
         except DataHostMismatchError as error:
             # Not final: the trainer tries again, and the others may have ended by then.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         port = self._network.port_for(beat.client) if self._network is not None else 0
-        return self._report(figures, port).encode()
+        return structs.replace(self._report(figures, port), bad_samples=self._all_bad_samples()).encode()
+
+    def _all_bad_samples(self) -> list[calls.BadSample]:
+        """Return those of all ranks, each once, as many as an answer may have."""
+        with self._leasing:
+            reported = list(self._bad_samples.values())
+        found = {(one.run, one.loader, one.index): one for samples in reported for one in samples}
+        return list(found.values())[: 2 * MAX_BAD_SAMPLES]
 
     def _status(self, _request: bytes, _context: Any) -> bytes:
         """Answer a call that only looks: it needs no lease, and grants none."""
         with self._leasing:
             figures, hosts = dict(self._figures), dict(self._hosts)
-        return replace(self._report(figures), hosts=hosts, channels=self._settings.channels).encode()
+        return structs.replace(self._report(figures), hosts=hosts, channels=self._settings.channels).encode()
 
     def _report(self, figures: dict[str, RankFigures], stream_port: int = 0) -> calls.HostReport:
         # As many workers as configured: the first heartbeat comes before any is forked, and trainers decide by it how
         # many batches to request.
         report = self._pool.report(self._settings.name)
-        return replace(report, workers=self._settings.workers, figures=figures, stream_port=stream_port)
+        return structs.replace(report, workers=self._settings.workers, figures=figures, stream_port=stream_port)
 
     def _finish(self, request: bytes, context: Any) -> bytes:
         last = _parse(calls.FinishRequest.parse, request, context)
@@ -325,6 +321,7 @@ class ServerProcess:
             self._send(host_messages.TrainerFinished(last.is_success))
             self._leases.finish(client, problem, time.monotonic())
             self._figures.pop(client, None)
+            self._bad_samples.pop(client, None)
             self._hosts.pop(client, None)
         return b"{}"
 
@@ -354,7 +351,7 @@ def main() -> None:
     main_process = connection_to_parent()
     serve = main_process.receive()
     if isinstance(serve, host_messages.Serve):
-        ServerProcess(main_process, serve.settings).run()
+        ServerProcess(main_process, serve.settings, serve.snapshots).run()
 
 
 if __name__ == "__main__":

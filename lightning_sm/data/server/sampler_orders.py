@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_sm.data.ipc.host_messages import SamplerOutput
 from lightning_sm.data.plan.order import IndexArray
@@ -99,9 +99,13 @@ class SamplerOrderCache:
 
     def take(self, output: SamplerOutput) -> None:
         """Keep the order of a sampler."""
-        loader_pass = output.loader_pass
-        why = output.why or ("" if output.fds else "sent its order to a process that has no descriptor left")
-        order = _StoredOrder(Crashed(why)) if why else _read(output.fds[0])
+        loader_pass, size = output.loader_pass, output.outcome
+        if not isinstance(size, OrderSize):
+            order = _StoredOrder(size)
+        elif output.fds:
+            order = _read(output.fds[0], size)
+        else:
+            order = _StoredOrder(Crashed("sent its order to a process that has no descriptor left"))
         for fd in output.fds:
             os.close(fd)
         with self._changed:
@@ -121,15 +125,9 @@ class SamplerOrderCache:
         return self._orders.get(loader_pass, _StoredOrder(Running()))
 
 
-def _read(fd: int) -> _StoredOrder:
-    with mmap.mmap(fd, 0) as memory:
-        start = memory.find(b"\n") + 1
-        kind, head = json.loads(memory[:start]).popitem()
-    if kind == Problem.__name__:
-        return _StoredOrder(Problem(**head))
-    size = OrderSize(**head)
-    # Mapped, not copied: the arrays keep the memory alive.
-    values = np.frombuffer(mmap.mmap(fd, 0), "<i8", offset=start)
+def _read(fd: int, size: OrderSize) -> _StoredOrder:
+    # Mapped, not copied: the arrays keep the memory alive. An empty file cannot be mapped.
+    values = np.frombuffer(mmap.mmap(fd, 0), "<i8") if os.fstat(fd).st_size else np.empty(0, "<i8")
     keys, offsets = values[: size.num_samples], values[size.num_samples :]
     return _StoredOrder(size, keys, offsets if len(offsets) else None)
 

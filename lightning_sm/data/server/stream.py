@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+from msgspec.structs import replace
 
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, StepRangeHeader, frame, frames
@@ -85,7 +84,7 @@ class _RankStream:
     def __init__(self, start: Start) -> None:
         self._start = start
         self._answers: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a request may be answered while it is started, in the same thread
         self._cancels: dict[int, Callable[[], None]] = {}
         self._is_closed = False
 
@@ -100,17 +99,9 @@ class _RankStream:
             raise WireError(f"a frame of kind {kind}")
 
     def _submit(self, request_id: int, encoded_spec: bytes) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._cancels[request_id] = nothing  # the answer may come before the function that cancels it
-        cancel = self._start(self, encoded_spec, partial(self._put, request_id))
-        with self._lock:
-            is_pending = request_id in self._cancels
-            if is_pending:
-                self._cancels[request_id] = cancel
-        if not is_pending:  # it was answered in between, or the stream was closed
-            cancel()
+        with self._lock:  # an answer that comes at once is not sent before this is done
+            if not self._is_closed:
+                self._cancels[request_id] = self._start(self, encoded_spec, partial(self._put, request_id))
 
     def _put(self, request_id: int, answer: Answer) -> None:
         with self._lock:
@@ -172,7 +163,7 @@ class _RankStream:
             return
         if isinstance(answer, Failure):
             short = replace(answer, text=answer.text[:_MAX_TEXT], traceback=answer.traceback[-_MAX_TEXT:])
-            text = json.dumps(vars(short)).encode()
+            text = short.encode()
             yield frame(request_id, FrameKind.FAILURE, len(text)) + text
             return
         try:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import sched
 import selectors
 import socket
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, NewWorker, Ready
 from lightning_sm.data.ipc.messages import Message, MessageSocket
@@ -182,15 +184,11 @@ class WorkerPool:
         self._show_stack = show_stack
         self._cancel_grace_s = cancel_grace_s
         self._stuck_s = stuck_s
-        self._look_s = min(_LOOK_PERIOD_S, stuck_s)
-        self._look_at = 0.0
-        self._show_from = 0.0
         self._lock = threading.RLock()
         self._workers: dict[int, _Worker] = {}
         self._queues: OrderedDict[object, deque[Task]] = OrderedDict()
-        self._kill_at: dict[int, float] = {}  # by worker id
         self._shard_workers: dict[Affinity, int] = {}  # numbers of workers
-        self._live: set[str] | None = None  # openings that have loaders; None: no worker has come yet
+        self._live: Collection[str] | None = None  # openings that have loaders; None: not known yet
         self._work = _Work()
         self._num_built = 0
         self._built_s = 0.0
@@ -199,6 +197,8 @@ class WorkerPool:
         self._waker, self._wakeup = socket.socketpair()
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
         self._is_closed = False
+        self._scheduler = sched.scheduler(time.monotonic)
+        self._look_for_hanging_worker()
         self._thread = threading.Thread(target=self._run, name="worker-pool", daemon=True)
         self._thread.start()
 
@@ -226,13 +226,23 @@ class WorkerPool:
                 if worker.task is task:
                     # A heavy batch is not a hanging worker, whose caches, open files and shards would be lost.
                     grace_s = max(self._cancel_grace_s, _GRACE_FACTOR * self._longest_s)
-                    self._kill_at[worker.id] = time.monotonic() + grace_s
+                    self._scheduler.enter(grace_s, 0, self._kill_if_hanging, (worker, task))
                     self._wake()
 
     def add(self, new: NewWorker) -> None:
-        """Add a worker, retire those whose loaders are no longer open, and fail the tasks that wait for them."""
+        """Add a worker."""
         worker = _Worker(new)
-        live = set(new.live_openings)
+        with self._lock:
+            self._workers[worker.id] = worker
+            self._selector.register(worker.socket, selectors.EVENT_READ, worker)
+            self._wake()
+
+    def keep(self, live: Collection[str]) -> None:
+        """Retire the workers whose loaders are no longer open, and fail the tasks that wait for them.
+
+        Args:
+            live: Names of the requests whose loaders are open.
+        """
         with self._lock:
             self._live = live
             gone = [task for queue in self._queues.values() for task in queue if task.opening not in live]
@@ -242,10 +252,7 @@ class WorkerPool:
                 if other.opening not in live:
                     other.state = _WorkerState.RETIRED
                     self._close_if_retired(other)
-            self._workers[worker.id] = worker
             self._shard_workers = {shard: number for shard, number in self._shard_workers.items() if shard[0] in live}
-            self._selector.register(worker.socket, selectors.EVENT_READ, worker)
-            self._wake()
         for task in gone:
             task.answer(_not_open(task))
 
@@ -269,7 +276,6 @@ class WorkerPool:
             moved = self._take_tasks_of_shards(worker)
             del self._workers[worker_id]
             self._disconnect(worker)
-            self._kill_at.pop(worker_id, None)
             worker.close()
         if task is not None and not task.is_cancelled:
             task.answer(Failure(error, why, f"worker {worker.number}"))
@@ -332,9 +338,14 @@ class WorkerPool:
         self._waker.close()
         self._wakeup.close()
 
-    def _measure(self) -> None:
-        """Count the time since the last change. Call it with the lock held, before workers begin or end a task."""
-        self._work.advance(time.perf_counter(), *self._load(), has_waiting=any(self._queues.values()))
+    def _measure(self) -> float:
+        """Count the time since the last change, and return the time for the tasks that begin or end now.
+
+        Call it with the lock held, before workers begin or end a task.
+        """
+        now = time.perf_counter()
+        self._work.advance(now, *self._load(), has_waiting=any(self._queues.values()))
+        return now
 
     def _load(self) -> tuple[int, int]:
         """Return how many workers work, and how many could at a time: one of each number, whatever its loaders."""
@@ -343,7 +354,7 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         """Give tasks to idle workers. Call it with the lock held, after every change of queues, workers or slots."""
-        self._measure()
+        now = self._measure()
         available = [worker for worker in self._workers.values() if worker.is_available]
         busy = {worker.number for worker in available if worker.task is not None}
         idle = [worker for worker in available if worker.number not in busy and worker.free_slots]
@@ -355,7 +366,7 @@ class WorkerPool:
             idle = [other for other in idle if other.number != worker.number]
             self._queues.move_to_end(task.client)
             worker.task = task
-            worker.task_started = time.perf_counter()
+            worker.task_started = now
             worker.is_shown = False
             worker.stuck_in = ""
             with contextlib.suppress(OSError):  # the worker died; ``lose`` will answer the task
@@ -411,35 +422,32 @@ class WorkerPool:
 
     def _run(self) -> None:
         while not self._is_closed:
-            with self._lock:
-                deadline = min([self._look_at, *self._kill_at.values()])
-            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+            for key, _ in self._selector.select(self._scheduler.run(blocking=False)):
                 if key.data is None:
                     self._wakeup.recv(4096)
                 else:
                     self._receive(key.data)
-            now = time.monotonic()
-            with self._lock:
-                hanging = [worker_id for worker_id, kill_at in self._kill_at.items() if kill_at <= now]
-                for worker_id in hanging:
-                    del self._kill_at[worker_id]
-                stuck = self._next_to_show(now) if now >= self._look_at else None
-            for worker_id in hanging:
-                self._kill(worker_id)
-            if stuck is not None:
-                self._show_stack(*stuck)
 
-    def _next_to_show(self, now: float) -> tuple[int, float] | None:
-        """Return a worker that may hang, and for how many seconds: each once per task, and one in a while."""
-        self._look_at = now + self._look_s
-        if now < self._show_from:
-            return None
+    def _kill_if_hanging(self, worker: _Worker, cancelled: Task) -> None:
+        if worker.task is cancelled:
+            self._kill(worker.id)
+
+    def _look_for_hanging_worker(self) -> None:
+        """Show the stack of a worker that may hang, if there is one, and look again later."""
+        with self._lock:
+            hanging = self._hanging_worker()
+        again_s = min(_LOOK_PERIOD_S, self._stuck_s) if hanging is None else _SHOW_PERIOD_S
+        self._scheduler.enter(again_s, 0, self._look_for_hanging_worker)
+        if hanging is not None:
+            self._show_stack(*hanging)
+
+    def _hanging_worker(self) -> tuple[int, float] | None:
+        """Return a worker that may hang, and for how many seconds it has worked: each once per task."""
         limit_s = max(self._stuck_s, _STUCK_FACTOR * self._longest_s)
         for worker in self._workers.values():
             task_s = time.perf_counter() - worker.task_started
             if worker.task is not None and not worker.is_shown and task_s >= limit_s:
                 worker.is_shown = True
-                self._show_from = now + _SHOW_PERIOD_S
                 return worker.id, task_s
         return None
 
@@ -468,11 +476,9 @@ class WorkerPool:
             return lambda: None
         if not isinstance(message, BuildAnswer):
             raise TypeError(f"a worker sent {message}")
-        self._measure()
+        task_s = self._measure() - worker.task_started
         task = worker.task
         worker.task = None
-        self._kill_at.pop(worker.id, None)
-        task_s = time.perf_counter() - worker.task_started
         self._num_built += 1
         self._built_s += task_s
         self._longest_s = max(self._longest_s, task_s)

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_sm._lightning import LightningDataModule
+from lightning_sm._unlisted import UnlistedDataModule
 
 STAGES = ("train", "val", "test", "predict")
 
 
-class BareLoaders(LightningDataModule):
+class BareLoaders(UnlistedDataModule):
     """The DataModule of a script without one. As in Lightning, the model's hooks make what the script has not made.
 
-    The hooks run here: data hosts do not have the model.
+    The hooks run here: data hosts do not have the model. It is that of the Trainer.
 
     Args:
         given: The loaders that the script has made, by stage: "train", "val", "test" or "predict".
@@ -22,7 +23,6 @@ class BareLoaders(LightningDataModule):
 
     def __init__(self, given: Mapping[str, Any], model: Any) -> None:
         super().__init__()
-        self._model = model
         self._stages_of_model = [
             stage for stage in STAGES if stage not in given and has_hook(model, f"{stage}_dataloader")
         ]
@@ -33,11 +33,7 @@ class BareLoaders(LightningDataModule):
         """Call the model's hook of a stage, unless the script has made the loaders."""
         if stage in self._stages_of_model:
             name = f"{stage}_dataloader"
-            setattr(self, name, _Hook(getattr(self._model, name)()))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the model out."""
-        return {name: value for name, value in vars(self).items() if name != "_model"}
+            setattr(self, name, _Hook(getattr(self.trainer.lightning_module, name)()))  # type: ignore[union-attr]
 
 
 class _Hook:

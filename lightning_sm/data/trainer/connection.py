@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning_sm.data.host.data_host import DataHost
-from lightning_sm.data.ipc.feeder_messages import AskChannels, Channels, Failed, LoaderPlace
-from lightning_sm.data.ipc.processes import describe_exit, start_module
+from lightning_sm.data.ipc.feeder_messages import Configure, LoaderPlace
 from lightning_sm.data.plan.shards import max_slots_in_block
 from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
 from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.host_channels import host_channels
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.data.trainer.slots import SlotPool
 from lightning_sm.errors import DataServiceError, DataSettingsError
@@ -129,14 +129,17 @@ class ServiceConnection:
         credentials = Credentials.of(self.settings, self.job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = trainer is not None and trainer.local_rank != 0
+        settings = self.settings
         self._feeder = FeederClient(
-            addresses,
-            credentials,
-            client,
-            self.settings.hedge_factor,
-            verify=self.settings.verify,
-            verify_share=self.settings.verify_share,
-            is_quiet=is_quiet,
+            Configure(
+                addresses,
+                credentials,
+                client,
+                hedge_factor=settings.hedge_factor,
+                verify=settings.verify,
+                verify_share=settings.verify_share,
+                is_quiet=is_quiet,
+            )
         )
         weakref.finalize(self, self._feeder.close, "the process ended", is_success=True)
 
@@ -149,21 +152,8 @@ class ServiceConnection:
         Raises:
             DataServiceError: No data host answered in time, or they refuse this rank.
         """
-        timeout_s = self.settings.startup_timeout_s
         credentials = Credentials.of(self.settings, self.job)
-        process, sock = start_module("lightning_sm.data.feeder.ask_channels")
-        try:
-            sock.send(AskChannels(self.addresses, credentials, timeout_s, is_quiet))
-            answer = sock.receive()  # the process has the deadline, and closes the connection when it exits
-        finally:
-            sock.close()
-            process.kill()
-            status = process.wait()
-        if isinstance(answer, Failed):
-            raise answer.exception()
-        if not isinstance(answer, Channels):
-            raise DataServiceError(f"The process that asks data hosts for their channels {describe_exit(status)}.")
-        return tuple(answer.names)
+        return host_channels(self.addresses, credentials, self.settings.startup_timeout_s, is_quiet=is_quiet)
 
     def close(self, outcome: str, *, is_success: bool) -> None:
         """Disconnect this rank, and stop its feeder process and local workers.

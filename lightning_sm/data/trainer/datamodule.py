@@ -9,14 +9,20 @@ from lightning_sm._lightning import BatchSizeFinder, LightningDataModule, check_
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol.failures import first_line
+from lightning_sm.data.protocol.spec import LoaderKind
 from lightning_sm.data.settings import DataServiceSettings
-from lightning_sm.data.trainer.bare_loaders import has_hook
+from lightning_sm.data.trainer.bare_loaders import BareLoaders, has_hook
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.data_hosts import DataHosts
 from lightning_sm.data.trainer.travel import COPIED, TravellingModule
 from lightning_sm.errors import DataSettingsError
 
-_LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+_LOADER_HOOKS: dict[str, LoaderKind] = {
+    "train_dataloader": "train",
+    "val_dataloader": "val",
+    "test_dataloader": "test",
+    "predict_dataloader": "predict",
+}
 
 # The user's hooks that run on the trainers. Lightning checks whether they are overridden, so it must find these.
 _TRAINER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -59,11 +65,7 @@ class RemoteDataModule(LightningDataModule):
         check_same_distribution(own)
         if addresses is None and ServiceConnection.of_this_job(settings) is None:
             return datamodule
-        hooks = {name: _loader_hook(name) for name in _LOADER_HOOKS if has_hook(datamodule, name)}
-        # Checkpoints store the state of a DataModule under its class name, which must not depend on data hosts. The
-        # private module hides the class from jsonargparse, which searches DataModules by name.
-        names = {"__qualname__": own.__qualname__, "__module__": f"{__name__}._wrapped", "__doc__": own.__doc__}
-        return super().__new__(type(own.__name__, (cls,), {**hooks, **names}))
+        return super().__new__(_remote_class(cls, own, [name for name in _LOADER_HOOKS if has_hook(datamodule, name)]))
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class RemoteDataModule(LightningDataModule):
             codec_of(connection.settings.compression)  # report a missing library here instead of with the first batch
         # Lightning's own __init__ only sets attributes, and the wrapped DataModule has those already.
         self._datamodule = datamodule
+        self._attached: RemoteDataModule | None = None
         self._hosts = DataHosts(datamodule, connection, seed)
         self._take_hooks()
 
@@ -104,6 +107,8 @@ class RemoteDataModule(LightningDataModule):
         try:
             value = getattr(self._datamodule, name)
         except AttributeError as error:
+            if self._attached is not None:
+                return getattr(self._attached, name)
             raise self._no_attribute(name) from error
         if value is None and name in self._hosts.module.missing:  # a default of the class
             raise self._no_attribute(name)
@@ -120,13 +125,33 @@ class RemoteDataModule(LightningDataModule):
         if name.startswith("_") or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
-            setattr(self._datamodule, name, value)
+            setattr(self._datamodule if self._attached is None else self._attached, name, value)
+
+    def keep_attached(self, attached: LightningDataModule | None) -> None:
+        """Keep what a Trainer has attached, as it does in a call that gets loaders, of which this is the stand-in.
+
+        Attributes and the state in checkpoints are then those of the attached DataModule.
+
+        Args:
+            attached: The DataModule of the Trainer's last call, if there was one.
+        """
+        if not isinstance(attached, RemoteDataModule) or attached is self:
+            return
+        self._attached = attached._attached if isinstance(attached._datamodule, BareLoaders) else attached
+        self._take_name()
+
+    def _take_name(self) -> None:
+        """Take the class name under which checkpoints have the state."""
+        if self._attached is not None:
+            type(self).__qualname__ = type(self._attached).__qualname__
 
     def __reduce__(self) -> Any:
         """Pickle what does not belong to this process; unpickling creates the class again."""
-        # The DataModule is in the state, not an argument: it refers to the Trainer, and the Trainer to this object.
-        arguments = (type(self._datamodule), self._hosts.connection, self._hosts.seed)
-        return _rebuild, arguments, {"_datamodule": self._datamodule}
+        # The DataModule is in the state, not an argument: it refers to the Trainer, and the Trainer to this object. Its
+        # hooks, which may be attributes of it and not of its class, decide the class, so that they are one.
+        hooks = [name for name in _LOADER_HOOKS if name in vars(type(self))]
+        arguments = (type(self._datamodule), hooks, self._hosts.connection, self._hosts.seed)
+        return _rebuild, arguments, {"_datamodule": self._datamodule, "_attached": self._attached}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the wrapped DataModule, which refers back to this object.
@@ -137,6 +162,7 @@ class RemoteDataModule(LightningDataModule):
         self.__dict__.update(state)
         self._hosts.module = TravellingModule.of(self._datamodule)
         self._take_hooks()
+        self._take_name()
 
     @property
     def trainer(self) -> Any:
@@ -150,12 +176,12 @@ class RemoteDataModule(LightningDataModule):
     @property
     def hparams(self) -> Any:
         """Hyperparameters of the wrapped DataModule."""
-        return self._datamodule.hparams
+        return (self._attached or self._datamodule).hparams
 
     @property
     def hparams_initial(self) -> Any:
         """Hyperparameters of the wrapped DataModule, as ``save_hyperparameters`` recorded them."""
-        return self._datamodule.hparams_initial
+        return (self._attached or self._datamodule).hparams_initial
 
     def setup(self, stage: str = "fit") -> None:
         """Connect to the data hosts, and wait until the first one has run the user's ``setup``.
@@ -176,7 +202,7 @@ class RemoteDataModule(LightningDataModule):
                 )
             if self._hosts.progress not in trainer.callbacks:
                 own = self._hosts
-                trainer.callbacks[:0] = [own.progress, own.last_step, own.connection.reporter]
+                trainer.callbacks[:0] = [own.progress, own.last_step, own.skipped_steps, own.connection.reporter]
         self._hosts.set_up(stage)
 
     def teardown(self, stage: str) -> None:
@@ -213,7 +239,7 @@ class RemoteDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped DataModule."""
-        return self._datamodule.state_dict()
+        return (self._attached or self._datamodule).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of the wrapped DataModule.
@@ -221,6 +247,9 @@ class RemoteDataModule(LightningDataModule):
         Args:
             state_dict: A state that ``state_dict`` returned.
         """
+        if self._attached is not None:
+            self._attached.load_state_dict(state_dict)
+            return
         self._datamodule.load_state_dict(state_dict)
         # On the data hosts, too: there it may change what setup() has made.
         self._hosts.module.state = state_dict
@@ -228,13 +257,22 @@ class RemoteDataModule(LightningDataModule):
 
 def _loader_hook(name: str) -> Callable[[RemoteDataModule], Any]:
     def hook(self: RemoteDataModule) -> Any:
-        return self._hosts.loaders(name.removesuffix("_dataloader"))
+        return self._hosts.loaders(_LOADER_HOOKS[name])
 
     hook.__name__ = name
     hook.__doc__ = f"Return loaders for the batches of the user's ``{name}`` on the data hosts."
     return hook
 
 
-def _rebuild(own: type, connection: ServiceConnection, seed: int | None) -> RemoteDataModule:
-    module: RemoteDataModule = RemoteDataModule(object.__new__(own), connection, seed=seed)
+def _remote_class(base: type[RemoteDataModule], own: type, hooks: Sequence[str]) -> type[RemoteDataModule]:
+    """Return the class of the stand-in for a DataModule of a class, which overrides these ``*_dataloader`` hooks."""
+    # Checkpoints store the state of a DataModule under its class name, which must not depend on data hosts. The
+    # private module hides the class from jsonargparse, which searches DataModules by name.
+    names = {"__qualname__": own.__qualname__, "__module__": f"{__name__}._wrapped", "__doc__": own.__doc__}
+    return type(own.__name__, (base,), {**{name: _loader_hook(name) for name in hooks}, **names})
+
+
+def _rebuild(own: type, hooks: Sequence[str], connection: ServiceConnection, seed: int | None) -> RemoteDataModule:
+    module: RemoteDataModule = object.__new__(_remote_class(RemoteDataModule, own, hooks))
+    module.__init__(object.__new__(own), connection, seed=seed)  # type: ignore[misc]
     return module

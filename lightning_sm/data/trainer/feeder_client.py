@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -18,10 +18,9 @@ from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, NothingReceivedError, Released
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, SetUp
+from lightning_sm.data.protocol.calls import Loaders, SetUp
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription
-from lightning_sm.data.settings import Credentials, Verify
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,9 @@ _EXIT_TIMEOUT_S = 10.0
 _SLOT_POLL_S = 0.002
 
 
-_OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfBlock | kinds.EndOfPass | kinds.Length | kinds.Failed
+_OfPass: TypeAlias = (
+    kinds.DeliveredRange | kinds.SampleReplaced | kinds.EndOfBlock | kinds.EndOfPass | kinds.Length | kinds.Failed
+)
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -55,35 +56,19 @@ class FeederClient:
     """A feeder process and the connection to it.
 
     Args:
-        addresses: Addresses of the data hosts.
-        credentials: Credentials for the data hosts.
-        client: What this rank says with every heartbeat, without figures.
-        hedge_factor: See ``DataServiceSettings``.
-        verify: See there.
-        verify_share: See there.
-        is_quiet: Whether another rank of this host logs what all of them would.
+        settings: The first message to it.
 
     Attributes:
         name: Name of this rank.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        credentials: Credentials,
-        client: HeartbeatRequest,
-        hedge_factor: float,
-        *,
-        verify: Verify = "off",
-        verify_share: float = 0.0,
-        is_quiet: bool = False,
-    ) -> None:
-        self.name = client.client
+    def __init__(self, settings: kinds.Configure) -> None:
+        self.name = settings.client.client
         releases, self._releases = os.pipe()
         self._process, self._socket = start_module("lightning_sm.data.feeder.process", releases)
         os.close(releases)
         self._pid = os.getpid()
-        self._is_quiet = is_quiet
+        self._is_quiet = settings.is_quiet
         self._lock = threading.RLock()
         self._inboxes: dict[int, deque[_OfPass]] = {}
         self._opened: dict[str, SetUp | Loaders] = {}
@@ -92,9 +77,7 @@ class FeederClient:
         self._shared: set[str] = set()  # digests of the snapshots that the feeder has
         self._num_rings = 0
         self._num_passes = 0
-        self._socket.send(
-            kinds.Configure(list(addresses), credentials, client, hedge_factor, verify, verify_share, is_quiet)
-        )
+        self._socket.send(settings)
 
     @_one_thread_at_a_time
     def open_loaders(self, loaders: kinds.OpenLoaders, timeout_s: float) -> SetUp | Loaders:
@@ -346,7 +329,12 @@ class FeederClient:
             case kinds.Failed(pass_id=None) as error:
                 self._error = error
             case (
-                kinds.DeliveredRange() | kinds.EndOfBlock() | kinds.EndOfPass() | kinds.Length() | kinds.Failed()
+                kinds.DeliveredRange()
+                | kinds.SampleReplaced()
+                | kinds.EndOfBlock()
+                | kinds.EndOfPass()
+                | kinds.Length()
+                | kinds.Failed()
             ) as of_pass:
                 inbox = self._inboxes.get(of_pass.pass_id or 0)
                 if inbox is None:  # of a pass that has been closed since

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lightning_sm._lightning import Callback, ResultMetric
+from lightning_sm._lightning import ResultMetric
+from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, TailMode
 from lightning_sm.data.plan.samples import Tail
 from lightning_sm.data.protocol.spec import LoaderDescription
@@ -35,7 +36,7 @@ _GATHER_OF_USER = "torch.distributed.nn.functional"
 _CHECKPOINT_KEY = "lightning_sm.last_step"
 
 
-class LastStep(Callback):
+class LastStep(UnlistedCallback):
     """The callback for a last step in which ranks have different numbers of samples.
 
     It lets logged values count each sample once. If the code of a stage gathers tensors over the ranks, which then must

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from lightning_sm._text import count
 from lightning_sm.data.ipc.feeder_messages import FeederSnapshot
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 
@@ -12,16 +13,13 @@ def logger_metrics(figures: RankFigures, ready: int, snapshot: FeederSnapshot) -
     """Return the values for Lightning's loggers.
 
     Args:
-        figures: What this rank has measured in the epoch.
+        figures: What this rank has measured since the last time.
         ready: Number of buffered batches when the last one was taken.
         snapshot: ``FeederClient.snapshot()``.
     """
     seconds = figures.seconds
     batches = max(1, figures.num_batches)
     return {
-        "data/wait_ms": 1e3 * figures.wait_s / batches,
-        "data/input_bound": figures.wait_fraction,
-        "data/batches_per_s": figures.num_batches / seconds if seconds > 0 else 0.0,
         "data/bytes_per_s": figures.num_bytes / seconds if seconds > 0 else 0.0,
         "data/ready": float(ready),
         "data/queue_ms": 1e3 * figures.queue_s / batches,
@@ -29,6 +27,20 @@ def logger_metrics(figures: RankFigures, ready: int, snapshot: FeederSnapshot) -
         "data/transfer_ms": 1e3 * figures.transfer_s / batches,
         "data/retries": float(sum(host.num_retries for host in snapshot.hosts)),
         "data/hedges": float(sum(host.num_hedges for host in snapshot.hosts)),
+    }
+
+
+def wait_metrics(figures: RankFigures) -> dict[str, float]:
+    """Return what ``StepTimes`` logs as ``time/...``, for loggers of a Trainer without it.
+
+    Args:
+        figures: What this rank has measured since the last time.
+    """
+    steps = max(1, figures.num_timed)
+    return {
+        "data/wait_ms": 1e3 * figures.wait_s / steps,
+        "data/step_ms": 1e3 * figures.seconds / steps,
+        "data/input_bound": figures.wait_fraction,
     }
 
 
@@ -51,5 +63,5 @@ def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iter
             ("slow_request", "also sent to another host", host.num_hedges - last.num_hedges),
         ):
             if number > 0:
-                requests = "1 request" if number == 1 else f"{number} requests"
-                yield what, f"{requests} to {host.name} {'was' if number == 1 else 'were'} {words}"
+                were = "was" if number == 1 else "were"
+                yield what, f"{count(number, 'request')} to {host.name} {were} {words}"

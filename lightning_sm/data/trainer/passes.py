@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, Position
 from lightning_sm.data.plan.shards import check_shards
@@ -131,4 +132,7 @@ class ShardPasses:
                 num_batches,
                 self.length,
             )
-        return replace(position, pass_index=position.pass_index + _ROUND, first_step=first, stop_step=stop)
+        pause = None if position.pause_step is None else position.pause_step - num_batches
+        return replace(
+            position, pass_index=position.pass_index + _ROUND, first_step=first, stop_step=stop, pause_step=pause
+        )

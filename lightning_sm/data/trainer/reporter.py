@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sm._lightning import Callback
+from msgspec.structs import asdict
+
+from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.data.ipc.feeder_messages import FeederSnapshot
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.metrics import logger_metrics
+from lightning_sm.data.trainer.metrics import logger_metrics, wait_metrics
 from lightning_sm.data.trainer.position import batches_taken
+from lightning_sm.data.trainer.slots import BatchOrigin
 from lightning_sm.data.trainer.verdict import slowest, trouble, verdict
 from lightning_sm.errors import DataServiceError
+from lightning_sm.record import step_clock
+from lightning_sm.record.events import ReplacedSample, TrainingPass
 from lightning_sm.record.progress import progress_line, rate_fields
+from lightning_sm.record.totals import Totals
 
 logger = logging.getLogger(__name__)
+
+# So many batches at most are taken from a loader before the step in which they are trained on ends.
+_MAX_AHEAD = 64
 
 # A rank shares its figures at most this often; the next heartbeat carries them.
 _SHARE_PERIOD_S = 0.25
@@ -62,17 +71,16 @@ class _Sums:
         return {name: figures for name, figures in added.items() if figures.num_steps}
 
 
-def _add(one: RankFigures, other: RankFigures) -> RankFigures:
-    return RankFigures(**{name: value + getattr(other, name) for name, value in vars(one).items()})
-
-
 def _since(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> list[HostFigures]:
     known = {host.name: host for host in before}
     return [host.since(known.get(host.name)) for host in after]
 
 
-class Reporter(Callback):
-    """The callback that measures the training loaders of a rank, and reports those of all ranks on rank 0.
+class Reporter(UnlistedCallback):
+    """The callback that counts the batches of a rank's training loaders, and reports on all ranks on rank 0.
+
+    Times of steps are those of the rank's one clock, to which it adds why batches were waited for. ``StepTimes`` has
+    that clock; a Trainer without it gets a simpler one, which knows waits, backward passes and the rest.
 
     Figures of other ranks and of data hosts arrive with heartbeats, about a second later. They are sums since the
     start of the process, and a report takes what was added since the last one: late figures are in the next report.
@@ -83,64 +91,169 @@ class Reporter(Callback):
 
     def __init__(self, feeder: Callable[[], FeederClient]) -> None:
         self._feeder = feeder
-        self._figures = RankFigures()
+        self._counted = RankFigures()  # batches since the process started, and the steps of earlier clocks
+        self._clock: step_clock.StepClock | None = None
+        self._totals: Callable[[], Totals] = Totals  # of this clock
+        self._own_clock: step_clock.StepClock | None = None  # the same, if this callback drives it
         self._shared_at = 0.0
-        # From the first backward pass of a step to its end: time in which other ranks may make this one wait.
-        self._sync_began: float | None = None
-        self._sync_s = 0.0
+        self._logged = RankFigures()
         self._epoch: _Epoch | None = None
         self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
-        self._at_run_start: _Sums | None = None  # when the run began
         # The newest figures that data hosts had of each rank. Data hosts drop those of a rank that has finished.
         self._by_rank: dict[str, RankFigures] = {}
-        self._waiting = RankFigures()  # what the slowest rank of each reported epoch of the run measured
+        # Passes of the run that have begun before anybody listened: Lightning may fetch the first batch that early.
+        self._passes: list[TrainingPass] = []
+        self._on_pass: Callable[[TrainingPass], None] | None = None
+        self._replaced: list[ReplacedSample] = []  # that nobody has asked for
+        # By position of the training loader: epoch of its pass, and the batches that no step has ended with yet.
+        self._origins: dict[int, tuple[int, deque[tuple[BatchOrigin, int]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
-        return {**vars(self), "_feeder": None, "_epoch": None}
+        own = {"_feeder": None, "_epoch": None, "_on_pass": None, "_clock": None, "_own_clock": None, "_totals": Totals}
+        return {**vars(self), **own}
 
     def begin_run(self) -> None:
         """Leave what the ranks have measured in earlier runs of the Trainer out of the next report."""
+        self._take_times()
         self._epoch = None
         self._reported.clear()
-        self._at_run_start = None
-        self._waiting = RankFigures()
+        self._passes, self._on_pass = [], None
+        self._replaced = []
+        self._origins.clear()
+
+    def begin_pass(self, begun: TrainingPass) -> None:
+        """Take note of a pass over a training loader."""
+        # What was fetched ahead in an earlier epoch, and left, is never trained on.
+        if self._origins.get(begun.index, (-1, None))[0] != begun.epoch:
+            self._origins[begun.index] = begun.epoch, deque(maxlen=_MAX_AHEAD)
+        if self._on_pass is None:
+            self._passes.append(begun)
+        else:
+            self._on_pass(begun)
+
+    def tell_passes(self, on_pass: Callable[[TrainingPass], None]) -> None:
+        """Tell of the passes over training loaders in this run of the Trainer, also those that have begun already."""
+        self._on_pass = on_pass
+        for begun in self._passes:
+            on_pass(begun)
+        self._passes.clear()
+
+    def note_replaced(self, sample: ReplacedSample) -> None:
+        """Take note of a training sample that was replaced."""
+        self._replaced.append(sample)
+
+    def next_replaced(self) -> list[ReplacedSample]:
+        """Return the training samples that were replaced since the last call."""
+        found, self._replaced = self._replaced, []
+        return found
+
+    def add_origin(self, origin: BatchOrigin, pass_index: int, *, index: int) -> None:
+        """Take note of a batch of a training loader.
+
+        Args:
+            origin: Where it is from.
+            pass_index: Index of its pass.
+            index: Position of the loader.
+        """
+        self._origins[index][1].append((origin, pass_index))
+
+    def next_origins(self) -> list[tuple[int, int, tuple[int, int, int] | None]]:
+        """Return the origins of the batches of the step that ends, as ``BatchLog.note`` takes them."""
+        found: list[tuple[int, int, tuple[int, int, int] | None]] = []
+        for index, (_, origins) in self._origins.items():
+            if origins:
+                origin, pass_index = origins.popleft()
+                shard = None if origin.shard is None else (pass_index, *origin.shard)
+                found.append((index, origin.content_hash, shard))
+        return found
+
+    def follow(self, clock: step_clock.StepClock, totals: Callable[[], Totals] | None = None) -> None:
+        """Take the times of steps from a clock from now on.
+
+        Args:
+            clock: The clock.
+            totals: Returns what it has measured; None: this callback drives the clock.
+        """
+        self._take_times()
+        self._clock = clock
+        self._totals = totals or (lambda: clock.totals)
+        self._own_clock = clock if totals is None else None
+
+    def _take_times(self) -> None:
+        """Keep what the clock has measured, which starts again from zero."""
+        self._counted = self._figures()
+        self._clock, self._own_clock, self._totals = None, None, Totals
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start a clock, in case that nobody else has one."""
+        self.follow(step_clock.StepClock())
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Charge the first batch of an epoch to a span: it cannot be fetched ahead."""
+        if self._own_clock is not None:
+            while self._own_clock.span:
+                self._own_clock.end_span(self._own_clock.span)
+        self._begin_span("first_batch")
+
+    def begin_wait(self) -> None:
+        """Charge time to the wait for a batch."""
+        self._enter(step_clock.DATA_WAIT)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Note where ranks begin to wait for each other."""
-        if self._sync_began is None:
-            self._sync_began = time.perf_counter()
+        """Charge time to the backward pass, where ranks wait for each other."""
+        self._enter(step_clock.BACKWARD)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note where ranks stop waiting for each other."""
-        if self._sync_began is not None:
-            self._sync_s += time.perf_counter() - self._sync_began
-            self._sync_began = None
+        """End a step."""
+        if self._own_clock is not None:
+            self._own_clock.end_step(0)
+        if trainer.is_last_batch:  # what follows is not part of the next epoch's first step
+            self._begin_span("between")
 
-    def batch(self, trainer: Any, figures: BatchFigures, wait_s: float, busy_s: float | None, *, is_step: bool) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Charge time to the validation."""
+        self._begin_span("validation")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Charge time to steps again."""
+        if self._own_clock is not None:
+            self._own_clock.end_span("validation")
+
+    def _enter(self, part: int) -> None:
+        if self._own_clock is not None:
+            self._own_clock.enter(part)
+
+    def _begin_span(self, name: str) -> None:
+        if self._own_clock is not None:
+            self._own_clock.begin_span(name)
+
+    def batch(self, trainer: Any, figures: BatchFigures, *, is_step: bool) -> None:
         """Count a batch, share the figures with rank 0 from time to time, and log metrics if they are due.
 
         Args:
             trainer: The Trainer.
             figures: What the batch took.
-            wait_s: Seconds that the training loop waited for it.
-            busy_s: Seconds since the batch before; None for the first batch of a pass.
             is_step: Whether it is a batch of the first training loader.
         """
         if self._epoch is None:
             self._epoch = self._begin(trainer)
         epoch = self._epoch
-        self._figures.count(figures, wait_s, busy_s, self._sync_s, is_step=is_step)
+        if self._clock is not None:
+            self._clock.note_wait(figures.in_transit)
+        if self._own_clock is not None:
+            self._own_clock.end_span("first_batch")
+            self._own_clock.enter(step_clock.FORWARD)
+        self._counted.count(figures, is_step=is_step)
         if not is_step:
             return
-        self._sync_s = 0.0
         is_last = batches_taken(trainer) + 1 >= trainer.num_training_batches
         now = time.monotonic()
         if is_last or now >= self._shared_at + _SHARE_PERIOD_S:
             self._shared_at = now
-            self._feeder().share(self._figures.rounded())
-        own = self._figures.since(epoch.before)
-        is_due = trainer.loggers and (is_last or own.num_steps % trainer.log_every_n_steps == 0)
+            self._feeder().share(self._figures().rounded())
+        num_steps = self._counted.num_steps - epoch.before.num_steps
+        is_due = trainer.loggers and (is_last or num_steps % trainer.log_every_n_steps == 0)
         if not is_due and not (is_last and trainer.is_global_zero):
             return
         snapshot = self._snapshot_or_none()
@@ -149,8 +262,12 @@ class Reporter(Callback):
         if is_last:
             epoch.hosts = snapshot.hosts
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        measured = self._figures()
+        new, self._logged = measured.since(self._logged), measured
+        values = logger_metrics(new, figures.num_ready, snapshot)
+        values |= wait_metrics(new) if self._own_clock is not None else {}  # else the metrics of StepTimes say it
         for log in trainer.loggers:
-            log.log_metrics(logger_metrics(own, figures.num_ready, snapshot), step=step)
+            log.log_metrics(values, step=step)
 
     def end_epoch(self, trainer: Any) -> None:
         """Log the report of the epoch on rank 0, if no progress line has it.
@@ -189,7 +306,6 @@ class Reporter(Callback):
         for sentence in trouble(hosts):
             logger.warning("%s", sentence)
         _, rank = slowest(ranks)
-        self._waiting = _add(self._waiting, rank)
         return EpochReport(rank.wait_fraction, verdict(ranks, hosts))
 
     def sums(self) -> tuple[list[HostFigures], dict[str, dict[str, float]]] | None:
@@ -201,37 +317,37 @@ class Reporter(Callback):
         now = self._sums()
         if now is None:
             return None
-        return _since((), now.hosts), {name: vars(figures.rounded()) for name, figures in now.ranks.items()}
+        return _since((), now.hosts), {name: asdict(figures.rounded()) for name, figures in now.ranks.items()}
 
-    def run_verdict(self) -> str | None:
-        """Return what held up training in the whole run, and what would help; None if nothing did."""
-        now = None if self._at_run_start is None else self._sums()
-        if now is None or self._at_run_start is None:
-            return None
-        ranks = now.since(self._at_run_start.ranks)
-        if not ranks:
-            return None
-        rest = now.since(self._reported)  # that of an epoch without a report, because it was interrupted
-        waiting = _add(self._waiting, slowest(rest)[1]) if rest else self._waiting
-        return verdict(ranks, _since(self._at_run_start.hosts, now.hosts), waiting)
+    def _figures(self) -> RankFigures:
+        """Return what this rank has counted and timed since the start of the process."""
+        totals = self._totals()
+        wait_s = totals.parts["data_wait"]
+        timed = RankFigures(
+            num_timed=totals.num_steps,
+            first_wait_s=totals.spans.get("first_batch", 0.0),
+            wait_s=wait_s,
+            transfer_wait_s=totals.in_transit_s,
+            busy_s=totals.wall_s - wait_s,
+            sync_s=totals.parts["backward"] + totals.parts["optimizer"],
+        )
+        return self._counted.plus(timed)
 
     def _sums(self) -> _Sums | None:
         snapshot = self._snapshot_or_none()
         if snapshot is None:
             return None
-        return _Sums(snapshot.hosts, {**self._by_rank, self._feeder().name: copy.copy(self._figures)})
+        return _Sums(snapshot.hosts, {**self._by_rank, self._feeder().name: self._figures()})
 
     def _begin(self, trainer: Any) -> _Epoch:
         """Take the figures at the first batch of an epoch."""
         snapshot = self._snapshot_or_none() if trainer.is_global_zero else None
         number = trainer.fit_loop.epoch_progress.current.processed
-        epoch = _Epoch(number, copy.copy(self._figures))
+        epoch = _Epoch(number, self._figures())
         if snapshot is not None:
             epoch.hosts_before = snapshot.hosts
             self._reported = {**self._by_rank, **self._reported}
         self._reported.setdefault(self._feeder().name, epoch.before)
-        if self._at_run_start is None:
-            self._at_run_start = _Sums(epoch.hosts_before, dict(self._reported))
         return epoch
 
     def _snapshot_or_none(self) -> FeederSnapshot | None:

@@ -7,8 +7,10 @@ number of data hosts, workers and ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+import msgspec
 
 from lightning_sm.data.protocol.spec import LoaderDescription, OrderKind
 from lightning_sm.errors import ResumeError
@@ -116,18 +118,14 @@ class SavedPosition:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values for a checkpoint."""
-        loaders = [
-            {**asdict(loader), "sampler_order": loader.sampler_order and list(loader.sampler_order)}
-            for loader in self.loaders
-        ]
-        return {"version": _VERSION, **asdict(self), "loaders": loaders}
+        return {"version": _VERSION, **msgspec.to_builtins(self)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> SavedPosition:
         """Convert back from JSON values.
 
         Raises:
-            ResumeError: The position has an unknown version.
+            ResumeError: The position has an unknown version, or is malformed.
         """
         fields = dict(state)
         version = fields.pop("version", None)
@@ -136,11 +134,13 @@ class SavedPosition:
                 f"The checkpoint has a data position of version {version}, but this lightning_sm reads version "
                 f"{_VERSION}. Use the version of lightning_sm that saved the checkpoint."
             )
-        loaders = []
-        for loader in fields.pop("loaders"):
-            order = loader["sampler_order"]
-            loaders.append(LoaderPosition(**{**loader, "sampler_order": order and SamplerOrderId(*order)}))
-        return cls(loaders=tuple(loaders), **fields)
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise ResumeError(
+                f"The data position in the checkpoint is malformed: {error}. The checkpoint is damaged, or another "
+                "program has written it: resume from another one."
+            ) from error
 
     def num_shards(self, world_size: int) -> int | None:
         """Return the number of virtual shards of the run, if ``world_size`` ranks can share them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import reprlib
 import weakref
@@ -86,13 +85,11 @@ class TravellingModule:
         self._is_set_up = False
         self.state = None
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, str]:
         """Return the plain values of the DataModule, encoded by ``plain_json``, by attribute."""
         if not _pickles_by_default(type(self.datamodule)):
             return {}
-        return {
-            name: json.loads(plain_json(value) or "null") for name, value in self._state().items() if is_value(value)
-        }
+        return {name: plain_json(value) or "null" for name, value in self._state().items() if is_value(value)}
 
     def plain(self) -> dict[str, str]:
         """Return the attributes that are numbers, strings or containers of these, as JSON, by name."""
@@ -123,8 +120,8 @@ class TravellingModule:
         Raises:
             WireError: A data host has set what is no plain value on the class of the DataModule.
         """
-        for name, encoded in left.attributes.items():
-            self._copy(name, self._checked(name, plain_value(encoded)))
+        for name, text in left.attributes.items():
+            self._copy(name, self._checked(name, plain_value(text)))
         for name in left.missing:
             # It must not look as if setup() had not run.
             if vars(self.datamodule).get(name, self) is None:

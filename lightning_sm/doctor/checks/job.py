@@ -10,7 +10,7 @@ from lightning_sm._text import listed
 from lightning_sm.doctor.checks.network import data_port
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.report import Result, ok, problem
-from lightning_sm.errors import HyperparameterError, TopologyError
+from lightning_sm.errors import HyperparameterError, StrategyError, TopologyError
 from lightning_sm.job.command_line import job_arguments
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
@@ -71,7 +71,7 @@ def hyperparameters(context: Context) -> Iterator[Result]:
         arguments = job_arguments(context.job, Path.cwd())
         if context.topology is not None:
             processes_per_host(context.job, context.topology)
-    except (HyperparameterError, TopologyError) as error:
+    except (HyperparameterError, StrategyError, TopologyError) as error:
         yield problem(
             "hyperparameters", str(error), "Correct the hyperparameter: the launcher would not start the script."
         )

@@ -19,6 +19,7 @@ _SHOWN = (
     "jsonargparse",
     "numpy",
     "grpcio",
+    "h2",
     "protobuf",
     "sagemaker-training",
     "sagemaker",

@@ -11,7 +11,15 @@ import time
 from collections.abc import Callable
 
 from lightning_sm.job.stopping import JobOutcome
-from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, PeerMessage, Report, Timings
+from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, Timings
+from lightning_sm.launcher.peers.messages import (
+    Acknowledge,
+    AnyMessage,
+    JobEnd,
+    OrderRestart,
+    Report,
+    StillThere,
+)
 from lightning_sm.launcher.peers.outcome import Restart
 
 _LOG = logging.getLogger(__name__)
@@ -101,8 +109,8 @@ class Client:
         if connection is not None:
             if report is not None and self._reported != (connection, report):
                 self._reported = connection, report
-                connection.send(report.to_message())
-            connection.keep_alive(now, self._timings, {"type": "heartbeat"})
+                connection.send(report)
+            connection.keep_alive(now, self._timings, StillThere())
         self._give_up_lost_hub(now)
         self._say_if_unreached(now)
 
@@ -145,7 +153,7 @@ class Client:
             self._on_news()
             while True:
                 self._handle(connection, await connection.receive())
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a message causes, this task must go on and reconnect
             self._why = str(error) or type(error).__name__
             self._note_loss()
         finally:
@@ -163,20 +171,20 @@ class Client:
             self._has_logged_stranger = True
             _LOG.info("No launcher of this job answers on %s (%s) yet: %s. Retrying.", *self._place, self._why)
 
-    def _handle(self, connection: Connection, message: PeerMessage) -> None:
-        kind = message["type"]
-        if kind == "heartbeat":
-            self.awaited = [str(host) for host in message["awaited"]] or [self._main_host]
-            return
-        if kind == "job_outcome":
-            self.job_outcome = self.job_outcome or JobOutcome.from_message(message)
-            if message["is_over"]:
-                self._is_job_over = True
-                connection.send({"type": "acknowledge"})
-        elif kind == "restart":
-            self.restart = Restart.from_message(message)
-        else:
-            raise ValueError(f"it sent a message of the unknown type {kind!r}")
+    def _handle(self, connection: Connection, message: AnyMessage) -> None:
+        match message:
+            case StillThere(awaited):
+                self.awaited = awaited or [self._main_host]
+                return
+            case JobEnd(outcome, is_over):
+                self.job_outcome = self.job_outcome or outcome
+                if is_over:
+                    self._is_job_over = True
+                    connection.send(Acknowledge())
+            case OrderRestart(restart):
+                self.restart = restart
+            case _:
+                raise ValueError(f"it sent {type(message).__name__}, which the main host does not send")
         self._on_news()
 
     @property

@@ -1,11 +1,6 @@
-"""One connection between two launchers, which prove that they belong to the job, then exchange lines of JSON.
+"""One connection between two launchers, which prove that they belong to the job, then exchange messages.
 
-    host:  {"protocol": 5, "nonce": "...", "host": "algo-2"}
-    hub:   {"protocol": 5, "nonce": "..."}
-    host:  {"mac": "..."}
-    hub:   {"mac": "..."}
-
-Each MAC covers the first two lines, so that it proves nothing on any other connection. The key is derived from the
+Each MAC covers the greetings of both, so that it proves nothing on any other connection. The key is derived from the
 job's secret, which keeps out everybody else. In a job without a secret, it is derived from the job's name, and only
 separates jobs that share a network. A hub reveals nothing before it has seen the proof.
 """
@@ -16,23 +11,27 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_sm.job.secret import job_key
-from lightning_sm.job.stopping import Outcome, OutcomeKind, Reason
 from lightning_sm.job.variables import JOB_SECRET
+from lightning_sm.launcher import timeline
+from lightning_sm.launcher.peers.messages import (
+    PROTOCOL,
+    AnyMessage,
+    Greeting,
+    Proof,
+    parse_greeting,
+    parse_message,
+    to_line,
+)
 
-PeerMessage = dict[str, Any]
-
-# The first two lines stay the same in all versions, so that launchers of different versions can say so.
-PROTOCOL = 5
 _NONCE_BYTES = 16
-# A reason of 1024 characters takes at most 6144 bytes, if each is written as \u0001, and so does its headline.
+# A reason of 1024 characters takes at most 7168 bytes, if each is a surrogate, which becomes \\ud800, and so does its
+# headline.
 MAX_LINE_BYTES = 16 * 1024
 # For the other end to read the last messages, and to close the connection.
 _LAST_WORDS_S = 0.5
@@ -45,12 +44,10 @@ class Timings:
 
     Attributes:
         peers_timeout_s: How long a host whose script has ended waits for hosts that never connected.
-        after_failure_s: How long to wait, after a failure, for hosts whose scripts still run. SageMaker gives a stopped
-            job 120 s.
+        after_failure_s: How long to wait, after a failure, for hosts whose scripts still run.
         heartbeat_s: The time between two heartbeats of a launcher.
         silence_s: After how long without heartbeats a connection is closed, as if it had been lost.
-        reconnect_s: How long a host may take to reconnect. A reset, and a packet that is lost at every attempt to
-            connect, cost seconds; NCCL's own connections survive more.
+        reconnect_s: How long a host may take to reconnect.
         unreached_s: After how long a host logs that it has never reached the main host's launcher, and the main host
             which hosts have never reached it.
         hello_s: How long the two ends of a new connection may take to introduce themselves.
@@ -60,55 +57,17 @@ class Timings:
         tick_s: The time between two checks of all these limits.
     """
 
-    peers_timeout_s: float = 10.0
-    after_failure_s: float = 150.0
+    peers_timeout_s: float = timeline.ABSENT_HOSTS_S
+    after_failure_s: float = timeline.AFTER_FAILURE_S
     heartbeat_s: float = 5.0
-    silence_s: float = 30.0
-    reconnect_s: float = 15.0
+    silence_s: float = timeline.SILENCE_S
+    reconnect_s: float = timeline.RECONNECT_S
     unreached_s: float = 60.0
     hello_s: float = 5.0
     first_retry_s: float = 0.1
     longest_retry_s: float = 5.0
     log_s: float = 30.0
     tick_s: float = 0.25
-
-
-@dataclass(frozen=True)
-class Report:
-    """A launcher's report to the others.
-
-    Attributes:
-        attempt: After how many restarts of the job its script was started.
-        outcome: The outcome of the script.
-    """
-
-    attempt: int
-    outcome: Outcome
-
-    def to_message(self) -> PeerMessage:
-        """Return the message to the main host."""
-        outcome = self.outcome
-        return {
-            "type": "report",
-            "attempt": self.attempt,
-            "kind": outcome.kind.value,
-            "exit_code": outcome.exit_code,
-            "may_restart": outcome.may_restart,
-            **outcome.reason.to_message(),
-        }
-
-    @classmethod
-    def from_message(cls, message: PeerMessage) -> Report:
-        """Read the message of another launcher.
-
-        Raises:
-            ValueError: The kind is unknown, or a number is malformed.
-            KeyError: A field is missing.
-        """
-        reason = Reason.from_message(message)
-        kind, exit_code = OutcomeKind(message["kind"]), int(message["exit_code"])
-        outcome = Outcome(kind, exit_code, reason, bool(message["may_restart"]))
-        return cls(int(message["attempt"]), outcome)
 
 
 def peers_key(job_identity: str, env: Mapping[str, str]) -> bytes:
@@ -150,12 +109,11 @@ class Connection:
 
         Raises:
             OSError: The connection is lost, or the other end's version or key differs.
-            ValueError: The other end sent a line that is not JSON.
-            TypeError: The other end sent JSON that is not an object.
+            ValueError: The other end sent a line that no launcher sends.
         """
         self._greet(host=own)
         _check_protocol(await self._greeting())
-        self.send({"mac": self._mac("host")})
+        self.send(Proof(self._mac("host")))
         if not self._is_proof(await self.receive(), "hub"):
             raise PermissionError(_ANOTHER_KEY)
         self._deadline.cancel()
@@ -168,37 +126,35 @@ class Connection:
 
         Raises:
             OSError: The connection is lost, or the other end's version or key differs.
-            ValueError: The other end sent a line that is not JSON, or its name is not that of another host.
-            TypeError: The other end sent JSON that is not an object.
+            ValueError: The other end sent a line that no launcher sends, or its name is not that of another host.
         """
         hello = await self._greeting()
         self._greet()
         _check_protocol(hello)
-        host = str(hello.get("host"))
+        host = hello.host
         if not self._is_proof(await self.receive(), "host"):
-            self.send({"mac": ""})  # an invalid proof: the other launcher then logs the mismatch, too
+            self.send(Proof(""))  # an invalid proof: the other launcher then logs the mismatch, too
             raise PermissionError(f"it introduced itself as {host!r}, but {_ANOTHER_KEY}")
         if not is_known(host):
             raise ValueError(f"it introduced itself as {host!r}, which is not another host of this job")
-        self.send({"mac": self._mac("hub")})
+        self.send(Proof(self._mac("hub")))
         self._deadline.cancel()
         return host
 
-    async def receive(self) -> PeerMessage:
+    async def receive(self) -> AnyMessage:
         """Return the next message.
 
         Raises:
             OSError: The connection is lost, or was dropped.
-            ValueError: The other end sent a line that is not JSON.
-            TypeError: The other end sent JSON that is not an object.
+            ValueError: The other end sent a line that no launcher sends.
         """
-        return _decoded(await self._line())
+        return parse_message(await self._line())
 
-    def send(self, message: PeerMessage) -> None:
+    def send(self, message: AnyMessage) -> None:
         """Send a message. If the connection is lost, ``receive`` raises the error."""
-        self._writer.write(_encoded(message))
+        self._writer.write(to_line(message))
 
-    def keep_alive(self, now: float, timings: Timings, message: PeerMessage) -> None:
+    def keep_alive(self, now: float, timings: Timings, message: AnyMessage) -> None:
         """Send a heartbeat when one is due, and drop the connection if the other end sends none. Call this regularly.
 
         Args:
@@ -246,39 +202,25 @@ class Connection:
         self._received_at = time.monotonic()
         return line
 
-    def _greet(self, **more: str) -> None:
-        line = _encoded({"protocol": PROTOCOL, "nonce": secrets.token_hex(_NONCE_BYTES), **more})
+    def _greet(self, host: str = "") -> None:
+        line = to_line(Greeting(PROTOCOL, secrets.token_hex(_NONCE_BYTES), host))
         self._greetings += line
         self._writer.write(line)
 
-    async def _greeting(self) -> PeerMessage:
+    async def _greeting(self) -> Greeting:
         line = await self._line()
         self._greetings += line
-        return _decoded(line)
+        return parse_greeting(line)
 
     def _mac(self, who: str) -> str:
         return hmac.new(self._key, who.encode() + b"\0" + self._greetings, hashlib.sha256).hexdigest()
 
-    def _is_proof(self, message: PeerMessage, who: str) -> bool:
-        return hmac.compare_digest(str(message.get("mac")).encode(), self._mac(who).encode())
+    def _is_proof(self, message: AnyMessage, who: str) -> bool:
+        return isinstance(message, Proof) and hmac.compare_digest(message.mac.encode(), self._mac(who).encode())
 
 
-def _encoded(message: PeerMessage) -> bytes:
-    return json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
-
-
-def _decoded(line: bytes) -> PeerMessage:
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError("it sent a line that is not JSON") from None
-    if not isinstance(message, dict):
-        raise TypeError("it sent JSON that is not an object")
-    return message
-
-
-def _check_protocol(message: PeerMessage) -> None:
-    protocol = message.get("protocol")
+def _check_protocol(greeting: Greeting) -> None:
+    protocol = greeting.protocol
     if protocol != PROTOCOL:
         raise ConnectionError(
             f"it speaks version {protocol!r} of the launchers' protocol, this host version {PROTOCOL}: install the "

@@ -7,13 +7,19 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from lightning_sm._text import listed
 from lightning_sm.job.stopping import JobOutcome, OutcomeKind
-from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, PeerMessage, Report, Timings
+from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, Timings
+from lightning_sm.launcher.peers.messages import (
+    Acknowledge,
+    AnyMessage,
+    JobEnd,
+    OrderRestart,
+    Report,
+    StillThere,
+)
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart
 
 _LOG = logging.getLogger(__name__)
@@ -83,7 +89,7 @@ class Hub:
         self._strangers: dict[Connection, None] = {}
         self._hosts: dict[str, Connection] = {}
         self._unreached_at = now + timings.unreached_s
-        self._told: dict[str, PeerMessage] = {}  # the last message to all, by its type
+        self._told: dict[type[AnyMessage], AnyMessage] = {}  # the last message to all, by its kind
         self._told_at = 0.0
         self._unacknowledged: set[str] = set()
         self._logged_strangers: set[tuple[str, str]] = set()
@@ -123,7 +129,7 @@ class Hub:
         """
         if report is not None:
             self._tracker.reported(self._own, report.outcome, now, report.attempt)
-        heartbeat = {"type": "heartbeat", "awaited": self._tracker.awaited[:_MAX_NAMES]}
+        heartbeat = StillThere(self._tracker.awaited[:_MAX_NAMES])
         for connection in self._hosts.values():
             connection.keep_alive(now, self._timings, heartbeat)
         self._tracker.update(now)
@@ -131,9 +137,9 @@ class Hub:
             self._unreached_at = math.inf
             self._say_who_is_missing()
         if self.restart is not None:
-            self._tell_all("restart", {**asdict(self.restart), "kind": self.restart.kind.value}, now)
+            self._tell_all(OrderRestart(self.restart), now)
         if self.job_outcome is not None:
-            self._tell_all("job_outcome", {**self.job_outcome.to_message(), "is_over": self._tracker.is_over}, now)
+            self._tell_all(JobEnd(self.job_outcome, self._tracker.is_over), now)
         self.absent = self._tracker.absent
         self.awaited = sorted(self._unacknowledged) if self._tracker.is_over else self._tracker.awaited
 
@@ -168,7 +174,7 @@ class Hub:
             host = await self._admit(connection)
             while True:
                 self._handle(host, await connection.receive())
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a message causes, its host is lost, or it would be awaited
             self._lost(connection, host, str(error) or type(error).__name__)
         finally:
             await connection.close()
@@ -186,16 +192,16 @@ class Hub:
             self._tell(host, message)
         return host
 
-    def _handle(self, host: str, message: PeerMessage) -> None:
-        kind = message["type"]
-        if kind == "heartbeat":
-            return
-        if kind == "report":
-            self._note_report(host, Report.from_message(message))
-        elif kind == "acknowledge":
-            self._unacknowledged.discard(host)
-        else:
-            raise ValueError(f"it sent a message of the unknown type {kind!r}")
+    def _handle(self, host: str, message: AnyMessage) -> None:
+        match message:
+            case StillThere():
+                return
+            case Report():
+                self._note_report(host, message)
+            case Acknowledge():
+                self._unacknowledged.discard(host)
+            case _:
+                raise ValueError(f"it sent {type(message).__name__}, which only the main host sends")
         self._on_news()
 
     def _say_who_is_missing(self) -> None:
@@ -226,16 +232,15 @@ class Hub:
                 outcome.reason.headline,
             )
 
-    def _tell_all(self, kind: str, facts: Mapping[str, Any], now: float) -> None:
-        message = {"type": kind, **facts}
-        if message != self._told.get(kind):
-            self._told[kind] = message
+    def _tell_all(self, message: AnyMessage, now: float) -> None:
+        if message != self._told.get(type(message)):
+            self._told[type(message)] = message
             self._told_at = now
             for host in self._hosts:
                 self._tell(host, message)
 
-    def _tell(self, host: str, message: PeerMessage) -> None:
-        if message.get("is_over"):
+    def _tell(self, host: str, message: AnyMessage) -> None:
+        if isinstance(message, JobEnd) and message.is_over:
             self._unacknowledged.add(host)
         self._hosts[host].send(message)
 

@@ -6,10 +6,10 @@ there, so that no clocks are compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from lightning_sm._text import listed, shortened, times
 from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
@@ -35,6 +35,7 @@ class _TrackedHost:
     is_connected: bool = False
     why_away: str = ""
     has_failed: bool = False
+    has_succeeded: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,6 @@ class Restart:
     def __str__(self) -> str:
         return f"Restart {self.number} of {self.most}"
 
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Restart:
-        """Read the order that the main host sent.
-
-        Raises:
-            ValueError: The kind is unknown, or a number is malformed.
-            KeyError: A field is missing.
-        """
-        number, most, kind = int(message["number"]), int(message["most"]), OutcomeKind(message["kind"])
-        return cls(number, most, kind, str(message["cause"]), bool(message["may_start"]))
-
 
 @dataclass(frozen=True)
 class _Pending:
@@ -80,12 +70,12 @@ class _Pending:
 
 
 def pause_s(number: int) -> float:
-    """Return how many seconds to wait between the exit of all scripts and a restart.
+    """Return how many seconds to wait between the exit of all scripts and a restart; none before the first one.
 
     Args:
         number: The number of the restart, from 1.
     """
-    return min(2.0 ** min(number - 1, 10), _LONGEST_PAUSE_S)
+    return 0.0 if number == 1 else min(2.0 ** (number - 2), _LONGEST_PAUSE_S)
 
 
 class JobOutcomeTracker:
@@ -113,7 +103,7 @@ class JobOutcomeTracker:
         reconnect_s: float,
         absent_s: float,
         after_failure_s: float,
-        max_restarts: int = 0,
+        max_restarts: int,
     ) -> None:
         self.job_outcome: JobOutcome | None = None
         self.restart: Restart | None = None
@@ -128,8 +118,8 @@ class JobOutcomeTracker:
         self._first_cause = ""
         self._missing: list[str] = []
         self._pending: _Pending | None = None
-        self._changed_at = 0.0
-        self._decided_at = 0.0
+        self._changed_at = math.inf  # no host has joined yet
+        self._decided_at = math.inf
 
     @property
     def awaited(self) -> list[str]:
@@ -202,6 +192,7 @@ class JobOutcomeTracker:
             return
         self._change(name, _HostPhase.ENDED, now)
         if outcome.kind is OutcomeKind.SUCCESS:
+            self._host(name).has_succeeded = True
             return
         self._host(name).has_failed = True
         others_can_serve = not is_trainer and not all(host.has_failed for host in self._data_hosts.values())
@@ -243,7 +234,8 @@ class JobOutcomeTracker:
                 self.restart = replace(pending.restart, may_start=True)
                 self._num_restarts = pending.restart.number
                 self._pending = None
-                for name in self._trainers:
+                for name, host in self._trainers.items():
+                    host.has_succeeded = False
                     self._change(name, _HostPhase.RUNNING, now)
             return
         limit_s = self._absent_s if _HostPhase.ABSENT in states else self._after_failure_s
@@ -275,6 +267,10 @@ class JobOutcomeTracker:
             if self._num_restarts:
                 restarted = f"The job was restarted {times(self._num_restarts)} before"
                 notes.append(f"{restarted}. First cause: {self._first_cause}")
+            early = [name for name, host in self._trainers.items() if host.has_succeeded and name != job_outcome.host]
+            if early and job_outcome.kind is not OutcomeKind.INTERRUPTION:
+                # Ranks that leave in the middle of a training make others fail, with errors that do not name them.
+                notes.append(f"Before, the script had exited with code 0 on: {listed(early)}.")
             missing = [name for name in self._missing if self._host(name).state is _HostPhase.ABSENT]
             if missing:
                 notes.append(f"No launcher has ever connected from: {listed(missing)}.")

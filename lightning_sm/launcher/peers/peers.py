@@ -19,15 +19,14 @@ from functools import partial
 from lightning_sm._linux import SIGNAL_POLL_S
 from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.job.variables import MAIN_PORT
+from lightning_sm.launcher import timeline
 from lightning_sm.launcher.peers.client import Client
-from lightning_sm.launcher.peers.connection import Report, Timings
+from lightning_sm.launcher.peers.connection import Timings
 from lightning_sm.launcher.peers.hub import Hub
+from lightning_sm.launcher.peers.messages import Report
 from lightning_sm.launcher.peers.outcome import Restart
 
 _LOG = logging.getLogger(__name__)
-
-# A thread that resolves a name cannot be interrupted: after this time, leave it. As a daemon it ends with the process.
-_JOIN_S = 2.0
 
 
 class Peers:
@@ -99,6 +98,11 @@ class Peers:
     def job_outcome(self) -> JobOutcome | None:
         """How the job ends; None until this host knows it."""
         return self._job_outcome
+
+    @property
+    def attempt(self) -> int:
+        """The number of the last restart in which this host took part; 0 before the first."""
+        return self._attempt
 
     @property
     def restart(self) -> Restart | None:
@@ -194,7 +198,8 @@ class Peers:
         self._is_closing = True
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+            # A thread that resolves a name cannot be interrupted: leave it then. As a daemon it ends with the process.
+            self._thread.join(timeline.LAST_REPORT_S)
 
     @property
     def _may_start(self) -> bool:
@@ -287,15 +292,15 @@ class Peers:
 
     def _announce(self, job_outcome: JobOutcome | None, restart: Restart | None) -> None:
         if restart is not None and restart != self._restart:
-            is_new = self._restart is None or restart.number > self._restart.number
+            # First of all, so that whoever waits here knows it by the end of the wait.
+            if self._restart is None or restart.number > self._restart.number:
+                self._call(partial(self._on_restart, restart), restart)
             self._restart = restart
             self._news.set()
-            if is_new:
-                self._call(partial(self._on_restart, restart), restart)
         if job_outcome is not None and self._job_outcome is None:
+            self._call(partial(self._on_job_outcome, job_outcome), job_outcome)
             self._job_outcome = job_outcome
             self._news.set()
-            self._call(partial(self._on_job_outcome, job_outcome), job_outcome)
 
     def _call(self, callback: Callable[[], None], news: object) -> None:
         try:

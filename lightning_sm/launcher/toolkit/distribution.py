@@ -1,31 +1,31 @@
 """The meaning of the SageMaker SDK's ``distribution={...}`` for this launcher.
 
 The SDK turns it into hyperparameters, by which sagemaker-training chooses mpirun, torchrun or another library to start
-the ranks. Here, Lightning always starts the same ranks, one process per device on every trainer host.
+the ranks. Here, they only say how many ranks there are on each trainer host: the launcher starts them itself.
 """
 
 from __future__ import annotations
 
-import ast
-import json
+import shlex
 from typing import Any
 
 from lightning_sm._log import command_logger
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.redaction import shown
-from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import DATA_GROUPS, DEVICES
+from lightning_sm.job.hyperparameters import toolkit_value
+from lightning_sm.job.model_parallel import requested_model_parallelism
+from lightning_sm.job.redaction import shown_arguments
+from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import DATA_GROUPS, DEVICES, PREFIX
 
 _LOG = command_logger(__name__)
 
-_SAME_RANKS = {
+_STARTERS = {
     "sagemaker_torch_distributed_enabled": "torchrun",
     "sagemaker_mpi_enabled": "mpirun",
     "sagemaker_pytorch_ddp_enabled": "mpirun",
 }
 _OTHER_LIBRARIES = {
-    "mp_parameters": "smdistributed.modelparallel, which splits the model",
     "sagemaker_pytorch_xla_multi_worker_enabled": "the SageMaker Training Compiler (XLA)",
     "sagemaker_parameter_server_enabled": "TensorFlow's parameter server",
     "sagemaker_multi_worker_mirrored_strategy_enabled": "TensorFlow's MultiWorkerMirroredStrategy",
@@ -40,12 +40,14 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
     """Check the ``distribution`` that a job asks for, and log how this launcher differs.
 
     Returns:
-        The number of processes that it asks for on each trainer host; None if it does not say.
+        The number of processes on each trainer host that the job states, by ``LIGHTNING_SM_DEVICES`` or by its
+        ``distribution``; None if it states none.
 
     Raises:
         TopologyError: It contradicts the job, or asks for a library that only other images have.
+        StrategyError: It asks for model parallelism that no strategy has, or that contradicts itself or the job.
     """
-    asked = {name: _value(text) for name, text in job.hyperparameters.items()}
+    asked = {name: toolkit_value(text) for name, text in job.hyperparameters.items()}
     for name, library in _OTHER_LIBRARIES.items():
         if asked.get(name):
             raise TopologyError(
@@ -59,20 +61,81 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
             "This launcher starts the same ranks. With SageMakerCLI and SageMakerTrainer they use strategy=smddp, if "
             "the job supports it and the script names no other strategy."
         )
-    starters = sorted({starter for name, starter in _SAME_RANKS.items() if asked.get(name)})
+    split = requested_model_parallelism(job.hyperparameters)
+    if split is not None:
+        _LOG.info(
+            "%s. This is %s here, with SageMakerCLI, SageMakerTrainer, and a Trainer whose strategy has this name.",
+            split.source,
+            split,
+        )
+    count = _count(job, topology, asked)
+    starters = sorted({starter for name, starter in _STARTERS.items() if asked.get(name)})
+    for name in _MPI_OPTIONS:
+        variables, ignored = _mpi_options(asked.get(name))
+        settings = [variable for variable in variables if variable.startswith(PREFIX)]
+        if settings:
+            raise TopologyError(
+                f"{name} has -x {settings[0]}=..., which reaches the script only, but the launcher reads it, too. Set "
+                "it with Estimator(environment=...)."
+            )
+        if ignored:
+            _LOG.warning(
+                "ignoring %s of %s: this launcher does not use mpirun. It sets the variables of -x NAME=value.",
+                shlex.join(shown_arguments(ignored)),
+                name,
+            )
+    if topology.role is Role.DATA:
+        return count
+    if count is None and (starters or job.asks_for_smddp or split is not None):
+        count = job.num_gpus or 1
+    if split is not None:
+        split.check_world_size((count or 1) * topology.num_nodes)
     if starters:
         _LOG.info(
-            "distribution={...} asks for %s. This launcher starts the same ranks without it.",
+            "distribution={...} asks for %s. This launcher starts the same ranks itself: %d on each trainer host.",
             " and ".join(starters),
+            count,
         )
+    return count
+
+
+def exported_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
+    """Return the variables that ``custom_mpi_options`` of a job sets for its script on trainer hosts, and log them.
+
+    Args:
+        job: The job.
+        topology: Its hosts.
+
+    Source:
+        sagemaker-training 5.1, ``mpi.MasterRunner``: it splits the options at spaces, passes ``-x NAME=value`` on to
+        mpirun, which overrides the variable, and turns ``--NCCL_DEBUG value`` into one.
+    """
+    if topology.role is Role.DATA:
+        return {}
+    variables: dict[str, str] = {}
     for name in _MPI_OPTIONS:
-        if asked.get(name):
-            _LOG.warning(
-                "ignoring %s=%r: this launcher does not use mpirun. Set variables with Estimator(environment=...).",
-                name,
-                shown(name, asked[name]),
-            )
-    return _count(job, topology, asked)
+        found, _ = _mpi_options(toolkit_value(job.hyperparameters.get(name, "")))
+        variables |= found
+        if found:
+            _LOG.info("setting %s, as %s has it.", ", ".join(found), name)
+    return variables
+
+
+def _mpi_options(options: Any) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that options of mpirun set, and the other options."""
+    variables: dict[str, str] = {}
+    others: list[str] = []
+    words = iter(options.split() if isinstance(options, str) else ())
+    for word in words:
+        if word == "--NCCL_DEBUG":
+            variables["NCCL_DEBUG"] = next(words, "")
+        elif word == "-x":
+            name, is_set, value = next(words, "").partition("=")
+            if is_set:  # otherwise it passes a variable on, which the script has anyway
+                variables[name] = value
+        else:
+            others.append(word)
+    return variables, others
 
 
 def _check_groups(names: Any, topology: Topology) -> None:
@@ -95,7 +158,7 @@ def _count(job: SageMakerJob, topology: Topology, asked: dict[str, Any]) -> int 
     per_host = _number(asked, _PER_HOST)
     in_all = _number(asked, _IN_ALL)
     if per_host is None:
-        return None
+        return job.devices
     if job.devices not in (None, per_host):
         raise TopologyError(
             f"distribution={{...}} has {_PER_HOST}={per_host}, but {DEVICES.name} is {job.devices}. Remove one."
@@ -114,15 +177,3 @@ def _number(asked: dict[str, Any], name: str) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     raise TopologyError(f"The hyperparameter {name} is {value!r}; expected a positive whole number.")
-
-
-def _value(text: str) -> Any:
-    """Return the value of a hyperparameter: framework estimators write JSON, the generic one Python literals."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text

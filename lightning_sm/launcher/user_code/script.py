@@ -71,6 +71,11 @@ class Script:
     submitted: Path | None = None
 
     @property
+    def is_python(self) -> bool:
+        """Whether Python runs it, rather than a shell or the kernel."""
+        return self.command[: len(_PYTHON)] == _PYTHON
+
+    @property
     def source_dir(self) -> Path:
         """The folder whose requirements are installed."""
         return self.submitted or self.directory

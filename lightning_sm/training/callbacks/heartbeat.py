@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_sm._lightning import Callback, LightningModule, Trainer
+from lightning_sm._lightning import LightningModule, Trainer
+from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.job.control_folder import OwnProcess, Phase, announce
 
 
-class Heartbeat(Callback):
+class Heartbeat(UnlistedCallback):
     """A callback that writes the step and the phase of this rank to its file in the control folder, if there is one.
 
     Between two batches of the same epoch or validation, the launcher soon considers a silent rank hung. Before the end
     of the first batch (compilation) and while it saves a checkpoint, a rank may be silent for ten times as long, and at
-    the end of an epoch for any time.
+    the end of an epoch or a validation for any time. It must come before the user's callbacks, to report such an end
+    before they begin to work.
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
@@ -40,6 +42,8 @@ class Heartbeat(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Report the end of a step, and that this rank waits for the next batch."""
+        if not self._is_compiled and self._process is not None and trainer.local_rank == 0:
+            self._process.note_imports()
         self._is_compiled = True
         self._trained_epoch = trainer.current_epoch + 1
         self._beat(trainer, Phase.WAITING_FOR_BATCH)
@@ -61,8 +65,11 @@ class Heartbeat(Callback):
         self._beat(trainer, Phase.ENDING_VALIDATION)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Report that a checkpoint is saved, unless the script saves it after the fit and may then take any time."""
-        if not trainer.state.finished:
+        """Report that a checkpoint is saved, unless the script saves it after the fit and may then take any time.
+
+        A rank that has failed has reported that.
+        """
+        if not (trainer.state.finished or trainer.interrupted):
             self._beat(trainer, Phase.SAVING)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,16 +11,20 @@ import psutil
 import torch
 
 from lightning_sm._lightning import Callback, LightningModule, ProgressBar, Trainer, rank_zero_only
+from lightning_sm._unlisted import UnlistedProgressBar
 from lightning_sm.data.trainer.reporter import EpochReport, data_report
 from lightning_sm.record.progress import progress_line, rate_fields
-from lightning_sm.record.step_clock import Totals
+from lightning_sm.record.totals import Totals, samples_per_step
 from lightning_sm.training.callbacks.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
+# In a checkpoint: the number of validations so far. Not a callback's state, for which Lightning asks a Trainer without
+# this callback that loads the checkpoint.
+_VALIDATIONS_KEY = "lightning_sm.validations"
 _log_once = rank_zero_only(logger.info)
 
 
-class LineProgress(ProgressBar):
+class LineProgress(UnlistedProgressBar):
     """A progress bar that logs a line every few seconds, after each validation, and at the end of an epoch and a run.
 
     A line looks like ``epoch=3/10 step=45 validation=3 train_loss=0.411723 val_acc=0.9333 steps_per_s=12.5
@@ -28,7 +32,7 @@ class LineProgress(ProgressBar):
     ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Only rank 0 logs.
 
     - ``validation`` is only in the first line after each validation, which sets it apart from later lines that repeat
-      the metrics.
+      the metrics. It counts those of the whole run: a resumed one goes on with the number in its checkpoint.
     - ``steps_per_s`` (training batches) and ``data_wait`` cover the time since the last line, without validations,
       checkpoints and first batches; ``samples_per_s`` counts all ranks. They need ``StepTimes``, which every job has.
     - ``eta`` is the time left at this rate, validations included.
@@ -59,12 +63,24 @@ class LineProgress(ProgressBar):
         """Log no lines (Lightning calls it on all other ranks)."""
         self.is_enabled = False
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the validations of another run of the Trainer."""
+        super().setup(trainer, pl_module, stage)
+        self._num_validations = 0
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on with the number of validations, if the checkpoint has it."""
+        self._num_validations = checkpoint.get(_VALIDATIONS_KEY, 0)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the number of validations."""
+        checkpoint[_VALIDATIONS_KEY] = self._num_validations
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock: the first line comes after ``every_n_seconds``."""
         self._next_line_at = time.monotonic() + self._every_n_seconds
         self._shown = Totals()
         self._began = None
-        self._num_validations = 0
         self._has_validated = False
 
     def on_train_batch_end(
@@ -132,14 +148,15 @@ class LineProgress(ProgressBar):
         totals = times.totals
         new = totals.since(self._shown)
         self._shown = totals
-        is_known = new.num_steps > 0 and new.wall_s > 0
+        is_known = new.step_s > 0
         num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        samples = samples_per_step([new], num_replicas) if is_known else None
         return rate_fields(
-            steps_per_s=new.num_steps / new.wall_s if is_known else None,
-            samples_per_s=num_replicas * new.samples / new.wall_s if is_known and new.samples else None,
+            steps_per_s=1 / new.step_s if is_known else None,
+            samples_per_s=samples / new.step_s if samples else None,
             eta_s=self._eta_s(trainer),
             memory_bytes=_memory_bytes(trainer.strategy.root_device),
-            data_wait=new.share("data_wait") if reported is None and is_known else reported,
+            data_wait=new.waiting if reported is None and is_known else reported,
         )
 
     def _eta_s(self, trainer: Any) -> float | None:

@@ -8,22 +8,43 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
+from lightning_sm.training.all_ranks import of_all_ranks
+from lightning_sm.training.random_state import RandomState
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT_KEY = "lightning_sm.random_states"
+RANDOM_STATES_KEY = "lightning_sm.random_states"
+
+
+@dataclass(frozen=True)
+class LoaderOrders:
+    """The random states of a rank between two steps.
+
+    Attributes:
+        orders: For each loader, the state with which it drew its order, and that of its generator.
+        step: The state after the step.
+    """
+
+    orders: list[tuple[RandomState | None, torch.Tensor | None]]
+    step: RandomState
+
+    def saved(self) -> dict[str, Any]:
+        """Convert to values that ``torch.load(weights_only=True)`` accepts."""
+        orders = [
+            {"drawn_with": None if drawn_with is None else drawn_with.saved(), "generator": generator}
+            for drawn_with, generator in self.orders
+        ]
+        return {"orders": orders, "step": self.step.saved()}
 
 
 class LocalPosition(Callback):
@@ -39,37 +60,41 @@ class LocalPosition(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._orders: list[_RecordedOrder] = []
-        self._step_state: _SamplerState | None = None
+        self._step_state: RandomState | None = None
         self._loaded: dict[str, Any] | None = None
         self._loads_in_process = True
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what another run of the Trainer has loaded: a test, or a fit that was at its end already."""
+        self._loaded = None
+        if stage == "fit":
+            self._step_state = None
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the random states, if the checkpoint has any."""
-        self._loaded = checkpoint.get(_CHECKPOINT_KEY)
+        self._loaded = checkpoint.get(RANDOM_STATES_KEY)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the random states of all ranks; a collective call, except on a rank that has failed and saves alone."""
-        if self._step_state is None:
+        position = self.position(trainer)
+        if position is None:
             return
+        own = position.saved()
+        checkpoint[RANDOM_STATES_KEY] = {"ranks": [own] if trainer.interrupted else of_all_ranks(own)}
+
+    def position(self, trainer: Trainer) -> LoaderOrders | None:
+        """Return the random states of this rank that a checkpoint holds now; None before the training."""
+        if self._step_state is None:
+            return None
         if not (self._loads_in_process or trainer.validating):
-            self._step_state = _SamplerState.now()
-        own = {"orders": [order.saved() for order in self._orders], "step": self._step_state.saved()}
-        states: list[Any] = [own]
-        if trainer.world_size > 1 and not trainer.interrupted:
-            states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, own)
-        checkpoint[_CHECKPOINT_KEY] = {"ranks": states}
+            self._step_state = RandomState.now()
+        return LoaderOrders([order.drawn() for order in self._orders], self._step_state)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Set the loaders of a resumed run to its position."""
-        ranks: list[dict[str, Any]] = [{}] if self._loaded is None else self._loaded["ranks"]
-        states = ranks[trainer.global_rank % len(ranks)]
-        self._loaded = None
         fit_loop = trainer.fit_loop
         loaders = _resumable_loaders(trainer)
-        self._orders = [_RecordedOrder.of(loader) for loader in loaders]
-        for order, saved in zip(self._orders, states.get("orders", ()), strict=False):
-            order.restore(saved)
+        step_state = self._restore_orders(trainer, loaders)
         self._loads_in_process = any(
             isinstance(loader, DataLoader) and loader.num_workers == 0 for loader in _all_loaders(trainer)
         )
@@ -79,15 +104,25 @@ class LocalPosition(Callback):
         num_done = int(fit_loop.epoch_loop.batch_progress.current.processed)
         if fit_loop.restarted_mid_epoch and num_done < trainer.num_training_batches:
             _resume_epoch(trainer, loaders, num_done)
-        if states:
-            _SamplerState.of(states["step"]).restore()
+        if step_state is not None:
+            step_state.restore()
         if not (fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end):
             # The run starts with a new epoch, whose orders were drawn before any hook could restore the random state.
             is_resumed = fit_loop.epoch_progress.current.processed > 0
             _restart_iterators(
                 trainer, [one for one in loaders if is_resumed or not _RecordedOrder.of(one).follows_epoch]
             )
-        self._step_state = _SamplerState.now()
+        self._step_state = RandomState.now()
+
+    def _restore_orders(self, trainer: Trainer, loaders: list[DataLoader[Any]]) -> RandomState | None:
+        """Restore the states of the loaders, and return that of the process; None if none is to be restored."""
+        ranks: list[dict[str, Any]] = [{}] if self._loaded is None else self._loaded["ranks"]
+        states = ranks[trainer.global_rank % len(ranks)]
+        self._loaded = None
+        self._orders = [_RecordedOrder.of(loader) for loader in loaders]
+        for order, saved in zip(self._orders, states.get("orders", ()), strict=False):
+            order.restore(saved)
+        return RandomState.of(states["step"]) if states else None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Look up the loaders of the epoch: ``reload_dataloaders_every_n_epochs`` replaces them."""
@@ -102,79 +137,46 @@ class LocalPosition(Callback):
         resumed run repeats an interrupted validation.
         """
         if self._loads_in_process or trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
-            self._step_state = _SamplerState.now()
+            self._step_state = RandomState.now()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the random state after a validation, which a resumed run does not repeat."""
         if not trainer.sanity_checking:
-            self._step_state = _SamplerState.now()
+            self._step_state = RandomState.now()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the random state after an epoch."""
-        self._step_state = _SamplerState.now()
+        self._step_state = RandomState.now()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the loaders' samplers: for ``predict``, Lightning rebuilds a loader from its parts."""
-        for loader in _resumable_loaders(trainer):
-            _RecordedOrder.of(loader).remove(loader)
+        _remove_recorded(_resumable_loaders(trainer))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave a fit that was at its end and has not trained as if it had: the script and its next fit go on."""
+        if self._loaded is not None:
+            loaders = _resumable_loaders(trainer)
+            step_state = self._restore_orders(trainer, loaders)
+            _remove_recorded(loaders)
+            if step_state is not None:
+                step_state.restore()
+        _end_restart(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let the next fit of the Trainer begin as any other, also if this one has failed before it trained."""
+        _end_restart(trainer)
 
 
-@dataclass(frozen=True)
-class _SamplerState:
-    """The random states of this process, and of a generator.
+def _remove_recorded(loaders: list[DataLoader[Any]]) -> None:
+    for loader in loaders:
+        _RecordedOrder.of(loader).remove(loader)
 
-    States are taken often and saved rarely, so they are converted only when they are saved.
-    """
 
-    torch_state: torch.Tensor
-    numpy_state: Any
-    python_state: Any
-    cuda_state: torch.Tensor | None
-    generator_state: torch.Tensor | None
-
-    @classmethod
-    def now(cls, generator: torch.Generator | None = None) -> _SamplerState:
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return cls(
-            torch.get_rng_state(),
-            np.random.get_state(),  # the global state, which users' code draws from
-            random.getstate(),
-            torch.cuda.get_rng_state() if has_cuda else None,
-            None if generator is None else generator.get_state(),
-        )
-
-    def saved(self) -> dict[str, Any]:
-        """Convert to values that ``torch.load(weights_only=True)`` accepts."""
-        name, keys, *rest = self.numpy_state
-        version, numbers, gauss = self.python_state
-        return {
-            "torch": self.torch_state,
-            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
-            "python": [version, torch.tensor(numbers), gauss],
-            "cuda": self.cuda_state,
-            "generator": self.generator_state,
-        }
-
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> _SamplerState:
-        name, keys, *rest = saved["numpy"]
-        version, numbers, gauss = saved["python"]
-        return cls(
-            saved["torch"].cpu(),
-            (name, keys.cpu().numpy().astype(np.uint32), *rest),
-            (version, tuple(numbers.tolist()), gauss),
-            None if saved["cuda"] is None else saved["cuda"].cpu(),
-            None if saved["generator"] is None else saved["generator"].cpu(),
-        )
-
-    def restore(self, generator: torch.Generator | None = None) -> None:
-        torch.set_rng_state(self.torch_state)
-        np.random.set_state(self.numpy_state)
-        random.setstate(self.python_state)
-        if self.cuda_state is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda_state)
-        if self.generator_state is not None and generator is not None:
-            generator.set_state(self.generator_state)
+def _end_restart(trainer: Any) -> None:
+    """Note in Lightning's loops that they go on from no checkpoint, as they do themselves after a step."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop in (trainer.fit_loop, epoch_loop, epoch_loop.val_loop):
+        loop.on_iteration_done()
 
 
 def _all_loaders(trainer: Trainer) -> list[Any]:
@@ -192,8 +194,10 @@ def _resumable_loaders(trainer: Any) -> list[DataLoader[Any]]:
         and not isinstance(loader.dataset, IterableDataset)
         and not hasattr(loader, "load_state_dict")
     ]
-    # Next to a stream of unknown length, Lightning fetches a first batch from every loader before any hook.
-    is_prefetched = len(resumable) < len(loaders) and trainer.fit_loop._data_fetcher.length is None
+    # Next to a stream of unknown length, Lightning fetches a first batch from every loader before any hook. A fit that
+    # is at its end fetches none.
+    fetcher = trainer.fit_loop._data_fetcher
+    is_prefetched = len(resumable) < len(loaders) and fetcher is not None and fetcher.length is None
     return [] if is_prefetched else resumable
 
 
@@ -253,7 +257,7 @@ class _RecordedOrder:
         self._inner = inner
         generators = [getattr(each, "generator", None) for each in inner]
         self._generator = next((own for own in generators if isinstance(own, torch.Generator)), None)
-        self._drawn_with: _SamplerState | None = None
+        self._drawn_with: RandomState | None = None
         self._num_skipped: int | None = None
 
     @classmethod
@@ -280,15 +284,13 @@ class _RecordedOrder:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
-    def saved(self) -> dict[str, Any]:
-        return {
-            "drawn_with": None if self._drawn_with is None else self._drawn_with.saved(),
-            "generator": None if self._generator is None else self._generator.get_state(),
-        }
+    def drawn(self) -> tuple[RandomState | None, torch.Tensor | None]:
+        """Return the state with which the last order was drawn, and that of the generator."""
+        return self._drawn_with, None if self._generator is None else self._generator.get_state()
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore what another run saved: the generator's state, and the state with which it drew its last order."""
-        self._drawn_with = None if saved["drawn_with"] is None else _SamplerState.of(saved["drawn_with"])
+        self._drawn_with = None if saved["drawn_with"] is None else RandomState.of(saved["drawn_with"])
         if self._generator is not None and saved["generator"] is not None:
             self._generator.set_state(saved["generator"].cpu())
 
@@ -300,7 +302,7 @@ class _RecordedOrder:
         # This is a generator function: the order is drawn when the first item is requested.
         num_skipped = self._num_skipped
         self._num_skipped = None
-        now = _SamplerState.now(self._generator)
+        now = RandomState.now(self._generator)
         items = iter(self._sampler)
         if num_skipped is None or self._drawn_with is None:
             self._drawn_with = now
@@ -317,6 +319,12 @@ class _RecordedOrder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
+
+
+def own_batch_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the batch sampler of a loader as it was before this callback wrapped it; None if it has none."""
+    batch_sampler: Any = loader.batch_sampler
+    return batch_sampler._sampler if isinstance(batch_sampler, _RecordedOrder) else batch_sampler
 
 
 def _set_sampler(loader: Any, sampler: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,18 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from lightning_sm._lightning import (
     DISTRIBUTION,
-    Callback,
     LightningModule,
     ModelCheckpoint,
     Trainer,
     rank_zero_only,
 )
+from lightning_sm._unlisted import UnlistedCallback
+from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import files_of
 from lightning_sm.job.variables import MODEL, Model
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
+from lightning_sm.training.checkpoints.durable_io import LARGER_VOLUME, first_line, free_space, is_disk_full
 from lightning_sm.training.checkpoints.sharded import gather_weights, has_index, holders, lacks_shards, remove_folder
 from lightning_sm.training.rank_barrier import wait_for_all_ranks
 
@@ -41,7 +45,7 @@ MODEL_CONFIG = "config.yaml"
 _STOP_BYTES = 1_500_000_000
 
 
-class JobOutputs(Callback):
+class JobOutputs(UnlistedCallback):
     """A callback that sets the folders of ``ModelCheckpoint`` callbacks, and exports the best model after ``fit``.
 
     Rank 0 writes three files to the model directory: ``model.ckpt`` (the full checkpoint, for
@@ -73,6 +77,10 @@ class JobOutputs(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the folders again, because ``configure_callbacks`` may have added callbacks."""
         self.route_checkpoints(trainer)
+        if self._job.checkpoint_dir is not None:
+            # The record of the run is in this folder from the start, and a restart finds its checkpoints there.
+            folder = re.escape(str(self._job.checkpoint_dir))
+            warnings.filterwarnings("ignore", rf"Checkpoint directory {folder}(/.*)? exists and is not empty")
 
     def route_checkpoints(self, trainer: Trainer) -> None:
         """Set the folder of each ``ModelCheckpoint``.
@@ -111,6 +119,14 @@ class JobOutputs(Callback):
         """Export the best model."""
         if self._model is Model.NONE:
             return
+        with self._full_disk_explained():
+            held = self._export(trainer)
+        wait_for_all_ranks("export the model")
+        if held is not None and trainer.local_rank == 0:
+            remove_folder(self._incoming(MODEL_CHECKPOINT))  # where only the weights were wanted
+
+    def _export(self, trainer: Trainer) -> dict[str, int] | None:
+        """Export the best model; return the rank that has each file of its checkpoint, if it is sharded."""
         self._model_dir.mkdir(parents=True, exist_ok=True)
         best, held = self._find_best(trainer)
         source = "the last step" if best is None else os.path.basename(best)
@@ -126,9 +142,20 @@ class JobOutputs(Callback):
             self._export_config()
             name = MODEL_CHECKPOINT if self._model is Model.FULL else MODEL_STATE_DICT
             logger.info("model: %s (from %s)", self._model_dir / name, source)
-        wait_for_all_ranks("export the model")
-        if held is not None and trainer.local_rank == 0:
-            remove_folder(self._incoming(MODEL_CHECKPOINT))  # where only the weights were wanted
+        return held
+
+    @contextmanager
+    def _full_disk_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, CheckpointError) or not is_disk_full(error):
+                raise
+            less = f", or set {MODEL.name}={Model.WEIGHTS.value}" if self._model is Model.FULL else ""
+            raise CheckpointError(
+                f"The model was not written to {self._model_dir}: {first_line(error)}. {free_space(self._model_dir)}. "
+                f"To keep it, {LARGER_VOLUME}{less}. The checkpoints are intact."
+            ) from error
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Export the best model so far if the job is stopped and its checkpoint is saved, without collective calls.

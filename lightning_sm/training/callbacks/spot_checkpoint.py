@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -20,23 +19,33 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
 from torch.utils.data import IterableDataset
 
-from lightning_sm._lightning import Checkpoint, LightningModule, MultiProcessingLauncher, Trainer, WeightAveraging
+from lightning_sm._lightning import (
+    Checkpoint,
+    LightningModule,
+    ModelCheckpoint,
+    MultiProcessingLauncher,
+    Trainer,
+    WeightAveraging,
+)
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.control_folder import OwnProcess, announce
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.job.uploads import files_of
+from lightning_sm.training.checkpoints.fits import Fit, MadeTrainer, model_size
+from lightning_sm.training.checkpoints.model_checkpoints import save_last_saves
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, object_stores
-from lightning_sm.training.checkpoints.resume import resume_from_latest
+from lightning_sm.training.checkpoints.restart_files import restart_folders
+from lightning_sm.training.checkpoints.resume import CheckpointLoader
+from lightning_sm.training.checkpoints.searches import save_searched
 from lightning_sm.training.pace import Pace
 
 logger = logging.getLogger(__name__)
 
 # SIGUSR2 from our launcher; SIGTERM from launchers that know no other (torchrun, mpirun, the stock toolkit).
 STOP_SIGNALS = (GENTLE_SIGNAL, signal.SIGTERM)
-# Numbers the Trainers of a script in the order of their creation, which is the same in every attempt.
-_numbers = itertools.count(1)
 _NAME = re.compile(r"interrupted-epoch=(?P<epoch>\d+)-step=(?P<step>\d+)\.ckpt")
 
 
@@ -53,14 +62,23 @@ class _SavedMoment(Enum):
     VALIDATION = "during a validation"
 
 
+class _Run(Enum):
+    """The run of the Trainer to which a stop signal comes; the value says what follows."""
+
+    TRAINING = "training will save a checkpoint and exit."
+    ENDING = "training has ended, so there is no checkpoint to save. The script continues."
+    NONE = "no training runs, so there is no checkpoint to save. The script continues until SIGTERM."
+    EVALUATION = "the script exits."
+
+
 class SpotCheckpoint(Checkpoint):
     """A callback that saves a checkpoint and exits when the job is interrupted or stopped (SIGUSR2 or SIGTERM).
 
     In a SageMaker job, every call of ``fit`` resumes from the latest valid checkpoint in the job's checkpoint directory
     (without one, in ``dirpath``), periodic checkpoints included. A checkpoint of this job takes precedence over
     ``ckpt_path``, and ``ckpt_path`` over a checkpoint of an earlier job with the same S3 address. If a script calls
-    ``fit`` several times, each call resumes from its own checkpoints: a checkpoint holds the number of its Trainer, and
-    of the fit with that Trainer.
+    ``fit`` several times, each call resumes from its own checkpoints: a checkpoint states which line of the script made
+    its Trainer, and the number of the fit with that Trainer.
 
     One signalled rank suffices, and its handler only sets a flag. About every second the ranks add up their flags (a
     SUM, which every backend supports), so that all ranks save at the same step and exit together, with code 143. A
@@ -68,8 +86,8 @@ class SpotCheckpoint(Checkpoint):
     different moments (Lightning issue 20806).
 
     The checkpoint is that of a completed step. If a validation was interrupted, the resumed run repeats the validation
-    from its start, with the same weights. While gradients accumulate, nothing is saved, because the gradients would be
-    lost: training continues to the end of the step.
+    from its start, with the same weights. With automatic optimization, training continues until the gradients of a step
+    are complete.
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job. Without a checkpoint directory, the checkpoint goes
     next to the logs.
@@ -90,12 +108,13 @@ class SpotCheckpoint(Checkpoint):
         self._check_every_s = check_every_s
         self._keep = max(2, keep)
         self._job = SageMakerJob.from_environment()
-        self._number = next(_numbers)
-        self._num_fits = 0
+        self._trainer = MadeTrainer.here()
+        self._fit = Fit(self._trainer, number=0, model="")
         self._owner = os.getpid()
         self._process: OwnProcess | None = None
         self._store: str | None = None  # an object store, in place of dirpath
         self._is_fit = True
+        self._run = _Run.NONE
         self._exit_code = INTERRUPTED_EXIT_CODE
         self._is_worker = False
         self._signalled_at: float | None = None
@@ -106,21 +125,23 @@ class SpotCheckpoint(Checkpoint):
         self._can_stop_in_validation = False
         self._loader_states: deque[list[dict[str, Any]]] = deque(maxlen=2)
         self._moment = _SavedMoment.OTHER
+        self._saved_at_step_end: tuple[int, int] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Install the signal handlers, which remain after the run, so that a late signal does not disturb its end."""
         self._owner = os.getpid()
         self._is_fit = stage == "fit"
+        self._run = _Run.TRAINING if self._is_fit else _Run.EVALUATION
         if self._is_fit:
-            self._num_fits += 1
+            self._fit = Fit(self._trainer, self._fit.number + 1, model_size(pl_module))
             if self._job is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 own = self._job.checkpoint_dir or self._dirpath
                 # A host's output folder starts empty, and its name differs between hosts: nothing resumes from it.
                 folder = None if own.is_relative_to(self._job.host_output_dir) else own
                 stores = object_stores(trainer)
                 self._store = stores[0] if folder is None and stores else None
-                if folder is not None or stores:
-                    resume_from_latest(trainer, folder, self._job, self._fit)
+                if folder is not None or stores or restart_folders(None):
+                    CheckpointLoader.of(trainer, self._job).resume_from_latest(folder, self._fit)
         # Lightning kills rank 0 of a host when another local rank exits with a code other than 0, and the parent of
         # workers (ddp_spawn) raises an error: exit with 0 there.
         self._is_worker = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
@@ -138,10 +159,6 @@ class SpotCheckpoint(Checkpoint):
         # Lightning runs this method before our SIGTERM handler. Its own version makes a collective call.
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
 
-    @property
-    def _fit(self) -> str:
-        return f"{self._number}.{self._num_fits}"
-
     def _on_signal(self, signum: int, _frame: object) -> None:
         if os.getpid() != self._owner:
             # A forked child inherited this handler. Without the default action, Process.terminate() would have no
@@ -150,13 +167,20 @@ class SpotCheckpoint(Checkpoint):
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return
-        # After a failure on another host, this rank can no longer save: its next collective call would hang.
-        if not self._is_fit or (self._process is not None and self._process.are_peers_gone()):
+        # After a failure on another host, this rank can no longer save: its next collective call would hang. After a
+        # fit, nothing reads the flag that this handler sets: the first signal leaves the script its time, SIGTERM then
+        # ends it.
+        is_repeated = signum == signal.SIGTERM and self._signalled_at is not None
+        are_peers_gone = self._process is not None and self._process.are_peers_gone()
+        if are_peers_gone or self._run is _Run.EVALUATION or (self._run is _Run.NONE and is_repeated):
+            reporter = report_failures()
+            if reporter is not None:  # this rank may be failing, and the others have failed because of it
+                reporter.keep()
             raise TrainingInterrupted(self._exit_code)
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
             # Not a logger: the signal may arrive while the main thread holds its lock.
-            os.write(2, f"{signal.Signals(signum).name}: training will save a checkpoint and exit.\n".encode())
+            os.write(2, f"{signal.Signals(signum).name}: {self._run.value}\n".encode())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that all ranks start at the same step, and correct how Lightning resumes before an epoch's first batch.
@@ -175,6 +199,19 @@ class SpotCheckpoint(Checkpoint):
         epoch_loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop.restarted_mid_epoch and epoch_loop.batch_progress.current.ready == 0:
             epoch_loop.restarting = False  # else Lightning continues as after a step: it validates, or ends the epoch
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that no step follows, in which the ranks could stop."""
+        self._run = _Run.ENDING
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Note that the run is over, unless this process is exiting."""
+        if not isinstance(exception, TrainingInterrupted):
+            self._run = _Run.NONE
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note that the run is over."""
+        self._run = _Run.NONE
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Stop between two steps, at the start of the second: at the end of the first, a validation may be due.
@@ -243,10 +280,11 @@ class SpotCheckpoint(Checkpoint):
         # At the start of a step, stateful loaders have already yielded its batch, and the checkpoint needs their states
         # from before it: continue until these are recorded.
         needs_states = moment is _SavedMoment.STEP_START and any(trainer.fit_loop._combined_loader._state_dicts())
-        if needs_states and len(self._loader_states) <= _num_prefetched(trainer):
+        if needs_states and len(self._loader_states) <= num_prefetched(trainer):
             return
         if trainer.sanity_checking:
             logger.info("Interrupted before the first step: there is nothing to save.")
+            self._note_saved(trainer, [])
         else:
             self._save(trainer, moment)
         if self._is_worker:
@@ -267,23 +305,47 @@ class SpotCheckpoint(Checkpoint):
         sums: list[float] = tensor.tolist()
         return sums
 
+    @property
+    def fit_name(self) -> str:
+        """A name for the current fit among those of the script."""
+        return f"{self._fit.trainer.order}-{self._fit.number}"
+
+    def dump_between_steps(self, trainer: Any, loader_states: list[dict[str, Any]], *, is_epoch_start: bool) -> Any:
+        """Return the checkpoint of an interruption at the start of a step.
+
+        A collective call of all ranks, unless the Trainer has failed.
+
+        Args:
+            trainer: The Trainer. Its progress is that of the start of the step.
+            loader_states: The states of its stateful loaders before the step.
+            is_epoch_start: Whether the step is the first one of its epoch.
+        """
+        self._moment = _SavedMoment.EPOCH_START if is_epoch_start else _SavedMoment.STEP_START
+        recorded, self._loader_states = self._loader_states, deque([loader_states] * (1 + num_prefetched(trainer)))
+        try:
+            return trainer._checkpoint_connector.dump_checkpoint(False)
+        finally:
+            self._moment = _SavedMoment.OTHER
+            self._loader_states = recorded
+
     def _save(self, trainer: Trainer, moment: _SavedMoment) -> None:
         if moment is _SavedMoment.VALIDATION:
             # Undo WeightAveraging's swap for the validation: it would save the averaged weights as the current ones.
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAveraging):
                     callback.on_validation_epoch_end(trainer, trainer.lightning_module)
-        self._moment = moment
-        name = f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
-        path: Path | str = self._dirpath / name
-        if self._store is not None:
-            path = f"{self._store.rstrip('/')}/{name}"
-        trainer.save_checkpoint(path)
-        # Waits for the thread in which AsyncCheckpointIO writes, and raises its exception.
-        trainer.strategy.checkpoint_io.teardown()
+        path = self._already_saved(trainer) if moment is _SavedMoment.STEP_START else None
+        if path is None:
+            self._moment = moment
+            name = f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+            path = self._dirpath / name
+            if self._store is not None:
+                path = f"{self._store.rstrip('/')}/{name}"
+            trainer.save_checkpoint(path)
+            # Waits for the thread in which AsyncCheckpointIO writes, and raises its exception.
+            trainer.strategy.checkpoint_io.teardown()
         trainer.strategy.barrier("interrupted")  # without it, ranks that write nothing would exit too early
-        if self._process is not None and trainer.local_rank == 0:
-            self._process.note_saved(files_of(path) if isinstance(path, Path) else [])
+        self._note_saved(trainer, files_of(path) if isinstance(path, Path) else [])
         self.saved = path
         if self._signalled_at is not None:
             seconds = time.monotonic() - self._signalled_at
@@ -295,6 +357,50 @@ class SpotCheckpoint(Checkpoint):
         # In folders on each host, because each has the shards of its own ranks; in a store, once.
         if trainer.local_rank == 0 if self._store is None else trainer.is_global_zero:
             self._remove_older_than(trainer.global_step, trainer.current_epoch)
+
+    def _already_saved(self, trainer: Any) -> Path | str | None:
+        """Return a checkpoint of this moment that a ``ModelCheckpoint`` has just saved, where resuming looks for it.
+
+        A second one would take as long, while the time until SIGKILL passes. Nothing may have changed since: neither by
+        hooks and schedulers that come after the checkpoint, nor by loaders, whose states are those of another moment.
+        """
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        model = trainer.lightning_module
+        is_unchanged = (
+            self._saved_at_step_end == (trainer.global_step, progress.processed)
+            and type(model).on_train_batch_end is LightningModule.on_train_batch_end
+            and not any(one.reduce_on_plateau and one.interval == "step" for one in trainer.lr_scheduler_configs)
+            and not any(trainer.fit_loop._combined_loader._state_dicts())
+            and not num_prefetched(trainer)
+        )
+        path: Path | str | None = None
+        if is_unchanged:
+            trainer.strategy.checkpoint_io.teardown()  # as above
+            for callback in trainer.checkpoint_callbacks:
+                is_full = isinstance(callback, ModelCheckpoint) and not callback.save_weights_only
+                if is_full and callback._last_global_step_saved == trainer.global_step:
+                    path = self._among_own(callback._last_checkpoint_saved) or path
+        path = trainer.strategy.broadcast(path)
+        if path is not None and trainer.is_global_zero:
+            logger.info("Step %d is saved in %s already.", trainer.global_step, path)
+        return path
+
+    def _among_own(self, path: str) -> Path | str | None:
+        """Return the path of an existing checkpoint, if resuming finds it."""
+        if self._store is not None:
+            return path if path.startswith(self._store) and url_to_fs(path)[0].exists(path) else None
+        file = Path(path)
+        return file if file.is_relative_to(self._dirpath) and file.exists() else None
+
+    def _note_saved(self, trainer: Trainer, files: list[Path]) -> None:
+        """Tell the launcher that this host is ready for its end: if it was not the one to be stopped, it stays longer.
+
+        Args:
+            trainer: The Trainer.
+            files: The files of this host that belong to the checkpoint.
+        """
+        if self._process is not None and trainer.local_rank == 0:
+            self._process.note_saved(files)
 
     def _remove_older_than(self, step: int, epoch: int) -> None:
         """Remove the checkpoints before this step and epoch, except for the furthest ``keep - 1``.
@@ -317,8 +423,19 @@ class SpotCheckpoint(Checkpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Record which job saves the checkpoint, and correct the progress within the interrupted epoch."""
         if self._job is not None:
-            checkpoint[JOB_KEY] = job_facts(self._job, self._fit)
+            checkpoint[JOB_KEY] = job_facts(
+                self._job,
+                self._fit,
+                is_ending=trainer.should_stop,
+                is_interruption=self._moment is not _SavedMoment.OTHER,
+            )
+        save_searched(trainer, checkpoint)
+        save_last_saves(trainer, checkpoint)
         if self._moment is _SavedMoment.OTHER:
+            progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+            # Only in on_train_batch_end, a batch is processed and not yet completed.
+            is_step_end = not trainer.validating and progress.completed == progress.processed - 1
+            self._saved_at_step_end = (trainer.global_step, progress.processed) if is_step_end else None
             return
         loop = checkpoint["loops"]["fit_loop"]
         if self._moment is _SavedMoment.EPOCH_START:
@@ -326,7 +443,7 @@ class SpotCheckpoint(Checkpoint):
         elif self._moment is _SavedMoment.STEP_START:
             _rewind_to_step_end(loop)
             if "combined_loader" in loop["state_dict"] and self._loader_states:
-                loop["state_dict"]["combined_loader"] = self._loader_states[-1 - _num_prefetched(trainer)]
+                loop["state_dict"]["combined_loader"] = self._loader_states[-1 - num_prefetched(trainer)]
         elif self._moment is _SavedMoment.VALIDATION:
             _rewind_to_validation_start(loop)
 
@@ -341,7 +458,7 @@ def _length_of(loader: Any) -> float:
         return math.inf
 
 
-def _num_prefetched(trainer: Any) -> int:
+def num_prefetched(trainer: Any) -> int:
     """Return how many batches Lightning fetches ahead where the length is unknown, to recognize the last batch."""
     fetcher = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0

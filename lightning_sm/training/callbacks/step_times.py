@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import psutil
 import torch
+from msgspec.structs import asdict, replace
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
 from lightning_sm._linux import usable_cpus
+from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.data.protocol.figures import HostFigures
 from lightning_sm.data.trainer.metrics import changes
+from lightning_sm.data.trainer.position import batches_taken
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.record import events, step_clock
-from lightning_sm.record.bottleneck import local_verdict
-from lightning_sm.record.host_use import CpuMeter
+from lightning_sm.record.batch_log import BatchLog
 from lightning_sm.record.run_summary import summary
-from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
+from lightning_sm.record.totals import Totals
+from lightning_sm.training.callbacks.keep_last_step import KeepLastStep
+from lightning_sm.training.callbacks.local_position import own_batch_sampler
+from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
 from lightning_sm.training.gpu_timer import GpuTimer
 
 logger = logging.getLogger(__name__)
@@ -31,12 +38,10 @@ logger = logging.getLogger(__name__)
 # Seconds between two lines of the record: of steps, and of the data hosts' figures.
 _STEPS_S = 1.0
 _DATA_S = 5.0
-# If the whole run waited less than this for data, the summary has no verdict on it.
-_MIN_WAIT_S = 1.0
 _MAX_REASON_CHARS = 500
 
 
-class StepTimes(Callback):
+class StepTimes(UnlistedCallback):
     """A callback that measures the parts of each training step, and what takes time between steps.
 
     A step is one training batch. Its parts are waiting for data, the transfer to the device (with the batch's hooks),
@@ -68,12 +73,18 @@ class StepTimes(Callback):
         super().__init__()
         self._job = job
         self._record: events.Recorder | None = None
+        self._batches_record: events.Recorder | None = None
+        self._batches: BatchLog | None = None
+        # Number in the epoch, and step, of the batch in training; None: between two.
+        self._batch: tuple[int, int] | None = None
+        self._fit = ""
+        self._fetches_itself = False
+        self._epoch_of_loaders: int | None = None  # whose local loaders the record has
         self._clock: step_clock.StepClock | None = None
         self._enter: Callable[[int], None] = _nothing
         self._after_backward = step_clock.OPTIMIZER
         self._gpu: GpuTimer | None = None
         self._reporter: Reporter | None = None
-        self._cpu: CpuMeter | None = None
         self._setup_at = 0.0
         self._has_stepped = False
         self._is_first_batch = False
@@ -81,10 +92,10 @@ class StepTimes(Callback):
         self._optimizer_depth = 0
         self._removals: list[Callable[[], None]] = []
         # The clock's totals at the last call of _attribute_time, and the totals that resulted from all calls.
-        self._attributed = step_clock.Totals()
-        self._totals = step_clock.Totals()
-        self._written = step_clock.Totals()
-        self._logged = step_clock.Totals()
+        self._attributed = Totals()
+        self._totals = Totals()
+        self._written = Totals()
+        self._logged = Totals()
         self._pacing = events.Pacing(_STEPS_S)
         self._next_line_at = 0.0
         self._next_data_at = 0.0
@@ -96,7 +107,7 @@ class StepTimes(Callback):
         return {**vars(StepTimes(self._job))}
 
     @property
-    def totals(self) -> step_clock.Totals:
+    def totals(self) -> Totals:
         """What was measured in this run of the Trainer so far."""
         self._attribute_time()
         return self._totals.copy()
@@ -106,27 +117,32 @@ class StepTimes(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the record, and discard the measurements of an earlier run."""
         own = vars(StepTimes(self._job))
-        vars(self).update({name: own[name] for name in own if name not in ("_job", "_record")})
+        vars(self).update({name: own[name] for name in own if name not in ("_job", "_record", "_batches_record")})
         self._setup_at = time.time()
         if self._job is not None and self._record is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             who = f"rank-{trainer.global_rank}"
             self._record = events.open_record(self._job, who)
-            self._record.append(
-                events.head_of(
-                    self._job,
-                    who,
-                    self._record.path,
-                    rank=trainer.global_rank,
-                    world_size=trainer.world_size,
-                    cpus=usable_cpus(),
-                )
+            self._batches_record = events.Recorder(events.batches_path(self._record.path))
+            head = events.head_of(
+                self._job,
+                who,
+                self._record.path,
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+                cpus=usable_cpus(),
             )
+            for record in (self._record, self._batches_record):
+                record.append(head)
             self._setup_at = psutil.Process().create_time()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._clock = step_clock.StepClock()
-        self._cpu = CpuMeter()
+        if self._batches_record is not None:
+            self._batches = BatchLog(self._batches_record.append)
+        self._fit = _fit_name(trainer)
+        # A step may then have several batches, or none.
+        self._fetches_itself = "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
         # With manual optimization, the user's code decides what comes next.
         self._after_backward = step_clock.OPTIMIZER if pl_module.automatic_optimization else step_clock.OTHER
         self._enter = self._clock.enter
@@ -144,10 +160,18 @@ class StepTimes(Callback):
                 workers=_num_workers(trainer) if self._reporter is None else 0,
                 cpus=usable_cpus(),
                 ranks_of_host=trainer.num_devices,
+                step=trainer.global_step,
             )
         )
+        if self._reporter is not None:
+            self._reporter.follow(self._clock, lambda: self.totals)
+            self._reporter.tell_passes(partial(self._write_pass, trainer))
         if trainer.global_step:
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
+        if any(isinstance(one, KeepLastStep) and one.is_approximate for one in trainer.callbacks):  # type: ignore[attr-defined]
+            self._event(
+                events.APPROXIMATE, "random numbers, buffers and values of the epoch are not those of this step"
+            )
         self._next_line_at = time.perf_counter() + _STEPS_S
         self._observe(trainer)
         self._is_first_batch = True
@@ -155,13 +179,15 @@ class StepTimes(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Charge the first batch of an epoch to a span: workers may have to start, so it cannot be fetched ahead."""
-        if self._clock is not None and self._has_stepped:
+        self._end_span("between")
+        if self._clock is not None and self._clock.span != "first_batch":
             self._is_first_batch = True
             self._clock.begin_span("first_batch")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward pass: the batch is on its device."""
         if self._clock is not None:
+            self._batch = batch_idx, trainer.fit_loop.epoch_loop._batches_that_stepped
             self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
             self._clock.enter(step_clock.FORWARD)
             if self._gpu is not None:
@@ -185,9 +211,12 @@ class StepTimes(Callback):
         if self._gpu is not None:
             self._gpu.end_step(step_clock.OTHER)
         now = clock.end_step(_num_samples(batch))
+        self._note_batch(trainer)
         if not self._has_stepped:
             self._has_stepped = True
             self._end_first_batch()
+        if trainer.is_last_batch:  # what follows is no part of the next epoch's first step
+            clock.begin_span("between")
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and clock.n and clock.n % every == 0 and trainer.is_global_zero:
             self._log(trainer)
@@ -205,6 +234,8 @@ class StepTimes(Callback):
         """Write the metrics of the epoch."""
         if self._clock is not None:
             self._end_first_batch()  # the epoch had no batch
+            if self._clock.span != "between":  # a limit has ended the epoch
+                self._clock.begin_span("between")
             self._write_steps(trainer)
             self._write_metrics(trainer)
             self._write_data(trainer, math.inf)
@@ -212,6 +243,7 @@ class StepTimes(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Charge the time from now on to the export of the model."""
         if self._clock is not None:
+            self._end_span("between")
             self._write_steps(trainer)
             self._clock.begin_span("export")
 
@@ -229,7 +261,11 @@ class StepTimes(Callback):
         """Record the interruption or failure, log where the time went, and close the record."""
         is_interrupted = isinstance(exception, (TrainingInterrupted, KeyboardInterrupt))
         text = " ".join(f"{type(exception).__name__}: {exception}".split())[:_MAX_REASON_CHARS]
+        if isinstance(exception, TrainingInterrupted):
+            text = f"training was interrupted after step {trainer.global_step}"
         self._event("interruption" if is_interrupted else "failure", text)
+        if not is_interrupted:
+            self._note_batch(trainer)  # the one with which training failed
         if self._clock is not None:
             self._finish(trainer)
         self._end(events.End(time.time(), "interrupted" if is_interrupted else "failed", reason=text))
@@ -253,6 +289,8 @@ class StepTimes(Callback):
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
             with self._span("checkpoint"):
                 save(*args, **kwargs)
+            self._write_reached(trainer)
+            self._write_batches()
             path = args[0] if args else kwargs.get("filepath", "")
             self._event("checkpoint_saved", f"step {trainer.global_step} in {path}")
 
@@ -325,30 +363,29 @@ class StepTimes(Callback):
         gpu = self._gpu.read() if self._gpu is not None else None
         if gpu is not None:
             on_gpu = {name: delta.num_steps * seconds for name, seconds in gpu.items()}
+            waited_s = max(1e-9, delta.parts["data_wait"])
             delta.parts = step_clock.exposed(delta.parts, on_gpu)
+            delta.in_transit_s *= delta.parts["data_wait"] / waited_s
+        self._totals.in_transit_s += delta.in_transit_s
         for name, seconds in delta.parts.items():
             self._totals.parts[name] += seconds
-        self._totals.num_steps, self._totals.samples, self._totals.spans = (
-            totals.num_steps,
-            totals.samples,
-            totals.spans,
-        )
+        self._totals.num_steps, self._totals.num_untimed = totals.num_steps, totals.num_untimed
+        self._totals.samples, self._totals.spans = totals.samples, totals.spans
         self._attributed = totals
 
     def _write_steps(self, trainer: Trainer) -> None:
         if self._clock is None or self._record is None:
             return
+        self._write_reached(trainer)
+        self._write_batches()
         totals = self.totals
         new = totals.since(self._written)
         self._written = totals
-        now = time.time()
-        if not new.num_steps:
-            if new.wall_s > 0:
-                self._write(events.Span(now, "between", now - new.wall_s, new.wall_s))
+        if not new.num_trained:
             return
         self._write(
             events.Steps(
-                t=now,
+                t=time.time(),
                 step=trainer.global_step,
                 n=new.num_steps,
                 wall_s=new.wall_s,
@@ -356,9 +393,47 @@ class StepTimes(Callback):
                 samples=new.samples,
                 parts=new.parts,
                 gpu_parts=self._gpu is not None and self._gpu.read() is not None,
+                untimed=new.num_untimed,
             )
         )
         self._clock.longest_s = 0.0
+
+    def _write_pass(self, trainer: Trainer, begun: events.TrainingPass) -> None:
+        """Write the start of a pass, or which batches the Trainer leaves out."""
+        if begun.num_skipped:
+            self._write_reached(trainer)
+            if begun.index == 0:
+                first, last = begun.skipped_steps
+                text = f"steps {first} to {last}, in epoch {begun.epoch + 1} (data_service.skip_steps)"
+                self._event("skipped_steps", text)
+        self._write(replace(begun, fit=self._fit))
+
+    def _write_reached(self, trainer: Any) -> None:
+        """Write which batches of the epoch were trained on, if there is a record of which samples they have."""
+        epoch = trainer.fit_loop.epoch_progress.current
+        if self._reporter is not None and epoch.started > epoch.completed:  # not between epochs
+            self._write(events.Reached(time.time(), self._fit, trainer.current_epoch, batches_taken(trainer)))
+
+    def _note_batch(self, trainer: Trainer) -> None:
+        """Note the batch in training, if there is one."""
+        batch, self._batch = self._batch, None
+        for sample in self._reporter.next_replaced() if self._reporter is not None else ():
+            self._write(replace(sample, fit=self._fit))
+            where = f"in batch {sample.step} of epoch {sample.epoch + 1}"
+            what = f"index {sample.bad} of {sample.loader} cannot be read: {sample.text}"
+            self._event("bad_sample", f"{what}. Index {sample.by} replaces it {where}")
+        if batch is not None and self._batches is not None:
+            reporter = None if self._fetches_itself else self._reporter
+            origins = () if reporter is None else reporter.next_origins()
+            self._batches.note(self._fit, trainer.current_epoch, *batch, origins)
+            if self._reporter is None and trainer.current_epoch != self._epoch_of_loaders:
+                self._epoch_of_loaders = trainer.current_epoch
+                for index, loader in enumerate(_loaders(trainer)):
+                    self._write(_local_pass(self._fit, trainer.current_epoch, index, loader))
+
+    def _write_batches(self) -> None:
+        if self._batches is not None:
+            self._batches.flush()
 
     def _write_data(self, trainer: Trainer, now: float) -> None:
         """Write the data hosts' figures, on rank 0 of a job that has data hosts, if a line is due."""
@@ -369,7 +444,7 @@ class StepTimes(Callback):
             return
         self._next_data_at = time.perf_counter() + _DATA_S
         hosts, ranks = sums
-        self._write(events.DataService(time.time(), [vars(host) for host in hosts], ranks))
+        self._write(events.DataService(time.time(), [asdict(host) for host in hosts], ranks))
         for what, text in changes(self._hosts, hosts):
             self._event(what, text)
         self._hosts = list(hosts)
@@ -387,7 +462,7 @@ class StepTimes(Callback):
         self._logged = totals
         values = {f"time/{name}_ms": 1e3 * seconds / new.num_steps for name, seconds in new.parts.items()}
         values["time/step_ms"] = sum(values.values())
-        values["time/input_bound"] = new.share("data_wait")
+        values["time/input_bound"] = new.waiting
         for log in trainer.loggers:
             log.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         now = time.perf_counter()
@@ -397,27 +472,21 @@ class StepTimes(Callback):
 
     def _finish(self, trainer: Trainer) -> None:
         """Stop the clock, and log on rank 0 where the time went."""
-        while self._end_span("first_batch", "validation", "checkpoint", "export"):
+        while self._end_span("first_batch", "validation", "checkpoint", "export", "between"):
             pass
         self._write_steps(trainer)
         self._write_data(trainer, math.inf)
         totals = self.totals
+        if self._clock is not None and self._clock.unfinished_s:
+            now, seconds = time.time(), self._clock.unfinished_s
+            self._write(events.Span(now, "between", now - seconds, seconds))
         self._clock, self._enter = None, _nothing
         for remove in self._removals:
             remove()
         self._removals.clear()
-        if trainer.is_global_zero and totals.num_steps:
+        if trainer.is_global_zero and totals.num_trained:
             is_alone = trainer.world_size == 1
-            verdict = self._verdict(trainer, totals)
-            logger.info("%s", summary(totals, is_alone=is_alone, on_gpu=self._gpu is not None, verdict=verdict))
-
-    def _verdict(self, trainer: Trainer, totals: step_clock.Totals) -> str:
-        if self._reporter is not None:
-            return self._reporter.run_verdict() or ""
-        if totals.parts["data_wait"] < _MIN_WAIT_S:
-            return ""
-        cpu = self._cpu.share() if self._cpu is not None else None
-        return local_verdict(totals.share("data_wait"), _num_workers(trainer), cpu, usable_cpus())
+            logger.info("%s", summary(totals, is_alone=is_alone, on_gpu=self._gpu is not None))
 
     def _end_span(self, *names: str) -> step_clock.OpenSpan | None:
         span = self._clock.end_span(*names) if self._clock is not None else None
@@ -440,12 +509,45 @@ class StepTimes(Callback):
         if self._record is not None:
             self._record.append(line)
             self._record.close()
+        if self._batches_record is not None:
+            self._batches_record.close()
+
+
+def _fit_name(trainer: Any) -> str:
+    """Return which fit of the script it is; a Trainer without the job's callbacks counts none."""
+    return next((one.fit_name for one in trainer.callbacks if isinstance(one, SpotCheckpoint)), "")
 
 
 def _num_workers(trainer: Any) -> int:
     """Return the number of worker processes of the training loaders."""
+    return sum(getattr(one, "num_workers", 0) or 0 for one in _loaders(trainer))
+
+
+def _loaders(trainer: Any) -> Sequence[Any]:
+    """Return the training loaders."""
     loader = trainer.fit_loop._combined_loader
-    return sum(getattr(one, "num_workers", 0) or 0 for one in (loader.flattened if loader is not None else ()))
+    return loader.flattened if loader is not None else ()
+
+
+def _local_pass(fit: str, epoch: int, index: int, loader: Any) -> events.LocalPass:
+    """Describe the order of a training loader of this rank, as far as torch's own samplers make it."""
+    sampler = getattr(loader, "sampler", None)
+    begun = events.LocalPass(time.time(), fit, epoch, index, type(sampler).__name__)
+    is_batched = isinstance(loader, DataLoader) and type(own_batch_sampler(loader)) is BatchSampler
+    if not is_batched or type(sampler) not in (SequentialSampler, DistributedSampler):
+        return begun
+    distributed: dict[str, Any] = {}
+    if isinstance(sampler, DistributedSampler):
+        names = ("num_replicas", "rank", "shuffle", "seed", "drop_last", "epoch")
+        distributed = {name: getattr(sampler, name) for name in names}
+    return replace(
+        begun,
+        is_known=True,
+        num_samples=len(loader.dataset),
+        batch_size=int(loader.batch_size),
+        drop_last=bool(loader.drop_last),
+        distributed=distributed,
+    )
 
 
 def _num_samples(batch: Any) -> int:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_sm._lightning import TorchCheckpointIO, Trainer, WrappingCheckpointIO
+from lightning_sm._unlisted import UnlistedCheckpointIO
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.uploads import IGNORED
+from lightning_sm.training.checkpoints import restart_files
 from lightning_sm.training.checkpoints.sharded import remove_folder
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 # torch.save reports a full disk as a RuntimeError that names PytorchStreamWriter, its source file, or its stream.
 _STREAM_WRITER = re.compile(r"PytorchStreamWriter|inline_container|iostream error")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+LARGER_VOLUME = "give the job a larger volume (volume_gb in job.yaml, volume_size in the SDK)"
 _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 # Not an attribute: strategies that spawn pickle the Trainer, and a lock cannot be pickled.
@@ -35,7 +38,7 @@ _removals = threading.Lock()
 _cleaned: set[Path] = set()
 
 
-class DurableCheckpointIO(WrappingCheckpointIO):
+class DurableCheckpointIO(UnlistedCheckpointIO):
     """A wrapper that lets a CheckpointIO write under names that SageMaker's agent ignores, and renames complete files.
 
     SageMaker copies the checkpoint folder to S3 file by file whenever a file changes: half a file that it finds there
@@ -169,7 +172,8 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     if trainer.local_rank == 0 and root not in _cleaned:
         _cleaned.add(root)
         for unfinished in [*root.rglob(f"*{IGNORED}*")]:
-            _discard(unfinished)
+            if restart_files.FOLDER not in unfinished.relative_to(root).parts:
+                _discard(unfinished)
 
 
 @contextmanager
@@ -180,30 +184,37 @@ def _explained(target: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, RuntimeError) as error:
-        is_stream = isinstance(error, RuntimeError) and _STREAM_WRITER.search(str(error)) is not None
-        if isinstance(error, RuntimeError) and not is_stream:
+        if isinstance(error, RuntimeError) and not is_disk_full(error):
             raise
-        code = getattr(error, "errno", None)
-        if is_stream or code in _FULL:
-            advice = (
-                "Keep fewer checkpoints (save_top_k), or give the job a larger volume (volume_gb in job.yaml, "
-                "volume_size in the SDK)."
-            )
-        elif code in _FORBIDDEN:
+        if is_disk_full(error):
+            advice = f"Keep fewer checkpoints (save_top_k), or {LARGER_VOLUME}."
+        elif getattr(error, "errno", None) in _FORBIDDEN:
             advice = f"Give this process write permission for {target.parent}."
         else:
             advice = f"Check that {target.parent} is writable."
-        cause = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(
-            f"The checkpoint {target} was not written: {type(error).__name__}: {cause}. {_free(target.parent)}. Any "
-            f"earlier checkpoint of this name is intact. {advice}"
+            f"The checkpoint {target} was not written: {first_line(error)}. {free_space(target.parent)}. Any earlier "
+            f"checkpoint of this name is intact. {advice}"
         ) from error
 
 
-def _free(folder: Path) -> str:
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error from writing a file says that the disk is full."""
+    if isinstance(error, RuntimeError):
+        return _STREAM_WRITER.search(str(error)) is not None
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def free_space(folder: Path) -> str:
+    """Say how much space is free in a folder, or where it would be made."""
     while not folder.exists():
         folder = folder.parent
     return f"{shutil.disk_usage(folder).free} bytes are free in {folder}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type and the first line of an error."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _written(path: Path) -> list[Path]:

@@ -13,6 +13,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,8 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has 
 
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.uploads import is_ignored
+from lightning_sm.job.uploads import files_of, is_ignored
+from lightning_sm.training.checkpoints.fits import Fit, StatedFit, are_of_fit, is_unknown_here
 from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint, inert_pickle, pickle_of
 
 logger = logging.getLogger(__name__)
@@ -31,10 +33,14 @@ logger = logging.getLogger(__name__)
 JOB_KEY = "lightning_sm.job"
 
 Load = Callable[[Path], Any]
+Gather = Callable[[Any], list[Any]]
 
 _SUFFIX = ".ckpt"
 # Start of a zip archive with entries; torch.save writes this format since 1.6.
 _ZIP_MAGIC = b"PK\x03\x04"
+# Each thread computes checksums of about 1.5 GB/s, if the disk is as quick.
+_CHECKING_THREADS = 4
+_READ_BYTES = 4 << 20
 # Files that torch.distributed.checkpoint and Lightning write into a sharded checkpoint's folder, besides the shards.
 _SHARDS_INDEX, _SHARDS_META = ".metadata", "meta.pt"
 # Written last into the folder of a DeepSpeed checkpoint: the name of the subfolder with the files of the ranks.
@@ -42,14 +48,18 @@ _DEEPSPEED_TAG = "latest"
 _DEEPSPEED_FILE = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_\d+_(?P<kind>model|optim)_states\.pt")
 
 
-def job_facts(job: SageMakerJob, fit: str) -> dict[str, str | None]:
+def job_facts(job: SageMakerJob, fit: Fit, *, is_ending: bool = False, is_interruption: bool = False) -> dict[str, Any]:
     """Return the value of ``JOB_KEY`` in a checkpoint: facts that identify the job that wrote it.
 
     Args:
         job: The job.
-        fit: Which of the script's fits, such as ``1.1`` (see ``SpotCheckpoint``).
+        fit: Which of the script's fits it is.
+        is_ending: Whether a callback such as ``EarlyStopping`` has ended the fit.
+        is_interruption: Whether it is saved because of an interruption, after all hooks of its step.
     """
-    return {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri, "fit": fit}
+    facts = {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri, "fit": fit.saved()}
+    marks = {"is_ending": is_ending, "is_interruption": is_interruption}
+    return {**facts, **{name: True for name, is_set in marks.items() if is_set}}
 
 
 def object_stores(trainer: Any) -> list[str]:
@@ -63,9 +73,11 @@ def newest_checkpoint(
     job: SageMakerJob | None = None,
     load: Load | None = None,
     *,
-    fit: str | None = None,
+    fit: Fit | None = None,
     is_own: bool = False,
+    restart_folders: Sequence[Path] = (),
     object_stores: Sequence[str] = (),
+    gather: Gather = lambda own: [own],
 ) -> FoundCheckpoint | None:
     """Find the valid checkpoint with the most progress.
 
@@ -82,26 +94,36 @@ def newest_checkpoint(
         job: The current job. Checkpoints of another job with another S3 address, which a warm pool may leave behind,
             are invalid. None accepts checkpoints of any job.
         load: ``load_checkpoint`` of a ``CheckpointIO``, for other formats.
-        fit: Which of the script's fits is to resume; checkpoints of another fit are invalid. None accepts all.
+        fit: Which of the script's fits is to resume; checkpoints of other fits do not count. None accepts all.
         is_own: Whether to accept only checkpoints of ``job`` itself, from an earlier attempt.
+        restart_folders: Further folders of this host, with checkpoints that it wrote when a rank failed.
         object_stores: Addresses of further folders that fsspec knows, such as ``s3://bucket/checkpoints``. Of their
             files only the pickle is read, not the tensors. No strategy can write sharded checkpoints there.
+        gather: Returns a value of this host and of all others that call this function at the same time, in the order
+            of hosts: the hosts then judge all their files together. By default, this host has all files.
 
     Returns:
         The checkpoint; None if there is no valid one.
 
     Raises:
-        CheckpointError: An object store cannot be read.
+        CheckpointError: An object store cannot be read, or it is unclear which fit a checkpoint is of.
     """
-    readings: list[FoundCheckpoint] = []
-    if folder is not None:
-        readings += [_read(path, partial(_contents, path, job, load)) for path in sorted(_candidates(Path(folder)))]
+    paths = sorted({path for one in (folder, *restart_folders) if one is not None for path in _candidates(Path(one))})
+    sizes = _joined(gather({str(path): _sizes(path) for path in paths if path.is_dir()}))
+    own = [_read(path, partial(_contents, path, job, load, sizes.get(str(path), {}))) for path in paths]
     for address in object_stores:
-        readings += _read_store(address, job)
+        own += _read_store(address, job)
+    readings = _best_of_each([replace(one, host=host) for host, found in enumerate(gather(own)) for one in found])
     if is_own:
         readings = [one for one in readings if one.job is not None and job is not None and one.job["name"] == job.name]
-    readings = [_checked(reading, job, fit) for reading in readings]
-    best = max((reading for reading in readings if reading.fault is None), key=lambda one: one.progress, default=None)
+    readings = [_checked(reading, job) for reading in readings]
+    if fit is not None:
+        readings = _of_fit(readings, fit, job)
+    best = _best(readings)
+    # Every host compares its own copy: one that is damaged would count as equal to the others.
+    while best is not None and (damage := next(filter(None, gather(_damage(Path(best.path)))), None)) is not None:
+        readings = [replace(one, fault=damage) if one is best else one for one in readings]
+        best = _best(readings)
     for reading in readings:
         if reading.fault is None:
             continue
@@ -116,6 +138,11 @@ def newest_checkpoint(
     return best
 
 
+def _best(readings: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
+    valid = [reading for reading in readings if reading.fault is None]
+    return max(valid, key=lambda one: one.progress, default=None)
+
+
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """A checkpoint, and what reading it has shown.
@@ -126,6 +153,7 @@ class FoundCheckpoint:
         progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
         job: Its ``job_facts``, which identify the job that wrote it; None if it has none.
         fault: Why training cannot resume from it; None if it is valid.
+        host: Number of the host that has read it, in the order of hosts.
     """
 
     path: Path | str
@@ -133,6 +161,7 @@ class FoundCheckpoint:
     progress: tuple[int, ...] = ()
     job: Mapping[str, Any] | None = None
     fault: str | None = None
+    host: int = 0
 
 
 class _UnusableError(Exception):
@@ -182,7 +211,10 @@ def _read(path: Path | str, contents: Callable[[], tuple[Any, bool]]) -> FoundCh
     # Lightning refuses to resume from such a checkpoint (ModelCheckpoint(save_weights_only=True)).
     fault = None if "lr_schedulers" in checkpoint else "contains weights only"
     facts = checkpoint.get(JOB_KEY)
-    return FoundCheckpoint(path, has_objects, progress, facts if isinstance(facts, Mapping) else None, fault)
+    facts = facts if isinstance(facts, Mapping) else None
+    # A periodic checkpoint of the same step lacks what later hooks of that step did.
+    is_interruption = facts is not None and facts.get("is_interruption") is True
+    return FoundCheckpoint(path, has_objects, (*progress, int(is_interruption)), facts, fault)
 
 
 def _read_store(address: str, job: SageMakerJob | None) -> list[FoundCheckpoint]:
@@ -212,13 +244,39 @@ def _read_object(filesystem: Any, name: str, job: SageMakerJob | None) -> FoundC
     return replace(reading, has_objects=is_trusted)
 
 
-def _contents(path: Path, job: SageMakerJob | None, load: Load | None) -> tuple[Any, bool]:
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes of a sharded checkpoint's files on this host."""
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files_of(folder)}
+
+
+def _joined(of_hosts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """Return the files of all hosts, by checkpoint."""
+    joined: dict[str, dict[str, int]] = {}
+    for checkpoints in of_hosts:
+        for path, sizes in checkpoints.items():
+            joined[path] = {**sizes, **joined.get(path, {})}
+    return joined
+
+
+def _best_of_each(readings: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
+    """Return one reading of each path: a valid one, of those the one with the most progress, and the first of equals.
+
+    Hosts have different files of one name where only one host has overwritten what all had downloaded.
+    """
+    best: dict[str, FoundCheckpoint] = {}
+    for one in readings:
+        known = best.get(str(one.path))
+        if known is None or (known.fault is not None, *one.progress) > (one.fault is not None, *known.progress):
+            best[str(one.path)] = one
+    return list(best.values())
+
+
+def _contents(path: Path, job: SageMakerJob | None, load: Load | None, sizes: Mapping[str, int]) -> tuple[Any, bool]:
     """Return the contents of a checkpoint, and whether it holds objects."""
-    read = _load
-    if path.is_dir():
-        read = _load_deepspeed if (path / _DEEPSPEED_TAG).is_file() else _load_shards
     try:
-        return read(path, job)
+        if not path.is_dir():
+            return _load(path, job)
+        return (_load_deepspeed if _DEEPSPEED_TAG in sizes else _load_shards)(path, job, sizes)
     except _UntrustedError:
         raise
     except Exception:
@@ -279,23 +337,61 @@ def _check_archive(path: Path, size: int) -> None:
         raise _UnusableError(f"is truncated: it has {size} bytes, but lists entries up to byte {end}")
 
 
-def _load_shards(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
-    """Check that a sharded checkpoint has all its shards, and return its contents without the weights."""
+def _damage(path: Path) -> str | None:
+    """Return the fault of a checkpoint whose bytes differ from what was written; None if there is no such fault.
+
+    torch does not compare the checksums of its archives. This reads the whole file, as loading does afterwards: only
+    the checkpoint that would be chosen is checked. Shards of torch.distributed.checkpoint are not archives.
+    """
+    if not path.exists():  # in an object store, or on another host
+        return None
+    for file in sorted(path.rglob("*.pt")) if path.is_dir() else [path]:
+        if not zipfile.is_zipfile(file):
+            continue
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+        parts = [names[number::_CHECKING_THREADS] for number in range(_CHECKING_THREADS)]
+        with ThreadPoolExecutor(_CHECKING_THREADS) as pool:
+            damaged = [name for name in pool.map(partial(_damaged_entry, file), parts) if name]
+        if damaged:
+            return f"is damaged: the checksum of {damaged[0]} in {file.name} is wrong"
+    return None
+
+
+def _damaged_entry(file: Path, names: Sequence[str]) -> str | None:
+    """Return the name of the first of some entries whose checksum is wrong."""
+    # Each thread has the archive open on its own. In Python 3.12 and 3.13, threads that share one move each other's
+    # place in the file (_SharedFile.seek), so that a sound checkpoint looks damaged.
+    with zipfile.ZipFile(file) as archive:
+        return next((name for name in names if not _is_sound(archive, name)), None)
+
+
+def _is_sound(archive: zipfile.ZipFile, name: str) -> bool:
+    try:
+        with archive.open(name) as opened:
+            while opened.read(_READ_BYTES):
+                pass
+    except (zipfile.BadZipFile, NotImplementedError, EOFError):  # the header of the entry is damaged
+        return False
+    return True
+
+
+def _load_shards(path: Path, job: SageMakerJob | None, sizes: Mapping[str, int]) -> tuple[Any, bool]:
+    """Check that the hosts have all shards of a checkpoint, and return its contents without the weights."""
     index = path / _SHARDS_INDEX
-    for file in (index, path / _SHARDS_META):
-        if not file.is_file():
-            raise _UnusableError(
-                f"is a folder without {file.name}: an incomplete sharded checkpoint, or another format"
-            )
+    for name in (_SHARDS_INDEX, _SHARDS_META):
+        if name not in sizes:
+            raise _UnusableError(f"is a folder without {name}: an incomplete sharded checkpoint, or another format")
+        if not (path / name).is_file():
+            raise _UnusableError(f"is a folder whose {name} another host has")
     ends: dict[str, int] = {}
     for info in inert_pickle(index.read_bytes()).storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in sorted(ends.items()):
-        if not (path / name).is_file():
+        if name not in sizes:
             raise _UnusableError(f"has no shard {name}")
-        size = (path / name).stat().st_size
-        if size < end:
-            raise _UnusableError(f"is truncated: its shard {name} has {size} bytes of {end}")
+        if sizes[name] < end:
+            raise _UnusableError(f"is truncated: its shard {name} has {sizes[name]} bytes of {end}")
     try:
         return _load(path / _SHARDS_META, job)
     except _UntrustedError:
@@ -304,16 +400,20 @@ def _load_shards(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
         raise _UnusableError(f"has a {_SHARDS_META} that {error}") from error
 
 
-def _load_deepspeed(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
-    """Check that a DeepSpeed checkpoint has the files of all ranks, and return rank 0's, with the Trainer's state."""
+def _load_deepspeed(path: Path, job: SageMakerJob | None, sizes: Mapping[str, int]) -> tuple[Any, bool]:
+    """Check that the hosts have the files of all ranks of a DeepSpeed checkpoint, and return rank 0's contents."""
+    if not (path / _DEEPSPEED_TAG).is_file():
+        raise _UnusableError(f"is a folder whose file {_DEEPSPEED_TAG} another host has")
     folder = path / (path / _DEEPSPEED_TAG).read_text(encoding="utf-8").strip()
     # With ZeRO 3, each rank has model states of its own; without it, there is one file, listed under rank None.
     files: dict[str, dict[str | None, Path]] = {"model": {}, "optim": {}}
-    for file in sorted(folder.glob("*.pt")):
+    for name in sorted(sizes):
+        file = path / name
         match = _DEEPSPEED_FILE.fullmatch(file.name)
-        if match is not None:
+        if match is not None and file.parent == folder:
             files[match["kind"]][match["rank"]] = file
-            _check_part(file)
+            if file.is_file():
+                _check_part(file)
     main = files["model"].get(None) or files["model"].get("0")
     if main is None:
         raise _UnusableError(f"has no model states of rank 0 in its subfolder {folder.name}")
@@ -352,8 +452,10 @@ def _of_another_job(facts: Mapping[str, Any], job: SageMakerJob) -> str | None:
     """Return the fault of a checkpoint that another job wrote, unless this job continues that one at its S3 address."""
     name = facts.get("name")
     uri = facts.get("checkpoint_s3_uri")
-    is_same_job = name == job.name or None in (name, job.name)
-    if is_same_job or str(uri or "").rstrip("/") == (job.checkpoint_uri or "").rstrip("/"):
+    # Without a name, only the address tells jobs apart. Jobs that have neither cannot be told apart.
+    if name == job.name and (name is not None or uri == job.checkpoint_uri):
+        return None
+    if uri and job.checkpoint_uri and str(uri).rstrip("/") == job.checkpoint_uri.rstrip("/"):
         return None
     return (
         f"is left over from job {name!r} (checkpoint_s3_uri={uri!r}); this is job {job.name!r} "
@@ -361,15 +463,31 @@ def _of_another_job(facts: Mapping[str, Any], job: SageMakerJob) -> str | None:
     )
 
 
-def _checked(reading: FoundCheckpoint, job: SageMakerJob | None, fit: str | None) -> FoundCheckpoint:
-    """Return the reading with a fault if the checkpoint belongs to another job or another fit."""
-    if reading.fault is not None or reading.job is None:
+def _checked(reading: FoundCheckpoint, job: SageMakerJob | None) -> FoundCheckpoint:
+    """Return the reading with a fault if the checkpoint belongs to another job."""
+    if reading.fault is not None or reading.job is None or job is None:
         return reading
-    fault = None if job is None else _of_another_job(reading.job, job)
-    saved_fit = reading.job.get("fit")
-    if None not in (saved_fit, fit) and saved_fit != fit:
-        fault = f"is from fit {saved_fit} of the script (Trainer number.fit number); this is fit {fit}"
-    return reading if fault is None else FoundCheckpoint(reading.path, fault=fault)
+    fault = _of_another_job(reading.job, job)
+    return reading if fault is None else replace(reading, fault=fault, progress=())
+
+
+def _of_fit(readings: Sequence[FoundCheckpoint], fit: Fit, job: SageMakerJob | None) -> list[FoundCheckpoint]:
+    """Return the readings without those of the script's other fits."""
+    stated = []
+    for reading in readings:
+        facts = reading.job or {}
+        stated.append(StatedFit(reading.path, facts.get("name"), Fit.of(facts.get("fit"))))
+    of_fit = are_of_fit(stated, fit, None if job is None else job.name)
+    unknown = [one for one, is_own in zip(stated, of_fit, strict=True) if not is_own and is_unknown_here(one.fit)]
+    if unknown and not any(one.fit is not None and is_own for one, is_own in zip(stated, of_fit, strict=True)):
+        logger.warning(
+            "%s starts from the beginning: it has no checkpoint. %s is from %s, which this attempt of the script has "
+            "not made.",
+            fit,
+            unknown[-1].path,
+            unknown[-1].fit,
+        )
+    return [reading for reading, is_own in zip(readings, of_fit, strict=True) if is_own]
 
 
 def _brief(error: BaseException) -> str:

@@ -20,13 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_sm._lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Trainer
 from lightning_sm.errors import StrategyError
 from lightning_sm.job.uploads import files_of
+from lightning_sm.training.all_ranks import of_all_ranks
 from lightning_sm.training.checkpoints.newest import object_stores
 
 # Names under which ModelParallelStrategy and FSDPStrategy save the weights.
 _WEIGHTS = ("state_dict", "model")
 _INDEX = ".metadata"
-# A checkpoint without its file is incomplete: those of torch.distributed.checkpoint, Lightning and DeepSpeed.
-_WRITTEN_LAST = (_INDEX, "meta.pt", "latest")
 
 
 def install_shard_hooks(trainer: Trainer) -> None:
@@ -65,11 +64,7 @@ def holders(folder: Path) -> dict[str, int]:
         folder: The checkpoint, which every host has under the same path.
     """
     own = {str(file.relative_to(folder)) for file in files_of(folder)}  # without those of SageMaker's agent
-    if not distributed.is_initialized():
-        return dict.fromkeys(sorted(own), 0)
-    of_ranks: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(of_ranks, own)
-    return {name: rank for rank, names in reversed([*enumerate(of_ranks)]) for name in sorted(names)}
+    return {name: rank for rank, names in reversed([*enumerate(of_all_ranks(own))]) for name in sorted(names)}
 
 
 def lacks_shards(strategy: Any, folder: Path, held: dict[str, int]) -> list[str]:
@@ -184,13 +179,9 @@ def _save_afresh(
     strategy: Any, save: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
 ) -> None:
     path = strategy.broadcast(filepath)
-    if strategy.local_rank == 0 and os.path.isdir(path):
-        for name in _WRITTEN_LAST:
-            Path(path, name).unlink(missing_ok=True)
-        # The model directory may have a hard link to a shard: writing to the shard would change the model, too.
-        for file in Path(path).rglob("*"):
-            if file.is_file() and file.stat().st_nlink > 1:
-                file.unlink()
+    if strategy.local_rank == 0:
+        # Shards of the old one that other hosts wrote would be read in place of the new ones, which this host lacks.
+        remove_folder(path)
     strategy.barrier("lightning_sm.save_afresh")
     save(checkpoint, path, storage_options)
 

@@ -131,37 +131,6 @@ def obstacle_to_smddp(job: SageMakerJob | None, num_nodes: int) -> str | None:
     except ImportError as error:
         return (
             f"the library cannot be imported ({error}). Its last known release, SMDDP 2.5.0, is built for PyTorch "
-            f"2.4.1, and this is PyTorch {torch.__version__}."
+            f"2.4.1, and this is PyTorch {torch.__version__}: none is known for 2.6 or newer, which lightning_sm needs."
         )
     return None
-
-
-def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> dict[str, Any]:
-    """Return the Trainer's ``strategy`` if ``distribution={...}`` asks for SMDDP; warn if SMDDP is not used.
-
-    It is not an error: a request for ``pytorchddp`` looks the same, and is meant for any GPUs and any strategy.
-
-    Args:
-        job: The job.
-        num_nodes: Number of trainer hosts.
-        chosen: The user's ``strategy``; None or "auto" leaves the choice to the job.
-    """
-    if not job.asks_for_smddp:
-        return {}
-    asked = "distribution={...} asks for smdistributed.dataparallel (or pytorchddp, for which the SDK sends the same)"
-    if chosen not in (None, "auto"):
-        if _name_of(chosen) not in {"smddp", SMDDPStrategy.__name__}:
-            _warn_once("%s, but strategy=%s is set. To use SMDDP, set strategy=smddp.", asked, _name_of(chosen))
-        return {}
-    obstacle = obstacle_to_smddp(job, num_nodes)
-    if obstacle is not None:
-        _warn_once("%s. Training without it: %s", asked, obstacle)
-        return {}
-    return {"strategy": "smddp"}
-
-
-def _name_of(strategy: Any) -> str:
-    """Return the name of a strategy: text, an object, or its class in a configuration."""
-    if isinstance(strategy, str):
-        return strategy
-    return str(getattr(strategy, "class_path", type(strategy).__name__)).rpartition(".")[2]

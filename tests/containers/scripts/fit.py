@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from sagemaker.inputs import TrainingInput
-from sagemaker.instance_group import InstanceGroup
+from sagemaker.local import LocalSession
 
 
 def find(name):
@@ -20,15 +20,9 @@ def channel(value):
 
 if __name__ == "__main__":
     settings = json.loads(Path(sys.argv[1]).read_text())
-    session = find(settings["session"])(**settings["session_arguments"])
+    session = LocalSession()
     session.config = {"local": settings["local"]}
     arguments = settings["estimator_arguments"]
-    if "instance_groups" in arguments:
-        groups = arguments["instance_groups"] = [InstanceGroup(*group) for group in arguments["instance_groups"]]
-        distribution = arguments.get("distribution", {})
-        if "instance_groups" in distribution:
-            names = distribution["instance_groups"]
-            distribution["instance_groups"] = [group for group in groups if group.instance_group_name in names]
     estimator = find(settings["estimator"])(sagemaker_session=session, **arguments)
     inputs = {name: channel(value) for name, value in settings["inputs"].items()}
     estimator.fit(inputs or None)

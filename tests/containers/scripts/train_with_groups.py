@@ -1,4 +1,4 @@
-# A user's script: a line through points that only data hosts may see. FAILS_ON, the node rank of a host, makes it fail.
+# A user's script: a line through points that only data hosts may see.
 # Leaves in data/<host>.json which channels a host has, and what is in its model folder after the training.
 import json
 import os
@@ -29,8 +29,6 @@ class Line(LightningModule):
         self.line = torch.nn.Linear(1, 1)
 
     def training_step(self, batch, batch_idx):
-        if os.environ.get("FAILS_ON") == str(self.trainer.node_rank) and self.global_step == 3:
-            raise ArithmeticError("the loss is no number")
         x, y = batch
         return torch.nn.functional.mse_loss(self.line(x), y)
 

@@ -127,7 +127,7 @@ def test_the_script_runs_from_any_folder_in_two_processes(tmp_path):
     options = ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "ddp"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+        [*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False
     )
     assert result.returncode == 0, result.stderr
     assert "distributed_backend=gloo" in result.stderr + result.stdout

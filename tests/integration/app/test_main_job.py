@@ -53,7 +53,7 @@ def trained(tmp_path_factory):
 
 def _losses(base_dir):
     """The logged losses of a job, by name."""
-    (path,) = base_dir.glob("*/*/output/data/*/csv/**/metrics.csv")
+    (path,) = base_dir.glob("*/algo-*/output/data/*/csv/**/metrics.csv")
     with path.open() as file:
         return {
             name: float(value)
@@ -84,7 +84,7 @@ def test_two_hosts_and_one_host_give_the_same_losses(trained, groups, augment):
 def test_one_model_is_left_which_loads_with_and_without_lightning(trained):
     """The job leaves one model; its full checkpoint and its plain weights give the same outputs."""
     base_dir = trained(2, augment=False)
-    (model_dir,) = (path.parent for path in base_dir.glob("*/*/model/model.ckpt"))
+    (model_dir,) = (path.parent for path in base_dir.glob("*/algo-*/model/model.ckpt"))
     assert sorted(path.name for path in model_dir.iterdir()) == ["config.yaml", "model.ckpt", "state_dict.pt"]
     model = ResNet18Classifier.load_from_checkpoint(model_dir / "model.ckpt", map_location="cpu", weights_only=False)
     plain = ResNet18Classifier(num_classes=10, norm="group").to(torch.float64)
@@ -102,7 +102,7 @@ def test_make_train_reaches_the_accuracy(tmp_path):
     )
     accuracy = float(re.findall(r"finished: .*val_acc=([0-9.eE+-]+)", output)[-1])
     assert accuracy >= 0.95
-    (model_dir,) = (path.parent for path in tmp_path.glob("*/*/model/model.ckpt"))
+    (model_dir,) = (path.parent for path in tmp_path.glob("*/algo-*/model/model.ckpt"))
     *_, board, last = output.splitlines()
     assert last == f"Model of {model_dir.parent.name}: {model_dir} (config.yaml, model.ckpt, state_dict.pt)"
     events = Path(board.removeprefix("TensorBoard: tensorboard --logdir ")).rglob("events.out.tfevents.*")

@@ -78,10 +78,11 @@ def test_torch_has_the_same_mean_on_the_ranks_of_mpirun():
 
 @pytest.mark.processes
 def test_the_torch_variant_needs_no_mpirun_in_a_job(tmp_path):
-    """Our launcher starts one rank on each host, and the job says where rank 0 is."""
-    ended = local(tmp_path / "jobs", REPOSITORY, "--group", "trainer=2", "--", PROGRAM, "--torch")
+    """Our launcher starts the ranks of each host, and says nothing of a Trainer, which the program has not."""
+    ended = local(tmp_path / "jobs", REPOSITORY, "--group", "trainer=3", "--devices", "2", "--", PROGRAM, "--torch")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    check_ranks(ended.stdout, 2)
+    check_ranks(ended.stdout, 6)
+    assert "Trainer" not in ended.stdout + ended.stderr
 
 
 def test_one_process_is_told_what_starts_more(monkeypatch):

@@ -17,6 +17,9 @@ from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from tests.integration.data.datasets import HOST_VARIABLE, Data
+from tests.integration.emulators import TIMEOUT_S, until
+
+_NETWORK = "lightning_sm.data.server.process"
 
 
 class _NamedHost(DataHost):
@@ -82,12 +85,13 @@ class Host:
     @property
     def network(self) -> psutil.Process:
         """Its server process."""
-        return next(child for child in self.main.children() if _is_network(child))
+        return next(child for child in self.main.children() if _NETWORK in _command(child))
 
     @property
     def workers(self) -> list[psutil.Process]:
-        """Its workers."""
-        return [child for child in self.main.children() if not _is_network(child)]
+        """Its workers, without those that were killed and that it has not noticed yet."""
+        commands = {child: _command(child) for child in self.main.children()}
+        return [child for child, command in commands.items() if command and _NETWORK not in command]
 
     def processes(self) -> list[psutil.Process]:
         """All of them, the main process first."""
@@ -146,5 +150,21 @@ def remote(
         module.teardown("fit")
 
 
-def _is_network(process: psutil.Process) -> bool:
-    return "lightning_sm.data.server.process" in process.cmdline()
+def until_up(module: RemoteDataModule) -> None:
+    """Wait until all hosts have opened the loaders: a trainer begins without one that is late by some seconds."""
+    feeder = module._hosts.connection.feeder
+    until(lambda: {host.state for host in feeder.snapshot().hosts} == {"up"}, "all data hosts are up", TIMEOUT_S)
+
+
+def take_first(module: RemoteDataModule) -> Any:
+    """Take the first batch for training, once all hosts have opened the loaders."""
+    batches = module.train_dataloader()
+    until_up(module)
+    return next(iter(batches))
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """The command line of a process; empty if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(process.cmdline())
+    return []

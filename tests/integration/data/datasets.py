@@ -144,8 +144,10 @@ def reference(dataset: Dataset, length: int, batch_size: int, *, seed: int = 0, 
     seeds = SampleSeeds(seed, "train", 0, epoch, 0)
     for step in range(plan.num_steps):
         samples = []
-        for place, index in enumerate(plan.batch(step).tolist()):
-            seed_all(seeds.of("sample", plan.position(step) + place))
+        indices = plan.batch(step).tolist()
+        own_seeds = seeds.of_samples(np.arange(plan.position(step), plan.position(step) + len(indices)))
+        for index, own_seed in zip(indices, own_seeds, strict=True):
+            seed_all(own_seed)
             samples.append(dataset[index])
         yield default_collate(samples)
 

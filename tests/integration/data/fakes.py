@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from lightning_sm.data.host.data_host import LOCAL_JOB
-from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol import call_metadata, grpc_transport
 from lightning_sm.data.protocol.calls import Loaders, SetUp
 from lightning_sm.data.protocol.frames import FrameKind, frames
 from lightning_sm.data.protocol.spec import LoaderDescription
@@ -27,6 +27,10 @@ LOADER = LoaderDescription(
     identity="i",
     dataset="Fake of 8",
 )
+
+
+# A client's messages are as long as it likes, and each has a connection of its own.
+OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 
 
 def credentials(job: str = LOCAL_JOB, **settings: Any) -> Credentials:
@@ -65,7 +69,7 @@ class FakeHost:
         with ThreadPoolExecutor(8) as pool:
             server = grpc.server(
                 pool,
-                handlers=[grpc.method_handlers_generic_handler(grpc_transport.SERVICE, handlers)],
+                handlers=[grpc.method_handlers_generic_handler(call_metadata.SERVICE, handlers)],
                 interceptors=[grpc_transport.Guard(known, "fake")],
                 options=grpc_transport.server_options(),
             )
@@ -84,7 +88,7 @@ class FakeHost:
 
 
 class FakeTrainer:
-    """Calls a data host by hand.
+    """Calls a data host by hand, with grpcio.
 
     Args:
         address: The data host.
@@ -92,8 +96,8 @@ class FakeTrainer:
     """
 
     def __init__(self, address: str, metadata: list[tuple[str, Any]] | None = None) -> None:
-        self._channel = grpc_transport.open_channel(address, credentials())
-        self._metadata = grpc_transport.metadata(credentials()) if metadata is None else metadata
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._metadata = call_metadata.metadata(credentials()) if metadata is None else metadata
 
     def __enter__(self) -> FakeTrainer:
         return self
@@ -103,14 +107,17 @@ class FakeTrainer:
 
     def call(self, name: str, request: bytes = b"{}") -> bytes:
         """Make a call with one request and one answer."""
-        return self._channel.unary_unary(grpc_transport.method(name))(request, metadata=self._metadata, timeout=20)
+        return self._channel.unary_unary(call_metadata.method(name))(request, metadata=self._metadata, timeout=20)
+
+    def wait_until_served(self) -> None:
+        """Connect again until a call is answered; a server that has too many connections closes new ones."""
+        call = self._channel.unary_unary(call_metadata.method("Status"))
+        call(b"{}", metadata=self._metadata, timeout=60, wait_for_ready=True)
 
     def stream(self, name: str, *requests: bytes) -> list[bytes]:
         """Make a call with any number of requests, and wait for all answers."""
         return list(
-            self._channel.stream_stream(grpc_transport.method(name))(
-                iter(requests), metadata=self._metadata, timeout=20
-            )
+            self._channel.stream_stream(call_metadata.method(name))(iter(requests), metadata=self._metadata, timeout=20)
         )
 
     def any_call(self, name: str, request: bytes = b"{}") -> grpc.StatusCode:
@@ -126,6 +133,4 @@ class FakeTrainer:
 
     def conversation(self, requests: Iterator[bytes]) -> Any:
         """Open a Fetch stream, and return the call."""
-        return self._channel.stream_stream(grpc_transport.method("Fetch"))(
-            requests, metadata=self._metadata, timeout=60
-        )
+        return self._channel.stream_stream(call_metadata.method("Fetch"))(requests, metadata=self._metadata, timeout=60)

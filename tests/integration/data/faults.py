@@ -33,7 +33,7 @@ from tests.integration.emulators import until
 from tests.integration.hosts import REPOSITORY, Hosts
 from tests.quick_processes import python_path
 
-TIMEOUT_S = 90
+TIMEOUT_S = 180
 TRAINER, DATA = "algo-1", "algo-2"
 GROUPS = {"gpu": [TRAINER], "data": [DATA]}
 
@@ -98,7 +98,7 @@ class Job:
             settings: Of the data service.
         """
         self._does = does
-        settings = {"workers": 1, "lease_s": 3.0, "startup_timeout_s": float(TIMEOUT_S), **settings}
+        settings = {"workers": 1, "lease_s": float(TIMEOUT_S), "startup_timeout_s": float(TIMEOUT_S), **settings}
         env = {**self.env, "SAGEMAKER_BASE_DIR": str(self._folder / DATA)}
         target = _serve_in_script if as_script else _serve
         self._process = _FORKS.Process(target=target, args=(env, self._log, settings))
@@ -279,7 +279,7 @@ class Launchers(Hosts):
     def __init__(self, folder: Path, script: str) -> None:
         folder.mkdir(exist_ok=True)
         super().__init__(folder, GROUPS)
-        (folder / "train.py").write_text(script)
+        (self.folder / "train.py").write_text(script)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, host: str, *arguments: str, **variables: str) -> None:
@@ -421,7 +421,7 @@ class Chaos:
 # What may be left
 
 
-def until_gone(processes: Iterable[psutil.Process], what: str, timeout_s: float = 10.0) -> None:
+def until_gone(processes: Iterable[psutil.Process], what: str, timeout_s: float = 60.0) -> None:
     """Wait until processes have ended, some of which are not children of this one."""
     processes = list(processes)
     until(lambda: not any(map(_is_alive, processes)), f"{what} have ended", timeout_s)

@@ -118,7 +118,7 @@ def settled(module, loader, window):
     stream = iter(loader)
     for _ in range(10):
         next(stream)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while True:
         (known,) = module._hosts.connection.feeder.snapshot().passes
         # Right after a batch was taken, the next is not asked for yet.
@@ -148,7 +148,8 @@ def ring_bytes(module):
 )
 def test_a_slow_consumer_is_not_flooded(hosts, settings, window):
     """However fast the hosts are, the window bounds the batches ahead, in number and in bytes, and so the memory."""
-    with remote(hosts, **settings) as module:
+    # Duplicates of late batches take slots of their own.
+    with remote(hosts, **settings, hedge_factor=0.0) as module:
         stream, num_ready = settled(module, module.train_dataloader()["large"], window)
         taken = ring_bytes(module)
         assert num_ready == window

@@ -173,7 +173,9 @@ def _orders_by_hand(folder, address):
 def test_a_second_pass_costs_no_slot_of_the_first():
     """While one pass is open, another one runs to its end, and no host is blamed for a lack of slots."""
     with DataHost(workers=2) as host:
-        module = RemoteDataModule(Data("sequential"), [host.address], settings=DataServiceSettings(window_batches=2))
+        # On a busy machine, a batch may be late for other reasons than a lack of slots, and requested twice.
+        settings = DataServiceSettings(window_batches=2, hedge_factor=0.0)
+        module = RemoteDataModule(Data("sequential"), [host.address], settings=settings)
         module.setup("fit")
         loader = module.train_dataloader()
         first = iter(loader)
@@ -183,7 +185,7 @@ def test_a_second_pass_costs_no_slot_of_the_first():
         state = module._hosts.connection.feeder.snapshot()
         assert indices([begun, *first]) == list(range(24))
         assert indices(kept) == sorted(2 * list(range(24)))
-        assert [(one.num_retries, one.num_hedges) for one in state.hosts] == [(0, 0)]
+        assert [one.num_retries for one in state.hosts] == [0]
         module.teardown("fit")
 
 
@@ -232,7 +234,7 @@ def test_loaders_read_by_hand_are_those_of_the_trainers_last_reload(tmp_path):
 
     model = Reader()
     options = {"max_epochs": 7, "reload_dataloaders_every_n_epochs": 3}
-    settings = DataServiceSettings(batch_timeout_s=30.0)
+    settings = DataServiceSettings(batch_timeout_s=60.0)
     with DataHost(workers=1) as host:
         module = RemoteDataModule(Data("shuffled"), [host.address], settings=settings)
         quiet_trainer(tmp_path, **options).fit(model, datamodule=module)

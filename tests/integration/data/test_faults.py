@@ -37,7 +37,7 @@ from lightning_sm.errors import (
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 from tests.fakes.reserved_job import reserve_job
 from tests.integration.data import faults
-from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.cluster import Host, remote, running, take_first
 from tests.integration.data.datasets import HOST_VARIABLE, Augmented, Broken, Sharded, reference, stream_hash
 from tests.integration.data.faults import DATA, KILLED, TIMEOUT_S, TRAIN, TRAINER, Chaos, Job, Launchers
 from tests.integration.data.numbers import NUM_TRAIN, Recorder
@@ -48,8 +48,9 @@ pytestmark = pytest.mark.processes
 
 LENGTH, BATCH_SIZE = 400, 4
 SAME = "the same batches"
-# The feeder notifies all hosts that the training is over, and allows those that do not answer 3 s.
-FEW_SECONDS = 10.0
+# The feeder notifies all hosts that the training is over, and allows those that do not answer 3 s. Processes take more
+# on a busy machine.
+FEW_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def close_late(scene: Scene) -> None:
     processes = scene.hosts["c"].processes()
     began = time.monotonic()
     scene.hosts["c"].close()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 10  # after 15 s it would be killed
     faults.until_gone(processes, "the processes of host c", 0.0)
 
 
@@ -393,9 +394,9 @@ BATCH_ROWS = [
         error=DataServiceError,
     ),
     BatchRow("SIGKILL of the worker", "one of two data hosts", "a batch, once", loader="killed_once", after=1),
-    BatchRow("SIGSTOP of a worker", "only data host", "mid-epoch", act=freeze_worker, hosts="b", longest_s=5.0),
+    BatchRow("SIGSTOP of a worker", "only data host", "mid-epoch", act=freeze_worker, hosts="b", longest_s=10.0),
     # Mostly 0.2 s, by hedges. A busy machine may have used them up: then its silence shows after two heartbeats.
-    BatchRow("SIGSTOP of all processes", "one of two data hosts", "mid-epoch", act=freeze, then=thaw, longest_s=4.0),
+    BatchRow("SIGSTOP of all processes", "one of two data hosts", "mid-epoch", act=freeze, then=thaw, longest_s=8.0),
     BatchRow(
         "SIGKILL of all workers", "all data hosts", "mid-epoch, iterable data", act=kill_workers, loader="iterable"
     ),
@@ -413,7 +414,7 @@ BATCH_ROWS = [
         says=(r"The feeder process of this rank \(pid \d+\) was killed by SIGKILL",),
         act=kill_feeder,
         error=DataServiceError,
-        longest_s=10.0,
+        longest_s=20.0,
     ),
     BatchRow(
         "another training starts",
@@ -422,7 +423,7 @@ BATCH_ROWS = [
         says=("Another training run has taken over this data host",),
         act=train_elsewhere,
         error=DataSettingsError,
-        longest_s=10.0,
+        longest_s=20.0,
     ),
     BatchRow("not there", "one of two data hosts", "start", hosts="bc", after=None),
     BatchRow(
@@ -430,14 +431,14 @@ BATCH_ROWS = [
         "all data hosts",
         "start",
         says=(
-            r"within 2 s \(data_service.startup_timeout_s\)",
+            r"within 8 s \(data_service.startup_timeout_s\)",
             r"(?s)127.0.0.1:\d+: down \(unavailable.*127.0.0.2:\d+: down \(unavailable",
         ),
         hosts="cd",
         after=None,
         error=DataHostUnreachableError,
-        settings={"startup_timeout_s": 2.0},
-        longest_s=10.0,
+        settings={"startup_timeout_s": 8.0},
+        longest_s=25.0,
     ),
     BatchRow(
         "SIGSTOP, then SIGKILL of the main process",
@@ -446,7 +447,16 @@ BATCH_ROWS = [
         act=freeze_and_kill_main,
         loader="iterable",
     ),
-    BatchRow("SIGKILL, and it starts again", "only data host", "mid-epoch", act=kill_and_return, after=5, hosts="b"),
+    # It imports torch again, for a minute on a busy machine.
+    BatchRow(
+        "SIGKILL, and it starts again",
+        "only data host",
+        "mid-epoch",
+        act=kill_and_return,
+        after=5,
+        hosts="b",
+        longest_s=TIMEOUT_S,
+    ),
     BatchRow(
         "SIGKILL of all processes",
         "all data hosts",
@@ -460,7 +470,7 @@ BATCH_ROWS = [
         after=1,
         error=DataHostUnreachableError,
         settings={"batch_timeout_s": 3.0},
-        longest_s=8.0,
+        longest_s=20.0,
     ),
     BatchRow(
         "comes late",
@@ -706,7 +716,7 @@ def test_data_that_cannot_be_trained_with_is_an_error_that_names_it(pool, row):
     hosts = pool.serve(row.make)[: row.num_hosts]
     addresses = {host.name: re.escape(host.address) for host in hosts}
     with remote(hosts, startup_timeout_s=60) as module, pytest.raises(row.error) as caught:
-        next(iter(module.train_dataloader()))
+        take_first(module)
     text = str(caught.value)
     assert not [says for says in row.says if not re.search(says.format(**addresses), text)], text
     if row.num_hosts == 3:

@@ -65,7 +65,7 @@ def test_a_training_loop_that_runs_ahead_of_its_gpu_gets_all_batches(monkeypatch
     gpu = SlowGPU()
     monkeypatch.setattr(pinning, "CUDA", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    settings = DataServiceSettings(batch_timeout_s=10.0, window_batches=2)
+    settings = DataServiceSettings(batch_timeout_s=60.0, window_batches=2)
     with DataHost(workers=1) as host:
         module = RemoteDataModule(Data(), [host.address], settings=settings)
         module.setup("fit")

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler,
 
 from lightning_sm import DataHost, RemoteDataModule
 from lightning_sm.errors import DataSettingsError
+from tests.integration.data.cluster import until_up
 from tests.integration.data.numbers import quiet_trainer
 
 pytestmark = pytest.mark.processes
@@ -138,6 +139,7 @@ def test_prepare_data_runs_where_the_datamodule_says(data, num_calls, tmp_path):
         addresses = [stack.enter_context(DataHost(workers=1)).address for _ in range(2)]
         module = RemoteDataModule(data(journal), addresses)
         module.setup()
+        until_up(module)
         module.train_dataloader()
         module.teardown("fit")
     lines = [line.split(maxsplit=1) for line in journal.read_text().splitlines()]
@@ -210,6 +212,18 @@ def test_callbacks_read_what_a_loader_is_like(module):
         _ = loader.dataset.classes
     with pytest.raises(AttributeError, match=r"'collate_fn'\. The DataLoader is on the data hosts"):
         _ = loader.collate_fn
+
+
+def test_what_would_change_nothing_is_an_error(module):
+    """To set attributes of dataset and loader in a training process would be lost without a word."""
+    loader = module.train_dataloader()
+    with pytest.raises(AttributeError, match=r"'level' cannot be set: .* is on the data hosts.*reload_dataloaders"):
+        loader.dataset.level = 2
+    with pytest.raises(TypeError, match=r"no sample 0 here: .* is on the data hosts"):
+        _ = loader.dataset[0]
+    for name in ("collate_fn", "sampler", "batch_size"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(loader, name, None)
 
 
 def test_two_threads_may_read_two_loaders(module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import queue
 import time
@@ -10,6 +9,7 @@ import time
 import grpc
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
 from lightning_sm.data.protocol.calls import Loaders, OrderSize, SetUp
@@ -24,8 +24,8 @@ from tests.integration.data.fakes import LOADER, FakeHost, FakeTrainer
 
 pytestmark = pytest.mark.processes
 
-# Far more than it takes, far less than a trainer waits for batches.
-SOON_S = 10.0
+# Far more than it takes, although processes start for seconds, and far less than a trainer waits for batches.
+SOON_S = 30.0
 
 
 def framed(request_id, kind, payload, value=0):
@@ -96,9 +96,9 @@ REPLIES = {
     "a number": b"1",
     "nothing": b"{}",
     "too deep": b"[" * 100_000,
-    "an unknown error": b'{"Problem": {"error": "SystemExit", "text": "", "where": ""}}',
-    "a field of the feeder": b'{"SetUp": {"attributes": {}, "missing": [], "opening": "x"}}',
-    "a magic attribute": b'{"SetUp": {"attributes": {"__class__": 1}, "missing": []}}',
+    "an unknown error": b'{"type": "Problem", "error": "SystemExit", "text": "", "where": ""}',
+    "a field of the feeder": b'{"type": "SetUp", "attributes": {}, "missing": [], "opening": "x"}',
+    "a magic attribute": b'{"type": "SetUp", "attributes": {"__class__": "1"}, "missing": []}',
     "loaders that nobody asked for": Loaders({"list": []}, []).encode(),
 }
 
@@ -134,7 +134,7 @@ def test_a_nonsensical_answer_to_a_call_is_an_error_of_the_trainer(method, what)
 def test_a_data_host_cannot_replace_hooks_of_the_datamodule(name):
     """A value for a name that the DataModule's class has as a function or property is an error that names both."""
     host = FakeHost()
-    host.opened[""] = SetUp({name: 7}, []).encode()
+    host.opened[""] = SetUp({name: "7"}, []).encode()
     expected = rf"setup\(\) set {name}=7, but in the class Data on this trainer {name} is a (function|property)"
     with host.serving() as address, pytest.raises(WireError, match=expected), remote([address]):
         pass
@@ -149,7 +149,7 @@ class Digits(Data):
 def test_a_data_host_may_replace_defaults_of_the_class():
     """A number that setup() sets in place of a default of the class reaches the trainer."""
     host = FakeHost()
-    host.opened[""] = SetUp({"num_classes": 10}, []).encode()
+    host.opened[""] = SetUp({"num_classes": "10"}, []).encode()
     with host.serving() as address:
         module = RemoteDataModule(Digits(list), [address])
         module.setup("fit")
@@ -172,7 +172,7 @@ def test_what_is_not_copied_does_not_look_as_if_setup_had_not_run(caplog):
     """What was None is an error that says so, of object and class alike; what had another value is named in the log."""
     host = FakeHost()
     missing = ["train_set", "transform", "vocabulary"]
-    labels = {"dict": [[0, "neg"], [1, "pos"]]}
+    labels = '{"dict": [[0, "neg"], [1, "pos"]]}'
     host.opened[""] = SetUp({"id2label": labels}, missing).encode()
     with host.serving() as address:
         module = RemoteDataModule(Text(list), [address])
@@ -190,7 +190,7 @@ def test_what_is_not_copied_does_not_look_as_if_setup_had_not_run(caplog):
 def test_an_attribute_that_is_not_plain_is_an_error():
     """A data host of another version, or none of ours, cannot make anything else of it."""
     host = FakeHost()
-    host.opened[""] = SetUp({"labels": {"object": "os.system"}}, []).encode()
+    host.opened[""] = SetUp({"labels": '{"object": "os.system"}'}, []).encode()
     with host.serving() as address, pytest.raises(WireError, match="is not a plain value"), remote([address]):
         pass
 
@@ -206,7 +206,7 @@ LISTINGS = [
     b"[]\n",
     b"{}\n",
     b"[" * 100_000,
-    b'{"OrderSize": {"num_samples": 9, "num_batches": 9}}\n',
+    b'{"type": "OrderSize", "num_samples": 9, "num_batches": 9}\n',
     listing("x", 1, 0),
     listing(9, 9, 9) + b"12345678",
     listing(1, 1, 1) + np.array([0, 0, 1000], "<i8").tobytes(),
@@ -217,7 +217,7 @@ LISTINGS = [
 @pytest.mark.parametrize("number", params(range(len(LISTINGS)), 4, 8))
 def test_a_nonsensical_listing_is_an_error_of_the_trainer(number):
     """A list of keys that is none ends the pass within seconds."""
-    host = FakeHost(lambda _: [], dataclasses.replace(LOADER, order="sampler"))
+    host = FakeHost(lambda _: [], replace(LOADER, order="sampler"))
     host.listed = LISTINGS[number]
     with host.serving() as address, remote([address], batch_timeout_s=60) as module:
         began = time.monotonic()
@@ -264,13 +264,14 @@ BROKEN_STREAMS = [
     framed(1, FrameKind.FETCH, b"[1,2]\n"),
     framed(1, FrameKind.FETCH, spec()[:-1]),
     framed(1, FrameKind.FETCH, spec(seed=1.5)),
+    framed(1, FrameKind.FETCH, spec(seed=10**300)),
     bytes(66 << 20),
 ]
 FAILING_SPECS = [
     {"loader": -1},
     {"loader": 99},
     {"keys": np.array([-(2**63), 2**63 - 1])},
-    {"seed": 10**300, "order_length": -5, "position": 10**300, "keys": np.array([100])},
+    {"seed": -(2**63), "order_length": -5, "position": 2**63 - 1, "keys": np.array([100])},
     {"order_length": 0},
 ]
 

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import logging
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from lightning_sm.data.ipc.feeder_messages import Position
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, DataTimeoutError, RemoteTransformError
 from tests.integration.data import cluster
 from tests.integration.data.datasets import HOST_VARIABLE, Sharded, stream_hash
+from tests.integration.emulators import TIMEOUT_S, until
 
 pytestmark = pytest.mark.processes
 
@@ -142,21 +144,25 @@ def test_ranks_share_the_shards(hosts, world_size):
 def test_counting_reads_the_data_once(pool, tmp_path):
     """All workers of all hosts share it, for all ranks together; the first shard is read on each host, to compare."""
 
+    def read():
+        return [line.split() for line in (tmp_path / "read").read_text().splitlines()]
+
     class Noted(IterableDataset):
         def __iter__(self):
             info = get_worker_info()
             with open(tmp_path / "read", "a") as file:
                 file.write(f"{info.id} {os.getpid()}\n")
+            # On a busy machine, one worker of a host could read all of its part before the others have started.
+            until(lambda: len({worker for _, worker in read()}) == 1 + 2 + 3, "all workers read", TIMEOUT_S)
             yield from range(info.id, LENGTH, info.num_workers)
 
     hosts = pool.serve(lambda: DataLoader(Noted(), batch_size=BATCH_SIZE))
     with one_of(2, 0, hosts) as module:
         loader = module.train_dataloader()
+        cluster.until_up(module)
         # As all ranks ask.
         assert [loader._count_on_host()[0] for _ in range(2)] == [8 * -(-25 // BATCH_SIZE)] * 2
-    read = [line.split() for line in (tmp_path / "read").read_text().splitlines()]
-    assert collections.Counter(int(shard) for shard, _ in read) == {0: 3, **dict.fromkeys(range(1, NUM_SHARDS), 1)}
-    assert len({worker for _, worker in read}) > 3
+    assert collections.Counter(int(shard) for shard, _ in read()) == {0: 3, **dict.fromkeys(range(1, NUM_SHARDS), 1)}
 
 
 def test_hosts_that_see_other_files_are_an_error(pool):
@@ -314,6 +320,33 @@ def test_a_dataset_that_does_not_split_itself_is_an_error(pool, name):
     match = rf"{cls}, the dataset of train_dataloader\(\).* Each of 16 virtual.*get_worker_info(.|\n)*virtual_shards=1"
     with remote(pool.serve(UNSPLIT[name])[:1]) as module, pytest.raises(DataSettingsError, match=match):
         list(module.train_dataloader())
+
+
+class Logs(IterableDataset):
+    """Asks for its number only to log it."""
+
+    def __iter__(self):
+        logging.getLogger(__name__).debug("reading in worker %d", get_worker_info().id)
+        for number in range(40):
+            yield {"mask": torch.tensor([number % 3] * 3, dtype=torch.uint8), "index": number, "name": f"{number}"}
+
+
+@pytest.mark.parametrize("name", "ac")
+def test_shards_that_are_equal_are_an_error(pool, name):
+    """A dataset that asks for its number, but yields everything, would be read once for each shard."""
+    hosts = {host.name: host for host in pool.serve(lambda: DataLoader(Logs(), batch_size=4))}
+    match = r"Shards \d+ and \d+ of 16 of train_dataloader\(\).* begin with the same 2 batches.*virtual_shards=1"
+    with remote([hosts[name]]) as module, pytest.raises(DataSettingsError, match=match):
+        list(module.train_dataloader())
+    with remote([hosts[name]], virtual_shards=1) as module:
+        assert torch.cat([batch["index"] for batch in module.train_dataloader()]).tolist() == list(range(40))
+
+
+def test_shards_that_are_meant_to_be_equal_need_a_setting(pool):
+    """Then the stream is read once for each shard."""
+    hosts = pool.serve(lambda: DataLoader(Logs(), batch_size=4))[:1]
+    with remote(hosts, verify="warn") as module:
+        assert len(list(module.train_dataloader())) == 16 * 10
 
 
 def test_ranks_learn_before_they_train_that_a_dataset_does_not_split_itself(pool):

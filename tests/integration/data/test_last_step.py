@@ -16,7 +16,7 @@ from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="module", params=[2, 3])

@@ -186,10 +186,13 @@ def test_metrics_reach_the_logger(cluster, caplog):
     for _, found in logged:
         assert 0 <= found["data/input_bound"] <= 1
         assert found["data/wait_ms"] >= 0
-        assert found["data/batches_per_s"] > 0
-        assert found["data/bytes_per_s"] > found["data/batches_per_s"]
+        assert found["data/bytes_per_s"] >= 0
+        assert found["data/step_ms"] >= found["data/wait_ms"]
         assert found["data/retries"] == 0
         assert found["data/produce_ms"] > 0
         assert found["data/transfer_ms"] > 0
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_sm.data")]
-    assert [re.fullmatch(r"epoch=(\d)/2 data_wait=[\d.]+%", line)[1] for line in lines] == ["1", "2"]
+    # Of a few batches, a host may build none on a busy machine, or the training may wait for a second.
+    lines = [line for line in lines if ": no batch built, of " not in line]
+    verdict = r"( \| Training waits .*)?"
+    assert [re.fullmatch(rf"epoch=(\d)/2 data_wait=[\d.]+%{verdict}", line)[1] for line in lines] == ["1", "2"]

@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import DataServiceSettings, RemoteDataModule
 from lightning_sm.errors import DataSettingsError
+from tests.integration.data.cluster import until_up
 from tests.integration.data.datasets import HOST_VARIABLE, Data
-from tests.integration.emulators import until
+from tests.integration.emulators import TIMEOUT_S, until
 
 pytestmark = pytest.mark.processes
 
@@ -67,7 +68,7 @@ def batches(address, **settings):
     module = RemoteDataModule(Data(make), [address], settings=DataServiceSettings(**settings))
     module.setup("fit")
     loader = module.train_dataloader()
-    until(lambda: set(hosts(module)) == {"up"}, "all data hosts to open the loader", 60.0)
+    until_up(module)
     taken = [{name: value.clone() for name, value in batch.items()} for batch in loader]
     made = {host.name: host.num_received for host in module._hosts.connection.feeder.snapshot().hosts}
     module.teardown("fit")
@@ -83,7 +84,8 @@ def test_compressed_batches_are_the_same(address, plain):
 
 def test_local_workers_help(address, plain):
     """Workers on the trainer host take part, and the batches are the same."""
-    helped, made = batches(address, local_workers=2, window_batches=6)
+    # With duplicates, a host that is quicker on a busy machine may build all of the six batches.
+    helped, made = batches(address, local_workers=2, window_batches=6, hedge_factor=0.0)
     for one, other in zip(plain, helped, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert sum(made.values()) >= 6
@@ -101,7 +103,7 @@ def test_training_begins_before_the_local_workers_listen(address, plain, tmp_pat
     assert loader.place.window_batches == 56, "eight for each of two workers of the data host and five local ones"
     assert torch.equal(first["drawn"], plain[0]["drawn"])
     gate.touch()
-    until(lambda: hosts(module) == ["up", "up"], "the local workers to join", 60.0)
+    until(lambda: hosts(module) == ["up", "up"], "the local workers to join", TIMEOUT_S)
     del first
     module.teardown("fit")
 

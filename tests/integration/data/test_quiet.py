@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sm.data.ipc.feeder_messages import OpenLoaders
+from lightning_sm.data.ipc.feeder_messages import Configure, OpenLoaders
 from lightning_sm.data.protocol.calls import HeartbeatRequest, OpenRequest
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from tests.fakes.requests import open_request
@@ -20,7 +20,8 @@ def test_the_first_rank_of_a_host_reports_a_lost_connection(capfd, is_quiet):
     client = None
     try:
         with FakeHost().serving() as address:
-            client = FeederClient([address], credentials(), HeartbeatRequest("rank 1", 2), 3.0, is_quiet=is_quiet)
+            heartbeat = HeartbeatRequest("rank 1", 2)
+            client = FeederClient(Configure([address], credentials(), heartbeat, 3.0, is_quiet=is_quiet))
             request = OpenRequest(**open_request(""))
             client.open_loaders(OpenLoaders(request, prepares_everywhere=True), TIMEOUT_S)
             until(lambda: client.snapshot().hosts[0].state == "up", "the host is connected", TIMEOUT_S)

@@ -18,7 +18,7 @@ from tests.quick_processes import python_path
 pytestmark = [pytest.mark.processes, pytest.mark.proof]
 
 STAGES = {"train 0": NUM_TRAIN, "train 1": NUM_TRAIN, "val 0": NUM_TEST, "val 1": NUM_TEST, "test 2": NUM_TEST}
-TIMEOUT_S = 90
+TIMEOUT_S = 180
 
 
 def run(command, folder, **variables):

@@ -17,6 +17,7 @@ from tests.fakes.requests import open_request
 from tests.integration.data.cluster import remote
 from tests.integration.data.fakes import FakeHost, credentials
 from tests.integration.data.numbers import quiet_trainer
+from tests.integration.emulators import until
 
 
 class Owner:
@@ -24,6 +25,7 @@ class Owner:
 
     def __init__(self):
         self.figures = None
+        self.bad_samples = ()
         self.ups = threading.Semaphore(0)
 
     def link_up(self, link):
@@ -38,6 +40,11 @@ class Owner:
 
     def link_refused(self, error):
         raise error
+
+    def link_frame(self, *_):
+        """No batch is requested."""
+
+    link_piece = link_frame
 
 
 class Counted(dict):
@@ -63,6 +70,8 @@ def test_a_host_that_comes_back_opens_the_loaders_in_use_and_not_those_of_earlie
         for request in requests:
             link.want(request["opening"], OpenRequest(**request))
         assert owner.ups.acquire(timeout=30)
+        # It may have come up before all of them were wanted.
+        until(lambda: link._wanted.keys() <= link._opened, "the host to open what was wanted later", 30.0)
         host.opened.asked = ()
         link.reopen()
         assert owner.ups.acquire(timeout=30)
@@ -94,7 +103,8 @@ def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
 
     make = DataLoader(Readers(), batch_size=1)
     (host,) = pool.serve(lambda: make, lambda: make)[:1]
-    with remote([host], verify="off") as module:  # it would read some samples twice
+    # Checks and duplicates would read some samples twice.
+    with remote([host], verify="off", hedge_factor=0.0) as module:
         loader = module.train_dataloader()
         trained, _ = read(loader)
         validated, num_read = read(module.val_dataloader())

@@ -97,13 +97,13 @@ def serving(pool, data):
     return [host.address for host in pool.serve(data.train_dataloader, data.val_dataloader)]
 
 
-def fit(addresses, folder, *, model=None, data=None, callbacks=(), ckpt_path=None, **trainer):
+def fit(addresses, folder, *, model=None, data=None, remote=None, callbacks=(), ckpt_path=None, **trainer):
     """Train two epochs on data hosts, or until interrupted; the batches that were seen."""
     model = model or Recorder()
     settings = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False, **trainer}
     trainer = Trainer(default_root_dir=folder, callbacks=list(callbacks), enable_model_summary=False, **settings)
     try:
-        trainer.fit(model, datamodule=RemoteDataModule(data or Data(), addresses), ckpt_path=ckpt_path)
+        trainer.fit(model, datamodule=remote or RemoteDataModule(data or Data(), addresses), ckpt_path=ckpt_path)
     except SystemExit:  # Lightning's answer to KeyboardInterrupt
         assert any(isinstance(callback, StopAt) for callback in callbacks)
     return model.seen
@@ -184,6 +184,20 @@ def test_the_rest_is_the_same(hosts, whole, trained, step, shape, reads_number_o
     assert rest == whole[step:]
 
 
+def test_a_later_fit_has_its_own_seed(hosts, whole, trained, tmp_path, monkeypatch):
+    """Not that of the checkpoint from which an earlier fit over the same DataModule has resumed."""
+    _, folder = trained.until(7, hosts[:1])
+    seen = []
+    for ckpt_path in (None, folder / "step=7.ckpt"):
+        module = RemoteDataModule(Data(), hosts[:1])
+        first = fit(hosts, tmp_path, remote=module, ckpt_path=ckpt_path)
+        assert first == whole[7 if ckpt_path else 0 :]
+        monkeypatch.setenv("PL_GLOBAL_SEED", "6")
+        seen.append(fit(hosts, tmp_path, remote=module))
+        monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert seen[0] == seen[1] != whole
+
+
 def test_limited_epochs_resume_where_they_were_cut(hosts, whole, trained):
     """With limit_train_batches, the second epoch begins at its beginning."""
     first, folder = trained.until(7, hosts[:1], limit_train_batches=5)
@@ -202,6 +216,37 @@ def test_another_batch_size_continues_with_the_same_samples(hosts, whole, traine
         index for epoch, _, indices, _ in whole[6:] if epoch == 0 for index in indices
     ]
     assert rest[0][1] == 12
+
+
+class Pair(Data):
+    """Two training loaders."""
+
+    def train_dataloader(self):
+        return {name: super(Pair, self).train_dataloader() for name in "ab"}
+
+
+class PairRecorder(Recorder):
+    """Trains on the first of two loaders."""
+
+    def training_step(self, batch, batch_index):
+        return super().training_step(batch["a"], batch_index)
+
+
+def test_each_loader_records_what_it_repeats(pool, tmp_path):
+    """Where a checkpoint ends within a step of this run, in the pass that begins there, and in no later one."""
+    saved = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    narrow, wide = Pair(), Pair(batch_size=20)
+    fit(serving(pool, narrow)[:1], tmp_path, model=PairRecorder(), data=narrow, callbacks=[saved, StopAt(4)])
+    module = RemoteDataModule(wide, serving(pool, wide)[:1])
+    fit((), tmp_path, model=PairRecorder(), remote=module, ckpt_path=tmp_path / "step=3.ckpt")
+    passes = []
+    module._hosts.connection.reporter.tell_passes(passes.append)
+    assert [(one.loader[-3], one.epoch, one.first_step, one.num_repeated) for one in passes] == [
+        ("a", 0, 1, 10),
+        ("b", 0, 1, 10),
+        ("a", 1, 0, 0),
+        ("b", 1, 0, 0),
+    ]
 
 
 def test_other_data_in_the_middle_of_an_epoch_is_refused(hosts, trained, pool):

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, RemoteTransformError
-from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.cluster import Host, remote, running, take_first
 from tests.integration.data.datasets import HOST_VARIABLE, stream_hash
 
 pytestmark = pytest.mark.processes
@@ -402,7 +402,7 @@ def test_hosts_that_split_the_data_differently_are_an_error(pool):
         remote(pool.serve(split_by_host)[:2]) as module,
         pytest.raises(DataHostMismatchError, match=r"Data hosts serve different data(.|\n)*seeds in setup"),
     ):
-        module.train_dataloader()
+        take_first(module)
 
 
 @pytest.mark.parametrize(

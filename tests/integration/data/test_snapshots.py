@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from lightning_sm.data.ipc.host_messages import NewSnapshot, RunHook
-from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol import call_metadata
 from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
@@ -40,14 +40,19 @@ def digest_of(content):
 
 def load(server, content, digest, num_bytes):
     """Send a snapshot in pieces; return the status of the call."""
-    method = server.connect().stream_unary(grpc_transport.method("Load"))
+    method = server.connect().stream_unary(call_metadata.method("Load"))
     head = json.dumps({"digest": digest, "num_bytes": num_bytes}).encode()
     pieces = [head, *(content[start : start + 1_000_000] for start in range(0, len(content), 1_000_000))]
     try:
-        method(iter(pieces), metadata=grpc_transport.metadata(credentials()), timeout=TIMEOUT_S)
+        method(iter(pieces), metadata=call_metadata.metadata(credentials()), timeout=TIMEOUT_S)
     except grpc.RpcError as error:
         return error.code()
     return grpc.StatusCode.OK
+
+
+def missing(*digests):
+    """The answer of a host that needs snapshots first."""
+    return {"type": "Missing", "snapshots": list(digests)}
 
 
 def opened(server, **values):
@@ -58,8 +63,8 @@ def opened(server, **values):
 def test_a_host_asks_for_the_snapshots_that_it_lacks(server):
     """It runs no hook before it has them; other ranks wait until rank 0 has asked."""
     digest = digest_of(CONTENT)
-    assert opened(server, datamodule="") == {"Missing": {"snapshots": []}}
-    assert opened(server, datamodule=digest, state="s") == {"Missing": {"snapshots": [digest, "s"]}}
+    assert opened(server, datamodule="") == missing()
+    assert opened(server, datamodule=digest, state="s") == missing(digest, "s")
     assert load(server, CONTENT, digest, len(CONTENT)) is grpc.StatusCode.OK
     new = server.main.receive(TIMEOUT_S)
     assert isinstance(new, NewSnapshot)
@@ -83,12 +88,12 @@ def test_a_host_asks_for_the_snapshots_that_it_lacks(server):
 def test_a_broken_snapshot_is_not_taken(server, sent, digest, num_bytes):
     """Nothing of it reaches the main process, which would unpickle it."""
     assert load(server, sent, digest, num_bytes) is grpc.StatusCode.DATA_LOSS
-    assert opened(server, datamodule=digest) == {"Missing": {"snapshots": [digest]}}
+    assert opened(server, datamodule=digest) == missing(digest)
 
 
 def connection(address, **settings):
     """The connection of a trainer."""
-    return ServiceConnection([address], DataServiceSettings(startup_timeout_s=1.0, **settings), "local")
+    return ServiceConnection([address], DataServiceSettings(startup_timeout_s=5.0, **settings), "local")
 
 
 def test_a_trainer_learns_the_channels_of_data_hosts(server):
@@ -98,7 +103,7 @@ def test_a_trainer_learns_the_channels_of_data_hosts(server):
 
 def test_a_trainer_that_learns_nothing_says_why(server):
     """A host that is not there is awaited for the time that the setting says; a wrong token is an error at once."""
-    with pytest.raises(DataHostUnreachableError, match=r"within 1 s \(data_service.startup_timeout_s\) which channels"):
+    with pytest.raises(DataHostUnreachableError, match=r"within 5 s \(data_service.startup_timeout_s\) which channels"):
         connection("127.0.0.1:1").host_channels(is_quiet=True)
     with pytest.raises(DataHostMismatchError, match="refused the token"):
         connection(server.address, token="x").host_channels(is_quiet=True)  # noqa: S106

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import DataHost, RemoteDataModule
 from lightning_sm.data.host import data_host
+from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.errors import DataServiceError, DataSettingsError
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Data
@@ -92,15 +93,25 @@ def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
     assert host._process.returncode == -signal.SIGKILL
 
 
-def test_a_timeout_of_the_script_ends_its_waits(alarm):
+def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch):
     """A TimeoutError of a signal handler, as pytest-timeout raises it, is neither swallowed nor taken for our own."""
-    host = DataHost()
-    alarm(0.1)
-    with pytest.raises(TimeoutError, match="the user's"):
-        host.__enter__()
+    host, receive = DataHost(), MessageSocket.receive
+
+    def receive_until_alarm(sock, timeout_s):
+        if timeout_s:
+            alarm(0.1)  # not before: to start the process may take longer
+        return receive(sock, timeout_s)
+
+    def next_until_alarm(batches):
+        alarm(1.0)
+        return next(batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MessageSocket, "receive", receive_until_alarm)
+        with pytest.raises(TimeoutError, match="the user's"):
+            host.__enter__()
     assert host._process.returncode == -signal.SIGKILL
     with DataHost(workers=1) as host, remote([host.address], Data(make_slow)) as module:
         batches = iter(module.train_dataloader())
-        alarm(1.0)
         with pytest.raises(TimeoutError, match="the user's"):
-            next(batches)
+            next_until_alarm(batches)

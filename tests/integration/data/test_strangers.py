@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sm.data.ipc.host_messages import KillWorker, NewWorker, Serve
+from lightning_sm.data.ipc.host_messages import NewWorker, Serve
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.ipc.ring import Ring
@@ -28,8 +28,10 @@ from tests.quick_processes import python_path
 pytestmark = pytest.mark.processes
 
 OWN, STRANGER = "127.0.0.1", "127.0.0.66"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 FLOOD_S = 4.0
+# An attack that reaches the trainers' share costs them 4 s and more, also on a quiet machine.
+LONG_S = 3.0
 MIB = 1 << 20
 
 
@@ -41,12 +43,8 @@ class Server:
     """
 
     def __init__(self, num_descriptors=None):
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if num_descriptors is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors // 2, limits[1]))
         self.process, self.main = start_module("lightning_sm.data.server.process")
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        if num_descriptors is not None:
+        if num_descriptors is not None:  # it raises its limit when it is told to serve
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_descriptors // 2, num_descriptors))
         self.main.send(Serve(HostSettings("127.0.0.1:0", 2, MIB, None, None, "algo-9", credentials())))
         self.address = self.main.receive(TIMEOUT_S).address
@@ -73,18 +71,22 @@ class Server:
         ours, theirs = socket.socketpair()
         with theirs:
             fds = (theirs.fileno(), ring.fd)
-            self.main.send(NewWorker(number, 0, "1/fit/train/0", ["1/fit/train/0"], 2, ring.slot_bytes, fds))
+            self.main.send(NewWorker(number, 0, "1/fit/train/0", 2, ring.slot_bytes, fds))
         ring.close()
         return ours
 
 
 def worst_answer_s(address, seconds):
-    """Return how long a trainer waited for the slowest of its answers; each of its calls must be answered."""
-    ends, worst = time.monotonic() + seconds, 0.0
+    """Return how long a new trainer waited for the slowest of its answers; each of its calls must be answered."""
     with FakeTrainer(address) as trainer:
-        while (began := time.monotonic()) < ends:
-            trainer.call("Status")
-            worst = max(worst, time.monotonic() - began)
+        return _worst_answer_s(trainer, seconds)
+
+
+def _worst_answer_s(trainer, seconds):
+    ends, worst = time.monotonic() + seconds, 0.0
+    while (began := time.monotonic()) < ends:
+        trainer.call("Status")
+        worst = max(worst, time.monotonic() - began)
     return worst
 
 
@@ -105,9 +107,9 @@ def flood(how, address, source):
 def test_a_flood_from_an_address_that_is_not_trusted_does_not_reach_grpc(how):
     """Trainers are answered as if nothing happened, and the server takes no memory."""
     with Server() as server, flood(how, server.address, STRANGER):
-        assert worst_answer_s(server.address, 1.0) < 1.0
+        assert worst_answer_s(server.address, 1.0) < LONG_S
         before = server.memory()
-        assert worst_answer_s(server.address, FLOOD_S) < 1.0
+        assert worst_answer_s(server.address, FLOOD_S) < LONG_S
         assert server.memory() - before < 8 * MIB
 
 
@@ -116,7 +118,7 @@ def test_a_flood_of_calls_without_the_token_from_a_trusted_address_leaves_traine
     """Streams of one connection take turns: no trainer is refused, or waits for seconds, and memory is bounded."""
     with Server() as server, flood(how, server.address, OWN):
         before = server.memory()
-        assert worst_answer_s(server.address, FLOOD_S) < 1.5
+        assert worst_answer_s(server.address, FLOOD_S) < LONG_S
         assert server.memory() - before < 100 * MIB
 
 
@@ -139,19 +141,23 @@ def test_silent_connections_leave_descriptors_for_workers():
         finally:
             for sock in [*made, *workers]:
                 sock.close()
-        assert worst_answer_s(server.address, 1.0) < 1.0
+        # The server may not have noticed yet that they are gone.
+        with FakeTrainer(server.address) as trainer:
+            trainer.wait_until_served()
+            assert _worst_answer_s(trainer, 1.0) < LONG_S
         assert server.process.poll() is None
 
 
-def test_a_worker_whose_descriptors_were_lost_is_replaced():
-    """The server has no descriptor left: it asks for another worker, and lives."""
+def test_a_worker_whose_descriptors_were_lost_exits():
+    """The server has no descriptor left: the worker sees its connection closed, and the server lives."""
     with Server(num_descriptors=256) as server:
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (server.num_descriptors() + 1, 256))
-        with server.add_worker(7):
-            assert server.main.receive(TIMEOUT_S) == KillWorker(7)
+        with server.add_worker(7) as worker:
+            worker.settimeout(TIMEOUT_S)
+            assert not worker.recv(1)
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (256, 256))
         with server.add_worker(8):
-            assert worst_answer_s(server.address, 0.5) < 1.0
+            assert worst_answer_s(server.address, 0.5) < LONG_S
 
 
 def test_a_refused_address_is_told_so():
@@ -177,6 +183,6 @@ def test_only_a_trusted_machine_may_send_a_snapshot():
     settings = HostSettings("127.0.0.1:0", 2, MIB, None, None, "algo-9", credentials())
     ours, theirs = map(MessageSocket, socket.socketpair())
     with pytest.raises(PermissionError, match=r"PERMISSION_DENIED.*data host algo-9 does not trust 203\.0\.113\.9"):
-        ServerProcess(ours, settings)._load(unread(), Caller())
+        ServerProcess(ours, settings, [])._load(unread(), Caller())
     ours.close()
     theirs.close()

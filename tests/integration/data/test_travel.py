@@ -17,7 +17,7 @@ BY_A_GLOBAL = str(SCRIPTS / "train_by_a_global.py")
 WAYS = (
     *("new DataModules", "attributes between fits", "two classes", "levels", "epochs", "guarded setup"),
     *("classes of the script", "from_datasets", "bare loaders", "own loaders", "both", "switched off", "resumed"),
-    "epochs of the model",
+    *("epochs of the model", "by the CLI", "after a DataModule"),
 )
 
 

@@ -23,7 +23,7 @@ from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 # Little enough that heartbeats do not queue up behind batches.
 _SOCKET_BYTES = 1 << 16
 
@@ -34,13 +34,14 @@ def test_slow_transforms_are_told_from_a_slow_network(pool, tmp_path, caplog):
     Before, the time since the host was started counted, and the advice was to look at the network.
     """
     caplog.set_level(logging.INFO, "lightning_sm")
-    slow = Data(lambda: DataLoader(Augmented(16, delay_s=0.15), batch_size=1), list)
+    # So slow that what a busy machine needs between two samples does not count.
+    slow = Data(lambda: DataLoader(Augmented(8, delay_s=0.5), batch_size=1), list)
     trainer = quiet_trainer(tmp_path, max_epochs=1)
     trainer.fit(Indices(), datamodule=RemoteDataModule(slow, [pool.hosts[0].address]))
     (line,) = [message for message in caplog.messages if "data_wait=" in message]
     wait, text = re.match(r"epoch=1/1 data_wait=([\d.]+)% \| Training waits \d+% of the time (.*)", line).groups()
     assert float(wait) > 50
-    assert re.match(r"for the transforms: the only worker of the data hosts is busy (9\d|100)% of the time", text)
+    assert re.match(r"for the transforms: the only worker of the data hosts is busy ([89]\d|100)% of the time", text)
 
 
 class Indices(Recorder):
@@ -144,7 +145,7 @@ def lines_of(log, situation):
         (
             "slow transforms",
             r" \| .* of the time for the transforms: the 2 workers of the data hosts are busy ([89]\d|100)% of the time"
-            r", with [34]\d\d ms for a batch\. At most \S+ times as many, [4-9] workers, would remove the wait .*",
+            r", with [34]\d\d ms for a batch\. Make the transforms cheaper, or use more workers .*",
         ),
         ("slow network", r" \| .* of the time for the network: .* is transfer from the data host \(2 MB a batch, .*"),
         (

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_sm.errors import DataHostMismatchError
-from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.cluster import Host, remote, running, until_up
 from tests.integration.data.datasets import HOST_VARIABLE, Augmented, Sharded, reference, stream_hash
 from tests.integration.emulators import until
 
@@ -80,8 +80,8 @@ def by_worker(index):
 
 
 def text_by_host(index):
-    """Text that is other on host b, for one sample only."""
-    return f"{index} on b" if host_name() == "b" and index == 5 else str(index)
+    """Text that is other on host b, for one sample of each batch."""
+    return f"{index} on b" if host_name() == "b" and index % BATCH_SIZE == 1 else str(index)
 
 
 class LosesFiles(Labeled):
@@ -116,7 +116,7 @@ def passes(hosts, *, num=3, **settings):
     """Take passes over a loader, and return the batches that each has."""
     with remote(hosts, **settings) as module:
         batches = [list(module.train_dataloader())]
-        until(lambda: {host.state for host in snapshot(module)} == {"up"}, "all data hosts to open the loader", 60.0)
+        until_up(module)
         return batches + [list(module.train_dataloader()) for _ in range(num - 1)]
 
 
@@ -139,7 +139,7 @@ HOST = r"data host 127\.0\.0\.1:\d+"
         (
             labeled(text_by_host),
             1,
-            r'batch\["label"\]\[1\] is .*\(batch 1 of train_dataloader\(\), sample with index 5\)',
+            r'batch\["label"\]\[1\] is .*\(batch \d+ of train_dataloader\(\), sample with index \d+\)',
         ),
         (loader(Stream), 0, rf"batch.* on {HOST}, but .* on {HOST} \(first batch of shard \d+ of train_dataloader"),
     ],
@@ -239,7 +239,7 @@ def test_a_host_that_is_lost_while_it_checks_has_no_effect(number):
     make = lambda: DataLoader(Augmented(LENGTH, 0.005), batch_size=BATCH_SIZE, shuffle=True)  # noqa: E731
     hosts = [Host(name, make) for name in "ab"]
     with running(*hosts), remote(hosts, verify_share=1.0) as module:
-        until(lambda: {host.state for host in snapshot(module)} == {"up"}, "both hosts are up", 60.0)
+        until_up(module)
         batches = []
         for batch in module.train_dataloader():
             batches.append({name: value.clone() if torch.is_tensor(value) else value for name, value in batch.items()})

@@ -179,7 +179,7 @@ def test_a_forked_worker_that_hangs_shows_where(capfd):
     """After half a minute, the data host logs its stack and what to do, and the trainer's error has the line."""
     with (
         DataHost(workers=1) as host,
-        remote([host.address], Data(lambda: loader(Squares, "fork")), batch_timeout_s=42.0) as module,
+        remote([host.address], Data(lambda: loader(Squares, "fork")), batch_timeout_s=45.0) as module,
         pytest.raises(DataTimeoutError) as caught,
     ):
         list(module.train_dataloader())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -58,6 +59,15 @@ def test_nothing_is_loaded_from_the_network(site):
         for file in [*site.rglob("*.html"), *site.rglob("*.css")]
     }
     assert {name: links for name, links in found.items() if links} == {}
+
+
+def test_the_search_finds_pages_by_their_search_words(site):
+    """A word in the comment of a page is an entry of the index, which the search ranks first, and leads there."""
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(index[index.index("(") + 1 : index.rindex(")")])
+    pages = {index["docnames"][number] for number, *_ in index["indexentries"]["spot interruption"]}
+    assert pages == {"docs/lifecycle"}
+    assert "search: " not in (site / "docs" / "lifecycle.html").read_text(encoding="utf-8")
 
 
 def test_the_search_finds_a_generated_word(site):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import pytest
 
 from tests.integration.docs.pages import DOCS, commands, examples, language
 
-pytestmark = [pytest.mark.proof, pytest.mark.processes, pytest.mark.sdk2]
+pytestmark = [pytest.mark.proof, pytest.mark.processes]
 
 BLOCKS = examples(DOCS / "tutorial.md")
 COMMANDS = [command for one in BLOCKS if language(one) == "bash" for command in commands(one.parsed)]
@@ -80,8 +79,6 @@ def test_a_data_host_builds_the_batches(folder):
 
 def test_the_job_file_makes_a_request(folder):
     """The dry run sends nothing and prints the request of a heterogeneous job with the reader's code."""
-    if importlib.util.find_spec("sagemaker") is None:
-        pytest.skip("needs version 2 of the SageMaker SDK (extra launch)")
     request = json.loads(run(the("submit", "--dry-run"), folder, AWS_DEFAULT_REGION="eu-west-1")[0])
     groups = {group["InstanceGroupName"] for group in request["ResourceConfig"]["InstanceGroups"]}
     assert groups == {"trainer", "data"}

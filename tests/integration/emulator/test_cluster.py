@@ -8,7 +8,8 @@ import socket
 
 import pytest
 
-from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster
+from lightning_sm.emulator.cluster import LocalCluster
+from lightning_sm.emulator.spec import ClusterSpec
 from lightning_sm.errors import PortInUseError, TopologyError
 from lightning_sm.job.emulated_service import GroupSpec
 from lightning_sm.job.facts import SageMakerJob
@@ -16,8 +17,12 @@ from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import JOB_SECRET
 
 
+def _job(host):
+    return SageMakerJob.from_environment(host.env, base_dir=host.folder)
+
+
 def _groups(cluster):
-    job = SageMakerJob.from_environment(cluster.hosts[0].env)
+    job = _job(cluster.hosts[0])
     return [(group.name, group.hosts) for group in job.groups]
 
 
@@ -39,20 +44,20 @@ def test_another_attempt_is_another_draw(tmp_path):
     drawn = []
     for _ in range(2):
         with LocalCluster(spec, tmp_path) as cluster:
-            first, name, folder = _groups(cluster), cluster.name, cluster.hosts[0].base_dir
-            port = Topology.from_job(SageMakerJob.from_environment(cluster.hosts[0].env)).main_port
+            first, name, folder = _groups(cluster), cluster.name, cluster.hosts[0].folder
+            port = Topology.from_job(_job(cluster.hosts[0])).main_port
             (folder / "model" / "left").touch()
-            (cluster.checkpoint_dir / "last").touch()
+            (cluster.bucket / "last").touch()
             cluster.next_attempt()
             second = _groups(cluster)
             cluster.next_attempt()
-            jobs = [SageMakerJob.from_environment(host.env) for host in cluster.hosts]
+            jobs = [_job(host) for host in cluster.hosts]
             drawn.append([first, second, _groups(cluster)])
             assert {Topology.from_job(job).main_port for job in jobs} == {port}
-            assert (cluster.name, cluster.hosts[0].base_dir) == (name, folder)
+            assert (cluster.name, cluster.hosts[0].folder) == (name, folder)
             assert not (folder / "model" / "left").exists()
-            assert {job.checkpoint_dir for job in jobs} == {cluster.checkpoint_dir}
-            assert (cluster.checkpoint_dir / "last").exists()
+            assert len({job.checkpoint_dir for job in jobs}) == 1
+            assert all((host.checkpoint_dir / "last").exists() for host in cluster.hosts)
             assert all(Topology.from_job(job).role is host.role for job, host in zip(jobs, cluster.hosts, strict=True))
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[0][1] != drawn[0][2]
@@ -63,7 +68,7 @@ def test_resource_config_is_the_services(tmp_path):
     """resourceconfig.json has exactly the service's keys, and hosts sorted as text."""
     with LocalCluster(ClusterSpec([GroupSpec("gpu", 10, "ml.g5.xlarge"), GroupSpec("data", 1)]), tmp_path) as cluster:
         for host in cluster.hosts:
-            config = json.loads((host.base_dir / "input" / "config" / "resourceconfig.json").read_text())
+            config = json.loads((host.folder / "input" / "config" / "resourceconfig.json").read_text())
             assert sorted(config) == [
                 "current_group_name",
                 "current_host",
@@ -81,7 +86,7 @@ def test_resource_config_is_the_services(tmp_path):
 def test_all_hosts_agree_on_a_free_port_and_have_addresses(tmp_path):
     """Every host derives the same topology; its port is free, and each host has an address of its own."""
     with LocalCluster(ClusterSpec([GroupSpec("trainer", 3)], devices=2), tmp_path) as cluster:
-        jobs = [SageMakerJob.from_environment(host.env) for host in cluster.hosts]
+        jobs = [_job(host) for host in cluster.hosts]
         (port,) = {Topology.from_job(job).main_port for job in jobs}
         assert len(set(jobs[0].addresses.values())) == 3
         assert jobs[0].devices == 2
@@ -101,12 +106,12 @@ def test_stated_port_that_is_taken_is_refused(tmp_path):
 def test_stated_port_of_another_emulated_job_is_refused(tmp_path):
     """A port belongs to a job from its start to its end, also while none of its hosts listens."""
     with LocalCluster(ClusterSpec(), tmp_path) as other:
-        port = Topology.from_job(SageMakerJob.from_environment(other.hosts[0].env)).main_port
+        port = Topology.from_job(_job(other.hosts[0])).main_port
         spec = ClusterSpec(environment={"LIGHTNING_SM_MAIN_PORT": str(port)})
         with pytest.raises(PortInUseError, match=f"Port {port} belongs to another job"):
             LocalCluster(spec, tmp_path)
     with LocalCluster(spec, tmp_path) as cluster:
-        assert Topology.from_job(SageMakerJob.from_environment(cluster.hosts[0].env)).main_port == port
+        assert Topology.from_job(_job(cluster.hosts[0])).main_port == port
 
 
 def test_hosts_of_a_job_share_a_secret_that_no_other_job_has(tmp_path, monkeypatch):

@@ -32,12 +32,13 @@ def test_killed_training_process_is_reported_by_its_launcher(jobs, work):
     )
 
 
-def test_killed_local_rank(jobs, work):
-    """The named local rank is killed, and neither its worker nor local rank 0."""
-    options = ["--devices", "2", "--fault", "kill-rank:algo-1/1@step=1"]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_local_rank(jobs, work, rank):
+    """The named local rank is killed, and neither its worker, nor the process that started it, nor the other rank."""
+    options = ["--devices", "2", "--fault", f"kill-rank:algo-1/{rank}@step=1"]
     ended = run_faulty(jobs, work, *options, mode="local_ranks")
-    assert "algo-1 | local rank 1 ended with -9" in ended.stdout
-    assert ended.returncode == 7
+    assert f"rank {rank} was killed by SIGKILL. Ending the other ranks of this host." in ended.stdout
+    assert ended.returncode == 137
 
 
 def test_killed_launcher_leaves_its_script(jobs, work):
@@ -54,11 +55,11 @@ def test_killed_launcher_leaves_its_script(jobs, work):
 
 def test_hanging_host_resumes_after_its_time(jobs, work):
     """All processes of the host stop, including the launcher, and resume together."""
-    options = ["--group", "trainer=2", "--fault", "hang:algo-2,for=1@step=1"]
+    options = ["--group", "trainer=2", "--fault", "hang:algo-2,for=3@step=1"]
     ended = run_faulty(jobs, work, *options, mode="watch_hang")
     assert ended.returncode == 0, ended.stdout
     lines = [line for line in ended.stdout.splitlines() if "stopped" in line or line.startswith(("Fault", "Host"))]
-    assert lines[0].startswith("Fault hang:algo-2,for=1@step=1: algo-2 at step 1")
+    assert lines[0].startswith("Fault hang:algo-2,for=3@step=1: algo-2 at step 1")
     assert sorted(lines[1:]) == ["Host algo-2 resumed.", "algo-1 | all stopped", "algo-1 | none stopped"]
 
 
@@ -96,7 +97,7 @@ def test_host_may_be_late(jobs, work):
     ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "late:algo-2=1.5", mode="started")
     started = {host: float(at) for host, at in said_after(ended.stdout, "started")}
     assert ended.returncode == 0
-    assert 1.3 < started["algo-2"] - started["algo-1"] < 10
+    assert 1.0 < started["algo-2"] - started["algo-1"] < 60  # the first one may be late, too
 
 
 def test_slow_names_reach_all_hosts(jobs, work):

@@ -8,14 +8,15 @@ import time
 
 import pytest
 
-from tests.integration.emulators import processes_of
+from lightning_sm.emulator.faults import HAPPENED, read_happened
+from tests.integration.emulators import local, processes_of
 from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faulty, said_after, started_faulty
 
 
 def test_interrupted_job_resumes_from_its_checkpoint(jobs, work):
     """The second attempt has the job's name, port and checkpoints, and nothing else of the first."""
     options = ["--group", "trainer=2", "--group", "data=1", "--fault", "interrupt@step=8"]
-    ended = run_faulty(jobs, work, *options)
+    ended = run_faulty(jobs, work, *options, held=[19])
     assert ended.returncode == 0, ended.stdout
     first, second = ended.stdout.split("Attempt 2 of 2\n")
     starts = [[text.split(maxsplit=3) for _, text in said_after(output, "starts")] for output in (first, second)]
@@ -24,7 +25,8 @@ def test_interrupted_job_resumes_from_its_checkpoint(jobs, work):
     assert all(8 <= int(hosts[0]) < 20 for hosts in starts[1])
     ((name, _port),) = {(hosts[1], hosts[2]) for hosts in starts[0] + starts[1]}
     assert {hosts[3] for hosts in starts[0] + starts[1]} == {"[]"}
-    assert first.startswith(f"Checkpoint folder of all attempts: {jobs / name / 'checkpoints'}\nAttempt 1 of 2\n")
+    bucket = jobs / name / "checkpoints"
+    assert first.startswith(f"Folder that stands for the checkpoints' address in S3: {bucket}\nAttempt 1 of 2\n")
     assert (jobs / name / "checkpoints" / "step").read_text() == "20"
     assert (jobs / name / "attempt-1" / "algo-1" / "left").exists()
     assert "told" not in second
@@ -48,16 +50,16 @@ def test_a_host_that_still_saves_is_left_alone_when_another_has_left(jobs, work)
 def test_folders_of_all_attempts_are_discarded(jobs, work):
     """With --discard, checkpoints in the job's folder are, too; a named checkpoint folder stays."""
     options = ["--discard", "--fault", "restart@step=8"]
-    assert run_faulty(jobs, work, *options).returncode == 0
+    assert run_faulty(jobs, work, *options, held=[19]).returncode == 0
     assert not jobs.exists()
-    assert run_faulty(jobs, work, *options, "--checkpoints", "kept").returncode == 0
+    assert run_faulty(jobs, work, *options, "--checkpoints", "kept", held=[19]).returncode == 0
     assert not jobs.exists()
     assert (work / "kept" / "step").read_text() == "20"
 
 
 def test_restart_kills_all_without_a_word(jobs, work):
     """After a hardware failure the hosts were not told, and the next attempt begins."""
-    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "restart@epoch=2")
+    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "restart@epoch=2", held=[19])
     assert ended.returncode == 0
     assert "told" not in ended.stdout
     assert [row(ended.stdout, f"algo-{host}", 1)[2] for host in (1, 2)] == ["137", "137"]
@@ -65,14 +67,38 @@ def test_restart_kills_all_without_a_word(jobs, work):
     assert re.search(r"^Fault restart@epoch=2: algo-1, algo-2 at step 1\d, epoch 2, ", ended.stdout, re.M)
 
 
+@pytest.mark.parametrize("kind", ["kill", "kill-launcher"])
+def test_a_job_that_lost_a_host_starts_again_as_often_as_it_may_be_retried(jobs, work, kind):
+    """With the checkpoints of the attempt that failed; another loss ends it, with the reason."""
+    losses = ["--fault", f"{kind}:trainer-1@step=5", "--fault", f"{kind}:trainer-2@epoch=2"]
+    ended = run_faulty(jobs, work, "--group", "trainer=2", *losses[:2], "--retries", "1", held=[19])
+    assert ended.returncode == 0, ended.stdout
+    assert "Retry 1 of 1: the job failed after the fault." in ended.stdout
+    assert "Attempt 2 of 2" in ended.stdout
+    (happened,) = jobs.glob(f"*/{HAPPENED}")
+    assert read_happened(happened.read_text())[losses[1]].step >= 5
+    ended = run_faulty(jobs, work, "--group", "trainer=2", *losses, "--retries", "1", held=[9, 19])
+    assert ended.returncode == 137, ended.stdout
+    assert ended.stdout.count("Retry ") == 1
+    assert "The job failed:\n" in ended.stdout
+
+
+def test_a_job_that_fails_by_itself_is_not_retried(jobs, work):
+    """Retries are for the loss of a host."""
+    (work / "fail.py").write_text("raise SystemExit(3)\n")
+    ended = local(jobs, work, "--retries", "3", "--", "fail.py")
+    assert ended.returncode == 3, ended.stdout
+    assert "Retry" not in ended.stdout
+
+
 def test_interruption_of_one_host(jobs, work):
     """Only that host is told; the others are killed when the time is over."""
-    options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=5", "--grace-s", "0.5", "--max-attempts", "1"]
+    options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=5", "--grace-s", "3", "--max-attempts", "1"]
     ended = run_faulty(jobs, work, *options, mode="deaf")
     assert ended.returncode == 137
     assert [host for host, _ in said_after(ended.stdout, "told")] == ["algo-2"]
     for host, num_columns in (("algo-1", 4), ("algo-2", 5)):
-        assert f"Killing host {host}: the grace period of 0.5 s is over." in ended.stdout
+        assert f"Killing host {host}: the grace period of 3 s is over." in ended.stdout
         assert len(row(ended.stdout, host)) == num_columns
     assert "Attempt" not in ended.stdout
 
@@ -101,20 +127,20 @@ def test_signal_before_the_launcher_listens_is_lost(jobs, work):
 @pytest.mark.parametrize("kind", ["interrupt", "stop"])
 def test_skewed_signals(jobs, work, kind):
     """SIGTERM reaches the hosts the given seconds apart, in an order that repeats with the seed."""
-    options = ["--group", "trainer=3", "--fault", f"{kind}@step=5,skew=0.4", "--grace-s", "1", "--max-attempts", "1"]
+    options = ["--group", "trainer=3", "--fault", f"{kind}@step=5,skew=1", "--max-attempts", "1"]
     orders = []
     for _ in range(2):
-        ended = run_faulty(jobs, work, *options, mode="deaf")
+        ended = run_faulty(jobs, work, *options, mode="leave_together")
         told = sorted((float(at), host) for host, at in said_after(ended.stdout, "told"))
         assert len(told) == 3
-        assert told[2][0] - told[0][0] > 0.6
+        assert told[2][0] - told[0][0] > 1.0  # at best 2 s: each may hear of it late
         orders.append([host for _, host in told])
     assert orders[0] == orders[1]
 
 
 def test_stopped_job_has_no_other_attempt(jobs, work):
     """After StopTrainingJob the exit code is what the hosts made of SIGTERM."""
-    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "stop@step=5", "--max-attempts", "2")
+    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "stop@step=5", "--max-attempts", "2", held=[19])
     assert ended.returncode == 143
     assert "Attempt 2" not in ended.stdout
     assert "Killing host" not in ended.stdout
@@ -124,7 +150,7 @@ def test_stopped_job_has_no_other_attempt(jobs, work):
 
 def test_interruption_without_another_attempt(jobs, work):
     """With --max-attempts 1 the job ends with the interruption."""
-    ended = run_faulty(jobs, work, "--fault", "interrupt@step=5", "--max-attempts", "1")
+    ended = run_faulty(jobs, work, "--fault", "interrupt@step=5", "--max-attempts", "1", held=[19])
     assert ended.returncode == 143
     assert "Attempt" not in ended.stdout
 
@@ -132,7 +158,7 @@ def test_interruption_without_another_attempt(jobs, work):
 def test_each_fault_happens_in_one_attempt(jobs, work):
     """Two interruptions at the same step are one in each of two attempts; the third attempt succeeds."""
     fault = ["--fault", "interrupt@step=5"]
-    ended = run_faulty(jobs, work, *fault, *fault)
+    ended = run_faulty(jobs, work, *fault, *fault, held=[9, 19])
     assert ended.returncode == 0
     assert ended.stdout.count("Fault interrupt@step=5: algo-1 at ") == 2
     assert [row(ended.stdout, "algo-1", attempt)[2] for attempt in (1, 2, 3)] == ["143", "143", "0"]
@@ -153,6 +179,6 @@ def test_ctrl_c_during_an_interruption_ends_the_job(jobs, work):
         asked = time.monotonic()
         emulator.send_signal(signal.SIGINT)
         assert emulator.wait(TIMEOUT_S) == 130
-        assert time.monotonic() - asked < 15
+        assert time.monotonic() - asked < 60
         assert not processes_of(jobs)
         assert "Attempt 2" not in emulator.stdout.read()

@@ -122,7 +122,7 @@ def test_old_runs_can_be_removed_and_do_not_pile_up(tmp_path, work):
     }
     ended = subprocess.run([*lightning_sm, "train.py"], check=True, **settings)
     removed, *lines = ended.stdout.splitlines()
-    assert re.fullmatch(rf"Removed 3 runs \(0\.\d MB\) from {base_dir}, which keeps the newest 20\.", removed)
+    assert re.fullmatch(rf"Removed 3 runs \([\d.]+ kB\) from {base_dir}, which keeps the newest 20\.", removed)
     assert lines[-1].startswith("No host has written a model")
     assert len(list(base_dir.iterdir())) == 20
     assert not (base_dir / "local-20200101-100002-a0b1").exists()
@@ -132,7 +132,7 @@ def test_old_runs_can_be_removed_and_do_not_pile_up(tmp_path, work):
         until(lambda: processes_of(base_dir), "a run is in progress", 30)
         (running,) = (path.name for path in set(base_dir.iterdir()) - ended_runs)
         ended = subprocess.run([*lightning_sm, "--clean"], check=True, **settings)
-        assert re.fullmatch(rf"Removed 20 runs \(0\.\d MB\) from {base_dir}\.", ended.stdout.splitlines()[0])
+        assert re.fullmatch(rf"Removed 20 runs \([\d.]+ kB\) from {base_dir}\.", ended.stdout.splitlines()[0])
         assert ended.stdout.splitlines()[1:] == [f"Runs in progress were kept: {running}."]
         assert process.poll() is None
     assert [path.name for path in base_dir.iterdir()] == [running]
@@ -153,7 +153,9 @@ def test_output_that_is_not_text_passes(jobs, work):
 
 def test_stray_variables_do_not_reach_the_hosts(jobs, work):
     """What other launchers and jobs left in the shell is gone; the user's own variables and --env are there."""
-    (work / "train.py").write_text("import json, os\nprint('env', json.dumps(dict(os.environ)))")
+    (work / "train.py").write_text(
+        "import json, os\nos.write(1, b'env ' + json.dumps(dict(os.environ)).encode() + b'\\n')"
+    )
     stray = {
         "SM_MASTER_ADDR": "x",
         "NODE_RANK": "3",
@@ -177,9 +179,10 @@ def test_stray_variables_do_not_reach_the_hosts(jobs, work):
         MINE="1",
         OMP_NUM_THREADS="5",
     )
-    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("algo-1 | env ")]
+    line, _ = [line for line in ended.stdout.splitlines() if line.startswith("algo-1 | env ")]
     env = json.loads(line.removeprefix("algo-1 | env "))
-    assert not env.keys() & (stray.keys() | others.keys())
+    left = {name: env[name] for name in stray | others if name in env}
+    assert left == {"MASTER_ADDR": "127.0.0.2", "NODE_RANK": "0", "WORLD_SIZE": "2"}
     assert (env["MINE"], env["MODE"], env["LIGHTNING_SM_DEVICES"], env["OMP_NUM_THREADS"]) == ("1", "fast", "2", "5")
     assert env["CUDA_VISIBLE_DEVICES"] == ""
     assert env["SM_HOSTS"] == '["algo-1"]'
@@ -192,10 +195,10 @@ def test_stray_variables_do_not_reach_the_hosts(jobs, work):
     ("name", "text"), [("h.json", '{"a": {"b": 1}, "c": "x y"}'), ("h.yaml", "a: {b: 1}\nc: x y\n")]
 )
 def test_hyperparameters_channels_and_checkpoints(jobs, work, tmp_path, name, text):
-    """Hosts find hyperparameters, channels and the shared checkpoint folder where the service puts them."""
+    """Hosts find hyperparameters, channels and checkpoints where the service puts them, and the latter are uploaded."""
     (work / name).write_text(text)
     (work / "train.py").write_text(
-        SCRIPT_START + "import json, sys\nopen('checkpoints/' + host, 'w').close()\n"
+        SCRIPT_START + "import json, sys\nopen(base + '/checkpoints/' + host, 'w').close()\n"
         "print('argv', sys.argv[1:])\nprint('data', open(base + '/input/data/training/f.txt').read())\n"
         "print('checkpoints', json.load(open(base + '/input/config/checkpointconfig.json')))\n"
     )
@@ -207,6 +210,7 @@ def test_hyperparameters_channels_and_checkpoints(jobs, work, tmp_path, name, te
     assert ended.returncode == 0
     assert """algo-1 | argv ['fit', '--a={"b": 1}', '--c=x y']""" in ended.stdout
     assert "algo-2 | data found" in ended.stdout
-    assert f"algo-1 | checkpoints {{'LocalPath': '{folder}', 'S3Uri': 'file://{folder}'}}" in ended.stdout
+    local_path = job_dir(jobs) / "ml" / "checkpoints"
+    assert f"algo-1 | checkpoints {{'LocalPath': '{local_path}', 'S3Uri': 'file://{folder}'}}" in ended.stdout
     assert sorted(path.name for path in folder.iterdir()) == ["algo-1", "algo-2", "lightning-sm-record"]
     assert (tmp_path / "d" / "f.txt").exists()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_sm.emulator.agent import UploadAgent, download
 from lightning_sm.job.uploads import is_uploaded
-from tests.integration.emulators import job_dir, until
+from tests.integration.emulators import SCRIPT_START, job_dir, local, until
 from tests.integration.faulty_jobs import row, run_faulty, said_after
 
-_TIMEOUT_S = 20
+_TIMEOUT_S = 60
 
 
 @pytest.fixture
@@ -56,17 +58,29 @@ def names(path):
     return sorted(name for name in found if not name.startswith("lightning-sm-record"))
 
 
-def test_a_file_is_marked_while_it_is_uploaded_and_afterwards(folder, bucket, start):
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of all agents, in seconds, as the only item of a list."""
+    now = [0.0]
+    monkeypatch.setattr("lightning_sm.emulator.agent.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_a_file_is_marked_while_it_is_uploaded_and_afterwards(folder, bucket, clock, start):
     """As .sagemaker-uploading, and as .sagemaker-uploaded once S3 has all of it; a new content is uploaded again."""
-    start(0.3)
+    start(5)
     (folder / "a").write_text("first")
     wait((folder / "a.sagemaker-uploading").exists, "the upload begins")
     assert not is_uploaded(folder / "a")
+    assert names(bucket) == ["old"]
+    clock[0] = 5.0
     wait(lambda: is_uploaded(folder / "a"), "the upload ends")
     assert (bucket / "a").read_text() == "first"
     wait(lambda: not (folder / "a.sagemaker-uploading").exists(), "the first marker is gone")
     (folder / "b.sagemaker-ignore").write_text("second")
     (folder / "b.sagemaker-ignore").replace(folder / "a")
+    wait((folder / "a.sagemaker-uploading").exists, "its upload begins")
+    clock[0] = 10.0
     wait(lambda: (bucket / "a").read_text() == "second", "the new content is uploaded")
     wait(lambda: is_uploaded(folder / "a"), "and marked")
     assert names(bucket) == ["a", "old"]
@@ -122,29 +136,50 @@ def test_an_agent_that_cannot_write_says_why(folder, bucket, start):
 
 def test_the_next_attempt_begins_with_what_was_uploaded(jobs, work):
     """Each host has a folder of its own; what was written at the last moment is lost, and the job says so."""
-    options = ["--group", "trainer=2", "--upload-delay", "1", "--fault", "interrupt@step=1"]
+    options = ["--group", "trainer=2", "--upload-delay", "3", "--fault", "interrupt@step=1"]
     ended = run_faulty(jobs, work, *options, mode="upload")
     assert ended.returncode == 0, ended.stdout
-    assert sorted(said_after(ended.stdout, "folder")) == [
-        (host, f"{host}/checkpoints") for host in ("algo-1", "algo-2")
-    ]
+    assert sorted(said_after(ended.stdout, "folder")) == [(host, "ml/checkpoints") for host in ("algo-1", "algo-2")]
     kept = ["deep/shard", "early", "of-algo-1", "of-algo-2"]
     # All files are of the time of the download: the script had set one of them to 1970.
     everything = str([(name, True) for name in kept])
     assert sorted(said_after(ended.stdout, "found")) == [("algo-1", everything), ("algo-2", everything)]
-    assert f"Folder that stands for S3: {job_dir(jobs) / 'checkpoints'}" in ended.stdout
+    assert f"Folder that stands for the checkpoints' address in S3: {job_dir(jobs) / 'checkpoints'}" in ended.stdout
     for host in ("algo-1", "algo-2"):
         assert f"Not uploaded when {host} exited: lost." in ended.stdout
         assert row(ended.stdout, host, 1)[2] == "143"
     assert [name for name in names(job_dir(jobs) / "checkpoints") if name != "deep"] == kept
 
 
-def test_hosts_share_a_folder_without_the_option(jobs, work):
-    """No agent, no markers."""
-    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "restart@step=5")
+def test_everything_is_uploaded_when_a_host_ends_by_itself(jobs, work):
+    """Whatever an upload takes: the job is over."""
+    (work / "train.py").write_text(SCRIPT_START + "open(base + '/checkpoints/' + host, 'w').close()\n")
+    ended = local(jobs, work, "--group", "trainer=2", "--upload-delay", "60", "--", "train.py")
     assert ended.returncode == 0, ended.stdout
-    assert names(job_dir(jobs) / "checkpoints") == ["step"]
-    assert not list(jobs.rglob("*.sagemaker-*"))
+    assert names(job_dir(jobs) / "checkpoints") == ["algo-1", "algo-2"]
+    assert "Not uploaded" not in ended.stdout
+
+
+def test_hosts_see_no_files_of_each_other(jobs, work):
+    """All see their own folder at the same path, and memory of their own in /dev/shm; nothing else of the job."""
+    (work / "train.py").write_text(
+        SCRIPT_START + "import sys, time\n"
+        "mine = [base + '/checkpoints/mine', '/dev/shm/mine']\n"
+        "for name in mine:\n    assert not os.path.exists(name)\n    open(name, 'x').close()\n"
+        "open('made-' + host, 'x').close()\n"
+        f"deadline = time.monotonic() + {_TIMEOUT_S}\n"
+        "while not (os.path.exists('made-algo-1') and os.path.exists('made-algo-2')):\n"
+        "    assert time.monotonic() < deadline\n    time.sleep(0.01)\n"
+        "print('sees', base, os.listdir(os.path.dirname(base)))\n"
+        "try:\n    open(os.path.dirname(base) + '/x', 'x')\n"
+        "except OSError as error:\n    print('says', error.strerror)\n"
+    )
+    ended = local(jobs, work, "--group", "trainer=2", "--checkpoints", "ck", "--", "train.py")
+    assert ended.returncode == 0, ended.stdout
+    seen = f"{job_dir(jobs) / 'ml'} ['ml']"
+    assert sorted(said_after(ended.stdout, "sees")) == [("algo-1", seen), ("algo-2", seen)]
+    assert {text for _, text in said_after(ended.stdout, "says")} == {"Read-only file system"}
+    assert not os.path.exists("/dev/shm/mine")
 
 
 def test_a_host_that_was_not_interrupted_and_leaves_first_fails_the_job(jobs, work):
@@ -176,7 +211,7 @@ def test_hosts_leave_when_the_checkpoint_is_uploaded_and_the_stopped_one_first(j
     ended = run_faulty(jobs, work, *options, mode="save_and_leave")
     assert ended.returncode == 0, ended.stdout
     assert sorted(said_after(ended.stdout, "resumed")) == [("algo-1", "at step 1"), ("algo-2", "at step 1")]
-    assert re.search(r"^algo-1 \| lightning-sm: uploaded after [1-9]", ended.stdout, re.MULTILINE)
+    assert re.search(r"^algo-1 \| lightning-sm: uploaded after \d", ended.stdout, re.MULTILINE)
     other = {"algo-1": "algo-2", "algo-2": "algo-1"}[stopped]
     assert (
         f"{other} | lightning-sm: this host has saved its checkpoint, but has not been told to stop yet."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
+from lightning_sm.job.variables import HOST_FOLDER
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.quick_processes import python_path
 
@@ -29,6 +30,7 @@ STOPPED = r"The job was stopped or interrupted \(SIGTERM\)\. "
 PEER_LEFT = r"RuntimeError: .*by peer"  # the other rank met the failure first, and left
 # The other rank failed first, and SIGTERM of this host's launcher came while this rank was still ending for that.
 ENDED = r"killed by SIGTERM \(exit code 143\) .*\s.*RuntimeError: .*by peer"
+SAVED = "The training has saved its state and left"  # with the batches that it still had
 KILLED = r"killed by SIGKILL \(exit code 137\)"
 
 
@@ -170,6 +172,30 @@ MATRIX = [
         fails=("kill@59", "1"),
     ),
     Cell(
+        "SIGKILL of the second local rank",
+        "main trainer",
+        "mid-epoch",
+        main=(137,),
+        other=EITHER,
+        job=137,
+        first="main",
+        reason=KILLED + r" on trainer host algo-\d, rank 1;",
+        fails=("kill@10", "1"),
+        options=("--devices", "2"),
+    ),
+    Cell(
+        "sys.exit(9) of the second local rank",
+        "other trainer",
+        "mid-epoch",
+        main=EITHER,
+        other=(9,),
+        job=9,
+        first="other",
+        reason=r"exit code 9 on trainer host algo-\d, rank 3;",
+        fails=("sys.exit@10", "3"),
+        options=("--devices", "2"),
+    ),
+    Cell(
         "SIGKILL of the launcher",
         "main trainer",
         "second epoch",
@@ -264,7 +290,7 @@ MATRIX = [
         other=EITHER,
         data=(137,),
         job=137,
-        other_reasons=STOPPED + rf"(lightning_sm\.errors\.Data|{PEER_LEFT}|{ENDED})",
+        other_reasons=STOPPED + rf"(lightning_sm\.errors\.Data|{PEER_LEFT}|{ENDED}|{SAVED})",
         options=fault("kill:data-1", "step=10"),
         arguments=(*SHORT_TIMEOUTS, *FEW_AHEAD),
     ),
@@ -384,7 +410,7 @@ def left_of(folder):
     return [
         process.info["cmdline"]
         for process in processes
-        if str(folder) in (process.info["environ"] or {}).get("SAGEMAKER_BASE_DIR", "")
+        if str(folder) in (process.info["environ"] or {}).get(HOST_FOLDER.name, "")
     ]
 
 
@@ -459,14 +485,16 @@ def numbers_of(folder):
 @pytest.mark.proof
 @pytest.mark.processes
 def test_a_restart_changes_no_number(job_of):
-    """Killed in mid-epoch, a job restarts from its checkpoint and ends with the losses of one that was not killed."""
+    """Killed in mid-epoch, a job restarts from its last step and ends with the losses of one that was not killed."""
     undisturbed, code, output = job_of(MATRIX[0])
     assert code == 0, output
     (restarted,) = [cell for cell in MATRIX if cell.arguments == PERIODIC]
     killed, code, output = job_of(restarted)
     assert code == 0, output
     assert "Restart 1 of 1: all trainer hosts restart from the latest valid checkpoint." in output
-    assert re.search(r"Resuming from .*/epoch=1-step=\d+\.ckpt, the latest valid checkpoint of the job", output), output
+    saved = re.search(r"Rank 1 has saved step (4[4-6]) in (\S+), for a restart", output)
+    assert saved is not None, output
+    assert f"Resuming from {saved[2]}, the latest valid checkpoint of the job" in output
     assert len(re.findall(r"Data host algo-\d serves at", output)) == 1, output  # which was not restarted
     numbers = numbers_of(undisturbed)
     assert len({key for key in numbers if key[1] == "train"}) == 2 * 60

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import signal
+
 from tests.integration.emulators import job_dir, local, processes_of
+from tests.integration.launching import failure, started, train
 
 # The rank on the main host says nothing after its second step. All others do something that may take any time.
 _SCRIPT = """
-import os, time
+import time
 from pathlib import Path
 from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.facts import SageMakerJob
@@ -14,7 +18,6 @@ from lightning_sm.job.topology import Topology
 
 job = SageMakerJob.from_environment()
 topology = Topology.from_job(job)
-base = Path(os.environ["SAGEMAKER_BASE_DIR"])
 process = announce()
 
 def stuck_here():
@@ -24,9 +27,9 @@ if topology.role.value == "data":
     process.beat(phase=Phase.SERVING)
 elif topology.node_rank:
     process.beat(1, 2, 0, Phase.SAVING)
-(base / "ready").touch()
+Path(f"ready-{job.current_host}").touch()
 if topology.role.value == "trainer" and topology.node_rank == 0:
-    while len(list(base.parent.glob("*/ready"))) < 3:
+    while len(list(Path().glob("ready-*"))) < 3:
         time.sleep(0.01)
     process.beat(0, 1, 0, Phase.TRAINING)
     process.beat(0, 2, 0, Phase.TRAINING)
@@ -43,7 +46,61 @@ def test_all_hosts_save_their_stacks_when_one_hangs(jobs, work):
     reason = ended.stdout.rpartition("The job failed:\n")[2]
     assert reason.startswith("The training hangs: no progress on host algo-")
     assert "Last seen: rank 0 at step 2, training (" in reason
+    assert " s ago), in stuck_here (train.py:" in reason
+    # The others say in their logs where they wait.
+    said = r"^(algo-\d) \| .*last seen: .* s ago\), in stuck_here \(train\.py:"
+    assert len(set(re.findall(said, ended.stdout, re.MULTILINE))) == 2
     saved = sorted(job_dir(jobs).glob("algo-*/output/data/**/stacks-*.txt"))
     assert len(saved) == 3, ended.stdout
     assert all(" in stuck_here\n" in path.read_text() for path in saved)
     assert not processes_of(jobs)
+
+
+# As a rank in a collective call: it handles SIGUSR2 and SIGTERM, but never gets to it.
+_STUCK = """
+import signal, time
+from lightning_sm.job.control_folder import Phase, announce
+
+process = announce()
+signal.signal(signal.SIGUSR2, lambda *_: None)
+signal.signal(signal.SIGTERM, lambda *_: None)
+process.beat(0, 7, 0, Phase.TRAINING)
+print("ready", flush=True)
+
+def stuck_here():
+    while True:
+        time.sleep(60)
+
+stuck_here()
+"""
+
+
+def test_a_rank_that_hangs_when_the_job_is_stopped_leaves_its_stacks(base, work):
+    """Before SIGKILL; the host is interrupted (143), and its reason says where the rank stood."""
+    (work / "train.py").write_text(_STUCK)
+    with started(base, work, "train.py", LIGHTNING_SM_STOP_SCHEDULE="0.5,2") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.exit_code() == 143
+    reason = failure(base)
+    start = (
+        "The job was stopped or interrupted (SIGTERM). The script did not exit within 2 s and was killed. Last seen: "
+    )
+    assert reason.startswith(f"{start}rank 0 at step 7, training (")
+    (stacks,) = base.glob("output/data/**/stacks-rank0.txt")
+    assert str(stacks) in reason
+    assert " in stuck_here\n" in stacks.read_text()
+
+
+def test_a_rank_whose_exit_hangs_after_an_exception_has_failed_with_it(alone, work):
+    """The exception is the reason, not the hang, for which the launcher kills the rank."""
+    (work / "train.py").write_text(
+        "import atexit, time\nfrom lightning_sm.job.control_folder import Phase, announce\n"
+        "from lightning_sm.job.failure_file import report_failures\n"
+        "report_failures()\nprocess = announce()\nprocess.beat(0, 1, 0, Phase.TRAINING)\n"
+        "process.beat(0, 2, 0, Phase.TRAINING)\natexit.register(time.sleep, 60)\nraise ValueError('a bad sample')\n"
+    )
+    ended = train(alone, work, "train.py", LIGHTNING_SM_HANG_S="1")
+    assert ended.returncode == 1
+    assert failure(alone).startswith("ValueError: a bad sample\non trainer host algo-1, rank 0 (exit code 1)\n")
+    assert "The training hangs: no progress on host algo-1." in ended.stderr

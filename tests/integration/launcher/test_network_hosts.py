@@ -69,7 +69,7 @@ def test_hosts_meet_by_name_over_their_own_interface(network, tmp_path):
     names.write_text("127.0.0.1 localhost\n10.77.0.1 algo-1\n10.77.0.2 algo-2\n")
     commands = {}
     for host, space in network.items():
-        code = tmp_path / host / "code"
+        code = hosts.folder / host / "code"
         code.mkdir()
         shutil.copy(SCRIPTS / "train_with_cli.py", code)
         env = hosts.env(host)
@@ -79,7 +79,7 @@ def test_hosts_meet_by_name_over_their_own_interface(network, tmp_path):
     ended = run_together(commands)
     for host in hosts.names:
         assert ended[host].code == 0, ended[host].output
-        assert not (tmp_path / host / "output" / "failure").exists()
+        assert not (hosts.folder / host / "output" / "failure").exists()
     seen = hosts.seen()
     assert [(one["rank"], one["world_size"], one["met"]) for one in seen] == [(0, 2, [0, 1]), (1, 2, [0, 1])]
     assert {(one["address"], one["interface"]) for one in seen} == {("algo-1", "eth0")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.integration.emulators import job_dir, local
 
 # Writes what a training process writes, and ends as it is told.
@@ -20,15 +22,14 @@ record.append(head_of(job, f"rank-{rank}", record.path, rank=rank, world_size=2)
 record.append(Loader(time.time(), is_remote=False, workers=2))
 record.append(Steps(time.time(), 10, 10, 0.5, 0.06, 320, {"data_wait": 0.3, "forward": 0.2}))
 record.close()
-if sys.argv[1:] == ["fail"]:
-    base = Path(os.environ["SAGEMAKER_BASE_DIR"])
-    (base / "ready").touch()
+if sys.argv[1:]:
+    Path(f"ready-{rank}").touch()
     deadline = time.monotonic() + 60
-    while len(list(base.parent.glob("*/ready"))) < 2:
+    while len(list(Path().glob("ready-*"))) < 2:
         if time.monotonic() > deadline:
             raise TimeoutError("the other host is not ready after 60 s")
         time.sleep(0.01)
-    if rank == 0:
+    if rank == int(sys.argv[1]):
         sys.exit(7)
     time.sleep(60)
 """
@@ -42,14 +43,25 @@ def _reports(jobs):
 def test_a_main_host_that_fails_writes_a_report_and_still_ends_first(jobs, work):
     """Exit code and reason of the job are its own, as without a report, though it takes seconds longer to leave."""
     (work / "train.py").write_text(_SCRIPT)
-    ended = local(jobs, work, *_GROUPS, "--", "train.py", "fail", LIGHTNING_SM_REPORT_S="60")
+    ended = local(jobs, work, *_GROUPS, "--", "train.py", "0", LIGHTNING_SM_REPORT_S="60")
     assert ended.returncode == 7, ended.stdout
     assert "exit code 7" in ended.stdout.rpartition("The job failed:\n")[2]
     (report,) = _reports(jobs)
     text = report.read_text()
     assert "Failed after" in text
-    assert "Input-bound 60% of the time, limited by the loader" in text
-    assert f"report of the run: {report}" in ended.stdout
+    assert "10 steps: too few for a verdict" in text
+    assert f"report of the run: {job_dir(jobs)}/ml/" in ended.stdout
+    assert (job_dir(jobs) / "ml" / "output" / "data" / "report.html").samefile(report)
+
+
+def test_the_page_of_the_main_host_says_why_another_host_failed(jobs, work):
+    """Its own script was only ended for that; the service uploads no other page."""
+    (work / "train.py").write_text(_SCRIPT)
+    ended = local(jobs, work, *_GROUPS, "--", "train.py", "1", LIGHTNING_SM_REPORT_S="60")
+    assert ended.returncode == 7, ended.stdout
+    (report,) = _reports(jobs)
+    assert report.parts[-4] == "algo-1"
+    assert re.search(r"<strong>Failed after [^<]* exit code 7 on trainer host algo-2", report.read_text())
 
 
 def test_a_report_that_cannot_be_written_changes_nothing(jobs, work):

@@ -18,7 +18,7 @@ from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.s3 import fake_s3
 from tests.fakes.wheel import write_wheel
 from tests.integration.hosts import REPOSITORY
-from tests.integration.launching import TIMEOUT_S, failure, started, train
+from tests.integration.launching import TIMEOUT_S, failure, own_job, started, train
 
 _IMPORT = "import tiny\nprint('tiny', tiny.VERSION)"
 
@@ -212,7 +212,6 @@ def test_the_failure_of_another_host_ends_pip(tmp_path, python):
     """A host whose pip waits for an index leaves when another host of the job has failed."""
     groups = {"homogeneousCluster": ["algo-1", "algo-2"]}
     hyperparameters = {"sagemaker_program": '"train.py"', "sagemaker_submit_directory": '"/opt/ml/code"'}
-    addresses = json.dumps({"algo-1": "127.0.0.2", "algo-2": "127.0.0.3"})
     bases = {}
     for host in ("algo-1", "algo-2"):
         bases[host] = write_job(
@@ -226,9 +225,8 @@ def test_the_failure_of_another_host_ends_pip(tmp_path, python):
         variables = {
             "PIP_NO_CACHE_DIR": "1",
             "PIP_INDEX_URL": f"{server.url}/simple/",
-            "LIGHTNING_SM_HOST_ADDRESSES": addresses,
+            **own_job("algo-1", "algo-2"),
             "LIGHTNING_SM_PEERS_TIMEOUT_S": "20",
-            "TRAINING_JOB_NAME": tmp_path.name,
             "python": str(python),
         }
         with started(bases["algo-1"], bases["algo-1"], **variables) as first:

@@ -10,7 +10,7 @@ from subprocess import Popen
 import psutil
 import pytest
 
-from tests.fakes.job_folder import resource_config, write_job
+from lightning_sm.job.variables import HOST_FOLDER
 from tests.integration.emulators import in_background, local, processes_of
 from tests.integration.faulty_jobs import row
 from tests.integration.launching import failure, train
@@ -164,7 +164,7 @@ def test_all_trainer_hosts_start_again_and_the_data_host_goes_on(tmp_path, jobs,
     assert ended.output.count("left: []") == 5, ended.output
     line = f"Restart 1 of 3: all trainer hosts restart from the latest valid checkpoint. Cause: {cause}"
     assert ended.output.count(line) == 3, ended.output
-    assert not list(jobs.glob("*/*/output/failure"))
+    assert not list(jobs.glob("*/algo-*/output/failure"))
     assert not processes_of(jobs)
 
 
@@ -173,7 +173,8 @@ def test_what_a_script_left_elsewhere_is_gone_before_the_restart(tmp_path, jobs,
     ended = _run(tmp_path, jobs, work, "daemon", 1, 1)
     assert ended.code == 0, ended.output
     assert ended.output.count("daemons: [False]") == 2, ended.output
-    assert "restart from the beginning, because the job has no checkpoint folder. Cause: " in ended.output
+    start = "the newest state in memory, or else the beginning, because the job has no checkpoint folder"
+    assert f"restart from {start}. Cause: " in ended.output
 
 
 def test_after_the_last_restart_the_job_fails_with_all_it_knows(tmp_path, jobs, work):
@@ -240,7 +241,7 @@ def test_a_stop_ends_a_restart(tmp_path, jobs, work):
 @pytest.mark.proof
 def test_a_stop_in_the_pause_before_a_restart(tmp_path, jobs, work):
     """All hosts are interrupted, none has failed, whichever is told first: the service may restart the job."""
-    ended = _stopped_in_restart(tmp_path, jobs, work, "exception", 3)  # before which there are 4 s
+    ended = _stopped_in_restart(tmp_path, jobs, work, "exception", 3)  # before which there are 2 s
     assert ended.exit_codes() == [143, 143, 0], ended.output
     for host in ended.trainers:
         assert ended.reason(host).startswith("The job was stopped or interrupted (SIGTERM). ")
@@ -255,7 +256,7 @@ def test_a_host_that_waits_for_a_restart_is_interrupted_with_the_first_that_is(t
     def stop_main_host(emulator):
         # Launchers and the guard; not the scripts, which may still be ending.
         children = psutil.Process(emulator.pid).children()
-        (main,) = (each for each in children if each.environ().get("SAGEMAKER_BASE_DIR", "").endswith("algo-2"))
+        (main,) = (each for each in children if each.environ().get(HOST_FOLDER.name, "").endswith("algo-2"))
         main.terminate()
 
     ended = _stopped_in_restart(tmp_path, jobs, work, "exception", 3, stop_main_host)
@@ -264,12 +265,6 @@ def test_a_host_that_waits_for_a_restart_is_interrupted_with_the_first_that_is(t
     main, other = map(ended.reason, ended.trainers)
     assert main.startswith("The job was stopped or interrupted (SIGTERM). ")
     assert other.startswith(main)
-
-
-@pytest.fixture
-def alone(base):
-    """The only host of a job."""
-    return write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
 
 
 def test_a_hang_restarts_the_script(alone, work):

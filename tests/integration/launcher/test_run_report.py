@@ -26,22 +26,29 @@ def report(job):
 
 
 def test_the_report_is_in_the_output_data(job, report, caplog):
-    """With the prices of the job, and its place in the log."""
+    """With the prices of the job; its place and its verdict are in the log."""
     input_bound(report.parent)
     with caplog.at_level(logging.INFO):
         write_report(job, {"ml.g5.xlarge": 1.41, "ml.c5.xlarge": 0.2}, 60.0)
     assert "$0.032" in report.read_text()
-    assert caplog.messages == [f"lightning-sm: report of the run: {report}"]
+    said, change, *_, place = caplog.messages
+    assert place == f"lightning-sm: report of the run: {report}"
+    assert change.startswith("lightning-sm: - Waiting for data (transforms), 48% of the time (34.8 s), $0.016: ")
+    assert said.startswith(
+        "lightning-sm: job: Succeeded after 72 s. Limited by waiting for data (transforms), 48% of the"
+    )
+    assert said.removeprefix("lightning-sm: job: ").partition(".")[0] in report.read_text()
 
 
 def test_a_failing_report_is_a_line_in_the_log(job, report, caplog):
-    """Its last line says why; nothing is raised."""
+    """Its last line says why; nothing is raised, and the log has the verdict all the same."""
     input_bound(report.parent)
     report.mkdir()
-    write_report(job, {}, 60.0)
-    assert len(caplog.messages) == 1
-    why = f"lightning-sm: error: The report {report} cannot be written"
-    assert f"the report of the run was not written ({why}" in caplog.messages[0]
+    with caplog.at_level(logging.INFO):
+        write_report(job, {}, 60.0)
+    assert "Limited by waiting for data (transforms), 48% of the time" in caplog.messages[0]
+    why = f"lightning-sm: error: {report} cannot be written"
+    assert f"the report of the run was not written ({why}" in caplog.messages[-1]
 
 
 def test_a_report_that_takes_too_long_is_given_up(job, report, caplog):

@@ -14,19 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.job_folder import write_job
-from tests.integration.hosts import REPOSITORY
 from tests.integration.launching import variables_of
+from tests.sdk3 import drivers_of
 
-_TRAIN = next(
-    (REPOSITORY / ".venv-sdk3" / "lib").glob("python3*/site-packages/sagemaker/train/container_drivers"), None
-)
-_TIMEOUT_S = 90
+_TIMEOUT_S = 180
 
-pytestmark = [
-    pytest.mark.sdk3,
-    pytest.mark.processes,
-    pytest.mark.skipif(_TRAIN is None, reason="needs .venv-sdk3 (make .venv-sdk3/.ready)"),
-]
+pytestmark = [pytest.mark.sdk3, pytest.mark.processes]
 
 _SCRIPT = """
 import json, os
@@ -61,7 +54,13 @@ _HYPERPARAMETERS = {
 
 
 @pytest.fixture
-def base(tmp_path):
+def drivers(sdk3_python):
+    """Where SDK v3 has its scripts."""
+    return drivers_of(sdk3_python)
+
+
+@pytest.fixture
+def base(drivers, tmp_path):
     """The only host of a job of SDK v3's local mode, with code and drivers where it puts them."""
     folder = write_job(
         tmp_path / "ml",
@@ -77,7 +76,7 @@ def base(tmp_path):
     for name in ("output", "model"):
         (folder / name).mkdir()
     data = folder / "input" / "data"
-    shutil.copytree(_TRAIN, data / "sm_drivers")
+    shutil.copytree(drivers, data / "sm_drivers")
     (data / "sm_drivers" / "sourcecode.json").write_text(json.dumps({"entry_script": "train.py"}))
     (data / "code").mkdir()
     (data / "code" / "train.py").write_text(_SCRIPT)
@@ -86,9 +85,9 @@ def base(tmp_path):
     return folder
 
 
-def _driver(base, command=None):
+def _driver(base, drivers, command=None):
     """The bash script that ModelTrainer writes, with what ``_prepare_train_script`` fills in, and its environment."""
-    templates = runpy.run_path(str(_TRAIN.parent / "templates.py"))
+    templates = runpy.run_path(str(drivers.parent / "templates.py"))
     driver = templates["EXECUTE_BASIC_SCRIPT_DRIVER"]
     if command is not None:
         driver = templates["EXECUTE_BASE_COMMANDS"].format(base_command=command)
@@ -101,15 +100,15 @@ def _driver(base, command=None):
     return ["bash", str(script)], variables_of(base, TRAINING_JOB_NAME="job", PATH=path, CUDA_VISIBLE_DEVICES="")
 
 
-def _drive(base, command=None):
-    script, env = _driver(base, command)
+def _drive(base, drivers, command=None):
+    script, env = _driver(base, drivers, command)
     return subprocess.run(script, env=env, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("command", [None, "exec lightning-sm train train.py"], ids=["driver", "launcher"])
-def test_a_script_gets_its_arguments(base, command):
+def test_a_script_gets_its_arguments(base, drivers, command):
     """SageMakerCLI parses what the driver makes of the hyperparameters, and what the launcher does in its place."""
-    ended = _drive(base, command)
+    ended = _drive(base, drivers, command)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     said = next(line for line in ended.stdout.splitlines() if "SEEN " in line)
     arguments, max_epochs, world_size = json.loads(said.partition("SEEN ")[2])
@@ -119,22 +118,22 @@ def test_a_script_gets_its_arguments(base, command):
     assert not (base / "output" / "failure").exists()
 
 
-def test_a_stop_reaches_a_script_that_our_launcher_started(base):
+def test_a_stop_reaches_a_script_that_our_launcher_started(base, drivers):
     """With ``exec`` in the command the launcher takes the place of the driver's shell, which would keep SIGTERM."""
     (base / "input" / "data" / "code" / "wait.py").write_text(
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
         f"print('ready', flush=True)\ntime.sleep({_TIMEOUT_S})"
     )
-    command, env = _driver(base, "exec lightning-sm train wait.py")
+    command, env = _driver(base, drivers, "exec lightning-sm train wait.py")
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert "ready\n" in iter(process.stdout.readline, "")
         process.send_signal(signal.SIGTERM)
         assert process.wait(_TIMEOUT_S) == 42
 
 
-def test_names_with_dots_are_beyond_the_driver(base):
+def test_names_with_dots_are_beyond_the_driver(base, drivers):
     """The driver's shell refuses variables with dots; under its own entry point the image takes them."""
     write_job(base, hyperparameters={"trainer.max_epochs": "1"})
-    ended = _drive(base)
+    ended = _drive(base, drivers)
     assert ended.returncode == 1
     assert "SM_HP_TRAINER.MAX_EPOCHS" in ended.stderr

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
-from tests.integration.launching import TIMEOUT_S, failure, train, variables_of
+from tests.integration.launching import TIMEOUT_S, failure, own_job, train, variables_of
 
 VALUE = "S3CR3T"
 HYPERPARAMETERS = {
@@ -30,10 +30,11 @@ def secret_base(base):
 
 def test_the_script_gets_secrets_and_the_log_does_not(secret_base, work):
     """The command line is complete for the script; in the log the values of secrets are hidden, and only those."""
-    (work / "train.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    (work / "train.py").write_text("import json, os, sys; print(json.dumps([os.environ['HF_TOKEN'], *sys.argv[1:]]))")
     ended = train(secret_base, work, "train.py", "fit", "--hub_token", VALUE)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == [
+        VALUE,  # of mpirun's -x
         "fit",
         "--hub_token",
         VALUE,
@@ -46,6 +47,85 @@ def test_the_script_gets_secrets_and_the_log_does_not(secret_base, work):
     assert VALUE not in ended.stderr
     for part in ("fit --hub_token '(hidden)'", "'--data_service.token=(hidden)'", '"port": 3', "--tokenizer=bert"):
         assert part in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("hosts", "current", "secret", "is_said"),
+    [
+        (["algo-1", "algo-2"], "algo-1", "", True),
+        (["algo-1", "algo-2"], "algo-1", "x" * 32, False),
+        (["algo-1", "algo-2"], "algo-2", "", False),
+        (["algo-1"], "algo-1", "", False),
+    ],
+)
+def test_a_job_without_a_secret_says_so_once(base, work, hosts, current, secret, is_said):
+    """On the main host, if launchers talk to each other at all; the line says what to do."""
+    write_job(base, resource_config({"trainer": hosts}, current))
+    (work / "train.py").write_text("")
+    ended = train(base, work, "train.py", LIGHTNING_SM_JOB_SECRET=secret, **own_job("algo-1", "algo-2"))
+    assert ended.stderr.count("this job has no secret: whoever knows its name and can reach port") == is_said
+    assert ended.stderr.count("set LIGHTNING_SM_JOB_SECRET to random characters") == is_said
+
+
+_CLI = """
+import os, torch
+from pytorch_lightning import LightningModule
+from lightning_sm import SageMakerCLI
+
+class Model(LightningModule):
+    def __init__(self, api_key: str = "", options: dict = {}, width: int = 1):
+        super().__init__()
+        with open("/proc/self/cmdline") as file:
+            words = file.read().split(chr(0))
+        rank = os.environ.get("LOCAL_RANK", "0")
+        text = f"rank {rank}: {api_key} {options} {width}, secret in ps: {'S3CR3T' in str(words)}, {words[-3:]}\\n"
+        os.write(1, text.encode())
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 1))
+
+quiet = dict(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
+SageMakerCLI(Model, trainer_defaults=quiet, save_config_callback=None)
+"""
+
+
+@pytest.mark.processes
+def test_secrets_are_on_no_command_line_of_the_cli(base, work):
+    """SageMakerCLI reads them from the job, also in the local ranks that Lightning starts; all else is as usual."""
+    options = {"model.options": json.dumps({"token": VALUE, "b": 1}), "model.width": "3", "trainer.devices": "2"}
+    hyperparameters = {"model.api_key": VALUE, **options}
+    write_job(base, resource_config({"trainer": ["algo-1"]}, "algo-1", interface="lo"), hyperparameters=hyperparameters)
+    (work / "train.py").write_text(_CLI)
+    ended = train(base, work, "train.py", "fit", "--trainer.strategy=ddp", **own_job("algo-1"))
+    assert ended.returncode == 0, ended.stderr
+    seen = (
+        f"{VALUE} {{'token': '{VALUE}', 'b': 1}} 3, secret in ps: False, ['--model.width=3', '--trainer.devices=2', '']"
+    )
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("rank ")]
+    assert sorted(lines) == [f"rank {rank}: {seen}" for rank in range(2)]
+    assert "model.api_key, model.options: not on the script's command line." in ended.stderr
+    assert VALUE not in ended.stderr
+
+
+def test_a_script_that_reads_no_secrets_from_the_job_is_named(secret_base, work):
+    """One that calls SageMakerCLI only sometimes succeeds without them, and the log says what it lacked."""
+    (work / "train.py").write_text("from lightning_sm import SageMakerCLI\nif False:\n    SageMakerCLI()")
+    ended = train(secret_base, work, "train.py")
+    assert ended.returncode == 0
+    assert "no SageMakerCLI has read the values of data_service, data_service.token, model, trainer" in ended.stderr
+
+
+def test_other_scripts_keep_secrets_on_their_command_line(secret_base, work):
+    """They know no other way to them, and the log says who can read them."""
+    (work / "train.py").write_text("import argparse, sys; print(sys.argv[1:])")
+    ended = train(secret_base, work, "train.py")
+    assert f"--data_service.token={VALUE}" in ended.stdout
+    assert "every process of this host, and W&B, can read the script's command line" in ended.stderr
+    assert VALUE not in ended.stderr
 
 
 def test_a_command_that_cannot_be_started_is_quoted_without_secrets(secret_base, work):

@@ -41,13 +41,13 @@ _HYPERPARAMETERS = {
 def _train(folder, hyperparameters, source=SCRIPTS / _SCRIPT, program=None):
     """Run ``train`` on both hosts; their names resolve through a hosts file that only they see."""
     hosts = Hosts(folder, hyperparameters=hyperparameters, channels={})
-    names = folder / "hosts"
+    names = folder / "names"
     lines = ["127.0.0.1 localhost", *(f"{hosts.address(host)} {host}" for host in hosts.names)]
     names.write_text("\n".join(lines) + "\n")
     command = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec train', str(names)]
     commands = {}
     for host in hosts.names:
-        code = folder / host / "code"
+        code = hosts.folder / host / "code"
         code.mkdir()
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, code / source.name)

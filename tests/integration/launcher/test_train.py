@@ -68,6 +68,13 @@ def test_exit_code_and_reason_of_a_failing_script(base, work, script, code, reas
     assert len(failure(base)) <= 1024
 
 
+def test_the_failure_file_has_no_escape_sequences(base, work):
+    """Consoles and terminals show it: text of the script must not act upon them."""
+    (work / "train.py").write_text("raise ValueError('\\x1b]52;c;cGF5\\x07 bad\\x9b2J \\x1b[31mdata\\b\\x85')")
+    assert train(base, work, "train.py").returncode == 1
+    assert failure(base).startswith("ValueError:  bad data\non trainer host algo-2 (exit code 1)\n")
+
+
 def test_failure_file_of_the_script_is_kept(base, work):
     """A failure file that the script wrote is not replaced."""
     (work / "train.py").write_text(
@@ -91,20 +98,21 @@ def test_the_reason_of_an_earlier_job_is_removed(base, work):
 def test_a_host_that_is_alone_waits_for_nobody_when_it_fails(base, work):
     """Neither for the reason of another host, nor for others to receive its own."""
     write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
-    (work / "train.py").write_text("raise BrokenPipeError('of nobody')")
+    reports = "from lightning_sm.job.failure_file import report_failures\nreport_failures()\n"
+    (work / "train.py").write_text(f"{reports}raise BrokenPipeError('of nobody')")
     ended = train(base, work, "train.py", LIGHTNING_SM_PEERS_TIMEOUT_S="86400")
     assert ended.returncode == 1
     assert failure(base).startswith("BrokenPipeError: of nobody")
     # Such an exception mostly follows from another host's failure. Where it does not, the log has all of it.
-    assert ended.stderr.count("BrokenPipeError: of nobody (3 lines of traceback left out: ") == 1
+    assert ended.stderr.count("BrokenPipeError: of nobody (4 lines of traceback left out: ") == 1
     assert ended.stderr.count("raise BrokenPipeError('of nobody')\n") == 1
 
 
 def test_a_bug_in_the_launcher_leaves_its_reason(base, work):
     """The host ends with 1 and a failure file, and the log has the traceback."""
     code = (
-        "import sys, lightning_sm.launcher.train as launcher\n"
-        "launcher._banner = lambda *_: 1 / 0\n"
+        "import sys, lightning_sm.launcher.script_command as command, lightning_sm.launcher.train as launcher\n"
+        "command._banner = lambda *_: 1 / 0\n"
         "sys.exit(launcher.train('train.py', []))\n"
     )
     (work / "train.py").write_text("")
@@ -180,13 +188,13 @@ def test_subcommand_comes_before_options_of_the_command_line(base, work):
 
 
 def test_a_distribution_of_the_sdk_sets_the_devices(base, work):
-    """The number of processes that distribution={"mpi": ...} asks for reaches the script, and one line says so."""
+    """The processes that distribution={"mpi": ...} asks for know their number, and one line says it."""
     asked = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_num_of_processes_per_host": "2"}
     write_job(base, hyperparameters=asked)
-    (work / "train.py").write_text("import os\nprint(os.environ['LIGHTNING_SM_DEVICES'])")
+    (work / "train.py").write_text("import os\nos.write(1, os.environ['LIGHTNING_SM_DEVICES'].encode() + b'\\n')")
     ended = train(base, work, "train.py")
-    assert ended.stdout == "2\n"
-    assert ended.stderr.count("This launcher starts the same ranks without it") == 1
+    assert ended.stdout == "2\n2\n"
+    assert ended.stderr.count("This launcher starts the same ranks itself: 2 on each trainer host.") == 1
 
 
 def test_all_hosts_hash_strings_alike(base, work, monkeypatch):

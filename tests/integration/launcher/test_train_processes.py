@@ -8,12 +8,19 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 import psutil
 import pytest
 
+from lightning_sm.job.control_folder import ControlFolder
+from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE, StopSchedule
+from lightning_sm.job.variables import CONTROL_DIR
+from lightning_sm.launcher import rank_processes
+from lightning_sm.launcher.child_process import ChildProcess
 from tests.fakes.job_folder import resource_config, write_job
+from tests.integration.emulators import until
 from tests.integration.hosts import Hosts
 from tests.integration.launching import TIMEOUT_S, failure, started, train, variables_of
 
@@ -61,8 +68,12 @@ def test_only_processes_that_say_so_get_the_gentle_signal(base, work):
         assert running.exit_code() == 42
 
 
-def test_a_process_that_says_so_gets_the_gentle_signal(base, work):
-    """A file in the control folder is all it takes, whatever the process is called; SIGTERM comes later."""
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_says_so_gets_the_gentle_signal(base, work, signum):
+    """A file in the control folder is all it takes, whatever the process is called; SIGTERM comes later.
+
+    Ctrl-C on ``docker run`` sends SIGINT, which stops a job like SIGTERM.
+    """
     (work / "train.py").write_text(
         "import ctypes, os, pathlib, signal, sys\nctypes.CDLL(None).prctl(15, b'trainer-\\xe8\\xa8', 0, 0, 0)\n"
         "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(42))\n"
@@ -70,7 +81,22 @@ def test_a_process_that_says_so_gets_the_gentle_signal(base, work):
     )
     with started(base, work, "train.py") as running:
         running.wait_for("ready")
-        running.process.send_signal(signal.SIGTERM)
+        running.process.send_signal(signum)
+        assert running.exit_code() == 42
+
+
+def test_a_second_ctrl_c_is_passed_on_at_once(base, work):
+    """Whoever does not want to wait for the checkpoint presses Ctrl-C again."""
+    (work / "train.py").write_text(
+        "import os, pathlib, signal, sys\nsignal.signal(signal.SIGUSR2, lambda *_: print('saving', flush=True))\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(42))\n"
+        "pathlib.Path(os.environ['LIGHTNING_SM_CONTROL_DIR'], f'process-{os.getpid()}').touch()\n" + _WAIT
+    )
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signal.SIGINT)
+        running.wait_for("saving")
+        running.process.send_signal(signal.SIGINT)
         assert running.exit_code() == 42
 
 
@@ -86,6 +112,39 @@ def test_a_local_rank_that_fails_after_the_script_fails_the_host(base, work):
     ended = train(base, work, "train.py")
     assert ended.returncode == 5
     assert "exit code 5" in failure(base)
+
+
+def test_last_lines_wait_for_a_slow_reader(base, work):
+    """However late somebody reads a host's stderr, all lines of the script arrive, whoever else keeps its pipe open."""
+    (work / "train.py").write_text(
+        "import os, pathlib, subprocess, sys\n"
+        "daemon = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "sys.stderr.write(''.join(f'line {number:058}\\n' for number in range(1500)))\n"  # more than a pipe holds
+        "pathlib.Path('partial').write_text(f'{os.getpid()} {daemon.pid}')\n"
+        "os.rename('partial', 'pids')\n"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "lightning_sm", "train", "train.py"],
+        cwd=work,
+        env=variables_of(base),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until((work / "pids").exists, "the script has written its lines", TIMEOUT_S)
+        script, daemon = map(int, (work / "pids").read_text().split())
+        try:
+            until(lambda: not psutil.pid_exists(script), "the script has ended", TIMEOUT_S)
+            time.sleep(1.5)  # long for a launcher that gives up, and no limit for this one
+            output = launcher.communicate(timeout=TIMEOUT_S)[1]
+        finally:
+            os.kill(daemon, signal.SIGKILL)
+    finally:
+        launcher.kill()
+    lines = [line for line in output.splitlines() if line.startswith("line ")]
+    assert lines == [f"line {number:058}" for number in range(1500)]
+    assert launcher.returncode == 0
 
 
 def test_signal_that_kills_the_script_is_its_exit_code(base, work):
@@ -109,7 +168,9 @@ def test_signals_reach_the_whole_group(base, work):
         running.wait_for("ready")
         running.process.send_signal(signal.SIGTERM)
         running.wait_for("rank stops")
-        assert running.exit_code() == 0
+        # Whether a script that exits with 0 after the signal has done all its work is not known.
+        assert running.exit_code() == INTERRUPTED_EXIT_CODE
+    assert "The script has exited after the signal, and whether its work is complete is not known" in failure(base)
 
 
 def test_local_ranks_do_not_outlive_a_failed_script(base, work):
@@ -216,3 +277,26 @@ def test_the_first_checkpoint_is_waited_for_before_its_upload_has_begun(work, tm
         saved.with_name("interrupted.ckpt.sagemaker-uploaded").touch()
         running.wait_for("uploaded after")
         assert running.exit_code() == 143
+
+
+_RANKS = """
+import os, signal, sys, time
+from lightning_sm.job.control_folder import announce
+announce().beat(int(os.environ["RANK"]))
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def test_the_starter_of_ranks_leaves_their_exit_codes_to_the_launcher(tmp_path, monkeypatch):
+    """The launcher knows how a rank has ended, even if it was too busy to look before the starter had exited."""
+    monkeypatch.setattr("lightning_sm._linux.exit_code_of_zombie", lambda _: None)
+    monkeypatch.setenv("GROUP_RANK", "0")
+    with ControlFolder(tmp_path / "control") as control:
+        control.path.mkdir()
+        starter = [sys.executable, "-I", rank_processes.__file__, "2", str(control.peers_gone), "2", "9", "none"]
+        child = ChildProcess(StopSchedule(95, 110), control)
+        env = {**os.environ, CONTROL_DIR.name: str(control.path)}
+        assert child.run([*starter, sys.executable, "-c", _RANKS], tmp_path, env) == 137
+        assert (child.failed.rank, child.failed.exit_code) == (1, 137)

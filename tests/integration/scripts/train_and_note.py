@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sm import SageMakerCLI
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
+from tests.integration.told_ranks import wait_until_told
 
 NUM_SAMPLES, BATCH_SIZE = 480, 8
 
@@ -35,11 +36,11 @@ class Points(LightningDataModule):
 
 
 class Line(LightningModule):
-    """Args: step_s: least seconds of a step."""
+    """Args: step_s: least seconds of a step. told_by: the step that waits until a rank has been told to stop."""
 
-    def __init__(self, step_s: float = 0.0) -> None:
+    def __init__(self, step_s: float = 0.0, told_by: int = -1) -> None:
         super().__init__()
-        self.step_s = step_s
+        self.step_s, self.told_by = step_s, told_by
         self.line = torch.nn.Linear(2, 1, dtype=torch.float64)
 
     def note(self, *words):
@@ -54,6 +55,8 @@ class Line(LightningModule):
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.line(x), y)
         self.note("train", self.current_epoch, batch_idx, repr(loss.item()))
+        if self.global_step == self.told_by:
+            wait_until_told(self.trainer, Path(os.environ["NOTES"]))
         time.sleep(max(0.0, began + self.step_s - time.monotonic()))
         return loss
 

@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-from lightning_sm import SageMakerTrainer
+from lightning_sm import SageMakerCLI, SageMakerTrainer
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
 
@@ -227,6 +227,17 @@ class OwnLoaders(Model):
         return DataLoader(Ids(range(30, 33)), 2)
 
 
+class ReadsData(OwnLoaders):
+    """Reads the DataModule of its Trainer."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        super().validation_step(batch, batch_idx, dataloader_idx)
+        data = self.trainer.datamodule
+        data.fold += 1
+        # A text: the number of steps, unlike that of samples, depends on the number of ranks.
+        self.seen.append(f"{data.fold} {data.hparams.batch_size} {type(data).__qualname__}")
+
+
 class EpochsOfModel(Model):
     """Makes loaders whose dataset and collate function read the model's own epoch."""
 
@@ -331,6 +342,34 @@ def switched_off():
     return model.seen
 
 
+def after_a_datamodule():
+    """Loaders after a DataModule, which stays attached: its attributes and its state in checkpoints."""
+    model, own, data = ReadsData(), trainer(), Weighted()
+    data.fold, data.hparams["batch_size"] = 3, 4
+    own.fit(model, datamodule=data)
+    own.validate(model, DataLoader(Ids(range(40, 44)), 2), verbose=False)
+    own.validate(model, verbose=False)
+    own.fit_loop.epoch_progress.reset()
+    own.fit(model, DataLoader(Ids(range(50, 54)), 2), DataLoader(Ids(range(60, 62)), 2))
+    path = Path(sys.argv[1]) / "attached.ckpt"
+    own.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)["Weighted"]
+    return model.seen, str(data.fold), str(saved)
+
+
+def by_the_cli():
+    """A script that makes model and Trainer by the CLI, and hands over what it likes."""
+    quiet = {**QUIET, "accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False}
+    cli = SageMakerCLI(OwnLoaders, Other, run=False, args=[], trainer_defaults=quiet, save_config_callback=None)
+    cli.trainer.fit(cli.model, DataLoader(Ids(range(100, 104)), 2))
+    cli.trainer.test(cli.model, verbose=False)
+    cli.trainer.fit_loop.epoch_progress.reset()
+    cli.trainer.fit(cli.model, datamodule=Fold(1))
+    cli.trainer.fit_loop.epoch_progress.reset()
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    return cli.model.seen
+
+
 def resumed():
     folder = Path(sys.argv[1])
     own = trainer(max_epochs=1)
@@ -356,6 +395,8 @@ WAYS = {
     "both": both,
     "switched off": switched_off,
     "resumed": resumed,
+    "by the CLI": by_the_cli,
+    "after a DataModule": after_a_datamodule,
 }
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Model(pl.LightningModule):
 
 if __name__ == "__main__":
     cli = SageMakerCLI(Model, Points, trainer_defaults={"max_epochs": 2, "enable_model_summary": False})
-    parts = [SageMakerCLI.__mro__[1], SageMakerEnvironment.__mro__[1], cli.trainer.__class__]
-    parts += [type(callback).__mro__[1] for callback in cli.trainer.callbacks]
-    print("derived from:", *sorted({part.__module__.partition(".")[0] for part in parts}))
+    parts = [SageMakerCLI, SageMakerEnvironment, type(cli.trainer), *map(type, cli.trainer.callbacks)]
+    # Of each, the module of the nearest class that is not ours; a Trainer is none of ours.
+    modules = [[base.__module__.partition(".")[0] for base in part.__mro__] for part in parts]
+    print("derived from:", *sorted({next(name for name in names if name != "lightning_sm") for names in modules}))

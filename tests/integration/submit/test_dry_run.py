@@ -1,18 +1,16 @@
-"""The requests that a dry run shows, by the SDK in this process."""
+"""The requests that a dry run shows."""
 
 import json
-
-import pytest
-
-pytest.importorskip("sagemaker", reason="needs version 2 of the SageMaker SDK (extra launch)")
+from dataclasses import replace
 
 import boto3
+import pytest
 
+from lightning_sm.errors import SubmitError
 from lightning_sm.submit import submit
-from lightning_sm.submit.job_file import Group, Job, Range, Tune
+from lightning_sm.submit.job_file import Group, Job, Range, Tune, parse_job
 from lightning_sm.submit.service_limits import request_problems
-
-pytestmark = [pytest.mark.sdk2, pytest.mark.filterwarnings("ignore")]
+from tests.unit.submit.test_job_mistakes import FOREIGN, GOOD, MISTAKES, REGION, problems_of
 
 JOB = Job(
     image="111122223333.dkr.ecr.us-east-1.amazonaws.com/a:b",
@@ -22,6 +20,7 @@ JOB = Job(
     output="s3://bucket/output",
     hyperparameters={"lr": 0.1, "text": "a b", "api_key": "hunter2"},
     environment={"HF_TOKEN": "hunter2"},
+    not_secret=["api_key", "HF_TOKEN"],
 )
 
 
@@ -38,10 +37,33 @@ def test_each_target_gets_the_same_training_job(capsys):
     assert plain["Environment"] == {"HF_TOKEN": "(hidden)", "LIGHTNING_SM_JOB_SECRET": "(hidden)"}
     assert plain["HyperParameters"] == {"lr": "0.1", "text": '"a b"', "api_key": "(hidden)"}
     tune = Tune("val_acc", {"lr": Range(0.01, 1)}, "maximize")
-    tuning = submit.dry_run(Job(**{**vars(JOB), "tune": tune}))
+    tuning = submit.dry_run(replace(JOB, tune=tune))
     assert request_problems(tuning, "CreateHyperParameterTuningJob") == []
     definition = tuning["TrainingJobDefinition"]
     assert definition["StaticHyperParameters"] == {"text": '"a b"', "api_key": "(hidden)"}
     for name in ("Environment", "ResourceConfig", "OutputDataConfig", "RoleArn", "StoppingCondition"):
         assert definition[name] == plain[name]
     assert "hunter2" not in json.dumps([plain, tuning]) + capsys.readouterr().err
+
+
+def test_a_secret_is_a_problem(capsys):
+    """It is neither sent nor quoted, and the message says where it belongs."""
+    with pytest.raises(SubmitError) as caught:
+        submit.dry_run(replace(JOB, not_secret=["api_key"]))
+    assert str(caught.value).startswith("1 problem; nothing was sent:\nenvironment.HF_TOKEN looks like a secret.")
+    assert "AWS Secrets Manager" in str(caught.value)
+    assert "hunter2" not in str(caught.value) + capsys.readouterr().err
+
+
+@pytest.mark.proof  # the table has unit tests
+def test_no_mistake_of_a_file_confuses_the_checks_of_the_request(tmp_path, monkeypatch):
+    """The request has what stands in for values that cannot be read; all that is said is what the checks say."""
+    session = boto3.Session(aws_access_key_id="a", aws_secret_access_key="b", region_name=REGION)  # noqa: S106
+    monkeypatch.setattr(submit, "new_session", lambda **_: session)
+    for old, new, *_ in MISTAKES:
+        said = problems_of(GOOD.replace(old, new, 1), tmp_path)
+        with pytest.raises(SubmitError) as caught:
+            submit.dry_run(parse_job(tmp_path / "job.yaml"))
+        _, *lines = str(caught.value).replace(f"{tmp_path}/", "").split("\n")
+        assert set(said) <= set(lines)
+        assert not FOREIGN.search("\n".join(lines)), lines

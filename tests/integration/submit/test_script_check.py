@@ -1,16 +1,15 @@
 """Hyperparameters against the parser of a script with SageMakerCLI, as on a host, before anything is sent."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
-
 from lightning_sm.submit.job_file import Group, InputChannel, Job
-from lightning_sm.submit.preflight import Findings
+from lightning_sm.submit.problems import Findings
 from lightning_sm.submit.script_check import check_hyperparameters
 
-pytestmark = [pytest.mark.sdk2, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 SCRIPT = """
 from pytorch_lightning import LightningDataModule
@@ -50,7 +49,7 @@ def test_the_script_parses_what_it_will_get_and_makes_nothing(tmp_path, caplog):
         ({**good, "data.batch_size": '"many"', "trainer.num_nodes": "7"}, "data.batch_size"),
     ):
         findings = Findings()
-        job = Job(**{**vars(JOB), "local_script": str(script), "script": "train.py"})
+        job = replace(JOB, local_script=str(script), script="train.py")
         with caplog.at_level("INFO", "lightning_sm"):
             check_hyperparameters(job, hyperparameters, findings)
         if words is None:
@@ -58,5 +57,5 @@ def test_the_script_parses_what_it_will_get_and_makes_nothing(tmp_path, caplog):
             assert f"The parser of {script} accepts the hyperparameters" in caplog.text
         else:
             (problem,) = findings.problems
-            assert words in problem
+            assert words in problem.text
     assert not (tmp_path / "made").exists()

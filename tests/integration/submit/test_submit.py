@@ -1,22 +1,24 @@
-"""lightning-sm submit against a service on this machine, with the real SDKs. Nothing is ever sent to AWS."""
+"""lightning-sm submit against a service on this machine. Nothing is ever sent to AWS."""
 
-import importlib.util
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lightning_sm._untested import SERVICE
+from tests.fakes.job_folder import resource_config, write_job
+from tests.fakes.s3 import fake_s3
 from tests.fakes.sagemaker_service import FakeService
+from tests.integration.launching import train
 
 ROOT = Path(__file__).parents[3]
-SDK3 = ROOT / ".venv-sdk3" / "bin" / "python"
-PYTHONS = {"sdk2": sys.executable, "sdk3": str(SDK3)}
 JOB = {
     "image": "111122223333.dkr.ecr.us-east-1.amazonaws.com/lightning-sm:latest",
     "role": "arn:aws:iam::111122223333:role/training",
@@ -51,7 +53,7 @@ JOB = {
     "tags": {"project": "digits"},
     "remote_debug": True,
 }
-# What the request of the job is to be, whichever SDK makes it.
+# What the request of the job is to be.
 REQUEST = {
     "AlgorithmSpecification": {
         "TrainingInputMode": "File",
@@ -123,29 +125,9 @@ REQUEST = {
     "TensorBoardOutputConfig": {"S3OutputPath": "s3://bucket/tensorboard"},
     "RemoteDebugConfig": {"EnableRemoteDebug": True},
     "RetryStrategy": {"MaximumRetryAttempts": 2},
-}
-# What one of the SDKs says besides: the service's defaults.
-DEFAULTS = {
-    "OutputDataConfig": {"CompressionType": "GZIP"},
-    "CheckpointConfig": {"LocalPath": "/opt/ml/checkpoints"},
-    "TensorBoardOutputConfig": {"LocalPath": "/opt/ml/output/tensorboard"},
+    "ProfilerConfig": {"DisableProfiler": True},
 }
 COMPLETED = {"TrainingJobStatus": "Completed", "SecondaryStatus": "Completed"}
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("sdk2", marks=pytest.mark.sdk2),
-        pytest.param("sdk3", marks=pytest.mark.sdk3),
-    ]
-)
-def python(request):
-    """An interpreter with version 2 or 3 of the SDK."""
-    if request.param == "sdk2" and importlib.util.find_spec("sagemaker") is None:
-        pytest.skip("needs version 2 of the SageMaker SDK (extra launch)")
-    if request.param == "sdk3" and not SDK3.exists():
-        pytest.skip("needs version 3 of the SageMaker SDK: make .venv-sdk3/.ready")
-    return PYTHONS[request.param]
 
 
 @pytest.fixture
@@ -156,27 +138,25 @@ def service():
 
 
 @pytest.fixture
-def submit(python, service, tmp_path):
+def submit(service, tmp_path):
     """Runs the command on a job, in a process of its own."""
 
-    def run(job, *options, environment=None):
+    def run(job, *options, environment=None, **settings):
         path = tmp_path / "job.yaml"
         path.write_text(yaml.safe_dump(job, sort_keys=False))
         kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
-        command = [python, "-m", "lightning_sm", "submit", str(path), *options]
+        command = [sys.executable, "-m", "lightning_sm", "submit", str(path), *options]
         env = {**kept, **(service.environment if environment is None else environment), "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False, **settings
+        )
 
     return run
 
 
 def plain(request):
-    """A request without its name and what one of the SDKs says besides."""
-    request = {name: value for name, value in request.items() if name not in {"TrainingJobName", "ProfilerConfig"}}
-    for name, defaults in DEFAULTS.items():
-        assert defaults.items() >= {key: request[name].get(key, value) for key, value in defaults.items()}.items()
-        request[name] = {key: value for key, value in request[name].items() if key not in defaults}
-    return request
+    """A request without its name."""
+    return {name: value for name, value in request.items() if name != "TrainingJobName"}
 
 
 def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
@@ -190,6 +170,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
             "api_key": "S3CR3T",
             "logger": {"x": "a" * 3000, "token": "S3CR3T"},
         },
+        "not_secret": ["HF_TOKEN", "api_key", "logger.token"],
     }
     ended = submit(job, "--dry-run", environment=environment)
     assert ended.returncode == 0, ended.stderr
@@ -208,7 +189,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
 def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
     """The job is sent once, with a secret that nothing shows, and watched until it ends; nothing else is sent."""
     service.endings = [COMPLETED]
-    ended = submit(JOB, "--cloud")
+    ended = submit(JOB, "--yes")
     assert ended.returncode == 0, ended.stderr
     (request,) = service.requests
     secret = request["Environment"].pop("LIGHTNING_SM_JOB_SECRET")
@@ -218,14 +199,67 @@ def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
     assert plain(request) == REQUEST
     assert re.fullmatch(r"digits-[0-9a-f-]+", request["TrainingJobName"])
     assert f"Job {request['TrainingJobName']} is Completed" in ended.stderr
-    assert {line.split()[0] for line in service.seen} == {"POST"}
+    assert f"No report was written here: {request['TrainingJobName']} has no record in s3://bucket/ch" in ended.stderr
+    assert {line.split()[0] for line in service.seen} == {"POST", "HEAD", "GET"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "is_sent"), [("y\n", [], True), ("\n", [], False), ("\n", ["--yes"], True)]
+)
+def test_a_terminal_is_asked_with_what_the_job_can_cost(submit, service, answer, options, is_sent):
+    """Nothing is sent without a yes, which --yes gives beforehand; the price of a host is the user's."""
+    job = {**JOB, "prices": {"ml.g5.xlarge": 1.5, "data": 0.5}, "max_cost": 4}
+    service.endings = [COMPLETED]
+    terminal, keyboard = os.openpty()
+    with os.fdopen(terminal, "w") as typed, os.fdopen(keyboard) as stdin:
+        typed.write(answer)
+        typed.flush()
+        ended = submit(job, *options, stdin=stdin)
+    assert ended.returncode == (0 if is_sent else 2), ended.stderr
+    assert len(service.requests) == is_sent
+    assert ("The job can cost $3.50 (" in ended.stderr) is not bool(options)
+    assert ("The job was not confirmed; nothing was sent." in ended.stderr) is not is_sent
+
+
+def test_a_script_must_say_yes(submit, service):
+    """Without a terminal, and without --yes, the answer is what the job can cost; nothing is sent."""
+    ended = submit({**JOB, "prices": {"ml.g5.xlarge": 1.5, "data": 0.5}})
+    assert ended.returncode == 2
+    assert "The job can cost $3.50 (" in ended.stderr
+    assert "Nothing was sent: stdin is not a terminal. Add --yes to submit without being asked." in ended.stderr
+    assert service.requests == []
+
+
+def test_prices_that_the_job_file_lacks_come_from_the_price_list(submit, service):
+    """For the question, and for the limit of the cost, whether a terminal is asked or not."""
+    service.endings = [COMPLETED]
+    service.prices = {"ml.g5.xlarge": 1.5, "ml.c6i.4xlarge": 0.75}
+    ended = submit({**JOB, "max_cost": 3.8}, "--yes")
+    assert ended.returncode == 0, ended.stderr
+    assert "From AWS's price list for us-east-1, per hour on demand: ml.g5.xlarge $1.50" in ended.stderr
+    ended = submit({**JOB, "max_cost": 3.7}, "--yes")
+    assert ended.returncode == 2, ended.stderr
+    assert "max_cost is 3.7, but the job can cost $3.75" in ended.stderr
+    service.prices = None
+    ended = submit({**JOB, "max_cost": 3.8}, "--yes")
+    assert ended.returncode == 2, ended.stderr
+    assert "there is no price for ml.g5.xlarge" in ended.stderr
+    assert len(service.requests) == 1
+
+
+def test_a_job_over_its_cost_limit_is_refused_by_a_dry_run(submit, service):
+    """With the line of the key."""
+    ended = submit({**JOB, "prices": {"ml.g5.xlarge": 1.5, "data": 0.5}, "max_cost": 3}, "--dry-run")
+    assert ended.returncode == 2
+    assert re.search(r"job\.yaml:\d+: max_cost is 3, but the job can cost \$3\.50", ended.stderr), ended.stderr
+    assert service.seen == []
 
 
 @pytest.mark.proof  # the rule has unit tests
 def test_no_capacity_is_tried_again(submit, service):
     """Once as the reason of a job, under another name; the exit code is that of the last one."""
     service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "CapacityError: none left"}, COMPLETED]
-    ended = submit(JOB, "--cloud")
+    ended = submit(JOB, "--yes")
     assert ended.returncode == 0, ended.stderr
     assert len({request["TrainingJobName"] for request in service.requests}) == 2
     assert "No capacity in try 1 of 2 (CapacityError: none left)" in ended.stderr
@@ -234,7 +268,7 @@ def test_no_capacity_is_tried_again(submit, service):
 def test_a_failed_job_is_a_failed_command(submit, service):
     """With the job's reason and its exit code, and without another try."""
     service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "AlgorithmError: nan, exit code: 3"}]
-    ended = submit(JOB, "--cloud")
+    ended = submit(JOB, "--yes")
     assert ended.returncode == 3
     assert "the job did not complete: AlgorithmError: nan, exit code: 3" in ended.stderr
     assert len(service.requests) == 1
@@ -242,12 +276,13 @@ def test_a_failed_job_is_a_failed_command(submit, service):
 
 @pytest.mark.proof  # following has tests of its own
 def test_the_log_of_the_job_is_all_that_is_written_to_stdout(submit, service):
-    """With --follow; what the SDK prints and what happens to the job is on stderr."""
+    """What happens to the job is on stderr."""
     service.endings = [COMPLETED]
     service.lines = ["epoch=1/2", "epoch=2/2"]
-    ended = submit(JOB, "--cloud", "--follow")
+    ended = submit(JOB, "--yes")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["algo-1 | epoch=1/2", "algo-1 | epoch=2/2"]
+    lines = [line.split(" ", 2)[2] for line in ended.stdout.splitlines()]  # without their time
+    assert lines == ["algo-1 | epoch=1/2", "algo-1 | epoch=2/2"]
 
 
 @pytest.mark.proof  # in make test, test_dry_run.py stands for tuning jobs
@@ -258,7 +293,7 @@ def test_a_tuning_job_is_made_of_the_same_request(submit, service, tmp_path):
     ranges = {"lr": {"min": 0.001, "max": 0.1}, "optimizer": {"values": ["adam", "sgd"]}}
     tune = {"objective": "val_loss", "direction": "minimize", "ranges": ranges}
     job = {**JOB, "tune": tune, "source_dir": "src", "script": "go.py"}
-    ended = submit(job, "--cloud", "--wait=false")
+    ended = submit(job, "--yes", "--wait=false")
     assert ended.returncode == 0, ended.stderr
     (sent,) = service.tuning
     assert len(service.uploads) == 1
@@ -288,12 +323,13 @@ def test_a_missing_folder_is_no_traceback(submit, service):
 def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
     """A file of a size that would be uploaded in parts is no obstacle."""
     (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "go.py").touch()
     with (tmp_path / "src" / "weights").open("wb") as file:
         file.truncate(20_000_000)
-    ended = submit({**JOB, "source_dir": "src"}, "--dry-run")
+    ended = submit({**JOB, "source_dir": "src", "script": "go.py"}, "--dry-run")
     assert ended.returncode == 0, ended.stderr
     uri = json.loads(ended.stdout)["InputDataConfig"][-1]["DataSource"]["S3DataSource"]["S3Uri"]
-    assert uri.startswith("s3://bucket/output/digits/code/")
+    assert re.fullmatch(r"s3://bucket/output/digits-[0-9a-f-]+/source/sourcedir.tar.gz", uri)
     assert service.seen == []
 
 
@@ -301,7 +337,7 @@ def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
 def test_a_refusal_is_no_traceback(submit, service):
     """What the service says is passed on, after as many tries as make sense."""
     service.refusals = ["ResourceLimitExceeded", "ValidationException"]
-    ended = submit(JOB, "--cloud")
+    ended = submit(JOB, "--yes")
     assert ended.returncode == 2
     assert "ValidationException" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -312,7 +348,7 @@ def test_a_refusal_is_no_traceback(submit, service):
 def test_without_waiting_the_command_returns_at_once(submit, service):
     """Once the service has accepted the job."""
     service.endings = [{"TrainingJobStatus": "InProgress", "SecondaryStatus": "Starting"}]
-    ended = submit(JOB, "--cloud", "--wait=false")
+    ended = submit(JOB, "--yes", "--wait=false")
     assert ended.returncode == 0, ended.stderr
     assert len(service.requests) == 1
 
@@ -320,7 +356,7 @@ def test_without_waiting_the_command_returns_at_once(submit, service):
 def test_a_job_with_problems_is_not_sent(submit, service):
     """All of them are said at once, the rules' and the model's."""
     job = {**JOB, "name": "a_b", "role": None, "environment": {"a-b": "x" * 513}, "keep_alive_s": 30000}
-    ended = submit(job, "--cloud", "--groups.trainer.instance_type=ml.g5.xlarg")
+    ended = submit(job, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
     assert ended.returncode == 2
     for word in ["name is 'a_b'", "role", "'a-b'", "513 characters", "30000", "2 groups", "ml.g5.xlarge"]:
         assert word in ended.stderr
@@ -329,24 +365,91 @@ def test_a_job_with_problems_is_not_sent(submit, service):
 
 
 def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path):
-    """Below the output, as a channel of all groups; the launcher is told where it is and what to start."""
+    """As an archive beside the output; the launcher is told where it is and what to start."""
     (tmp_path / "src" / "package").mkdir(parents=True)
     (tmp_path / "src" / "package" / "go.py").write_text("print(1)")
     service.endings = [COMPLETED]
-    job = {**JOB, "source_dir": "src", "script": "package/go.py", "subcommand": "test"}
-    ended = submit(job, "--cloud")
+    job = {**JOB, "source_dir": "src", "script": "package/go.py", "subcommand": "test", "network_isolation": False}
+    ended = submit(job, "--yes")
     assert ended.returncode == 0, ended.stderr
     (upload,) = service.uploads
-    assert re.fullmatch(r"/bucket/output/digits/code/[0-9a-f-]+/package/go.py", upload)
     (request,) = service.requests
-    channel = request["InputDataConfig"][-1]
-    assert channel["ChannelName"] == "lightning_sm_code"
-    source = channel["DataSource"]["S3DataSource"]
-    assert source["S3Uri"] == f"s3:/{upload.removesuffix('/package/go.py')}"
-    assert source["InstanceGroupNames"] == ["trainer", "data"]
+    assert upload == f"/bucket/output/{request['TrainingJobName']}/source/sourcedir.tar.gz"
+    with tarfile.open(fileobj=io.BytesIO(service.objects[upload])) as archive:
+        assert archive.getnames() == ["package", "package/go.py"]
+    assert [channel["ChannelName"] for channel in request["InputDataConfig"]] == ["training", "other", "shared"]
     assert request["HyperParameters"]["sagemaker_program"] == '"package/go.py"'
-    assert request["HyperParameters"]["sagemaker_submit_directory"] == '"/opt/ml/input/data/lightning_sm_code"'
+    assert request["HyperParameters"]["sagemaker_submit_directory"] == f'"s3:/{upload}"'
     assert request["HyperParameters"]["subcommand"] == '"test"'
+
+
+def test_hosts_without_a_network_receive_the_code_as_a_channel(submit, tmp_path):
+    """All of them, like the data."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "go.py").write_text("print(1)")
+    ended = submit({**JOB, "source_dir": "src", "script": "go.py"}, "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    request = json.loads(ended.stdout)
+    channel = request["InputDataConfig"][-1]
+    assert channel["ChannelName"] == "code"
+    assert channel["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["trainer", "data"]
+    directory = json.loads(request["HyperParameters"]["sagemaker_submit_directory"])
+    assert directory == "/opt/ml/input/data/code/sourcedir.tar.gz"
+
+
+@pytest.mark.matrix(first=1)
+@pytest.mark.parametrize("isolated", [False, True])
+def test_the_host_runs_what_was_submitted(submit, service, tmp_path, isolated):
+    """The launcher finds the archive by the request alone, in S3 or in the channel, and the script has its options."""
+    source = tmp_path / "src"
+    (source / "package").mkdir(parents=True)
+    (source / "package" / "go.py").write_text("import sys, helper\nprint(helper.NAME, sys.argv[1:])")
+    (tmp_path / "helper.py").write_text("NAME = 'linked'")
+    (source / "helper.py").symlink_to(tmp_path / "helper.py")
+    job = {**JOB, "source_dir": "src", "script": "package/go.py", "network_isolation": isolated}
+    ended = submit(job, "--yes", "--wait=false")
+    assert ended.returncode == 0, ended.stderr
+    (request,) = service.requests
+    (archive,) = service.objects.values()
+    groups = resource_config({"trainer": ["algo-1"]}, "algo-1")
+    hyperparameters = json.loads(json.dumps(request["HyperParameters"]).replace("/opt/ml", f"{tmp_path}/ml"))
+    base = write_job(tmp_path / "ml", groups, hyperparameters=hyperparameters)
+    (base / "input" / "data" / "code").mkdir(parents=True)
+    if isolated:
+        (base / "input" / "data" / "code" / "sourcedir.tar.gz").write_bytes(archive)
+    (tmp_path / "work").mkdir()
+    with fake_s3() as s3:
+        if not isolated:
+            s3.objects.update(service.objects)
+        ran = train(base, tmp_path / "work", **s3.variables)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "linked ['--data.batch_size=64', '--name=a b', '--nothing=null']\n"
+
+
+@pytest.mark.proof  # the parts have unit tests
+def test_without_an_output_the_bucket_of_the_account_is_used(submit, service):
+    """It is created for the first job, and there for the second."""
+    service.endings = [COMPLETED, COMPLETED]
+    job = {name: value for name, value in JOB.items() if name not in {"output", "output_kms_key"}}
+    bucket = "sagemaker-us-east-1-111122223333"
+    for said in (True, False):
+        ended = submit(job, "--yes")
+        assert ended.returncode == 0, ended.stderr
+        assert (f"created the bucket {bucket}" in ended.stderr) is said
+    assert {request["OutputDataConfig"]["S3OutputPath"] for request in service.requests} == {f"s3://{bucket}/"}
+    assert [line for line in service.seen if line.startswith("PUT")] == [f"PUT /{bucket}"]
+
+
+def test_a_lost_answer_does_not_make_a_second_job(submit, service):
+    """The request is repeated, refused because the job exists, and the job is found to be this one."""
+    service.endings = [COMPLETED]
+    service.lost = 1
+    ended = submit(JOB, "--yes")
+    assert ended.returncode == 0, ended.stderr
+    asked = [operation for operation in service.operations if operation.endswith("TrainingJob")]
+    assert asked[:3] == ["CreateTrainingJob", "CreateTrainingJob", "DescribeTrainingJob"]
+    assert len(service.requests) == 1
+    assert "the answer to an earlier try was lost" in ended.stderr
 
 
 @pytest.mark.matrix(first=1)  # each has unit tests
@@ -354,7 +457,7 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
     ("variables", "mode", "words"),
     [
         (["AWS_DEFAULT_REGION"], "--dry-run", "No AWS region"),
-        (["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"], "--cloud", "No AWS credentials"),
+        (["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"], "--yes", "No AWS credentials"),
     ],
 )
 def test_what_is_missing_on_this_machine_is_said(submit, service, variables, mode, words):
@@ -368,12 +471,12 @@ def test_what_is_missing_on_this_machine_is_said(submit, service, variables, mod
 
 
 @pytest.mark.matrix(first=1)
-@pytest.mark.parametrize("options", [[], ["--local", "--cloud"], ["--dry-run", "--nonsense=1"]])
+@pytest.mark.parametrize("options", [["--local", "--dry-run"], ["--dry-run", "--nonsense=1"]])
 def test_a_wrong_command_line_says_how_it_goes(submit, service, options):
-    """Exactly one thing to do, and no unknown option."""
+    """At most one thing to do other than to submit, and no unknown option."""
     ended = submit(JOB, *options)
     assert ended.returncode == 2
-    assert "lightning-sm submit JOB.yaml (--dry-run | --local | --cloud)" in ended.stderr
+    assert "lightning-sm submit JOB.yaml [--dry-run | --local]" in ended.stderr
     assert service.seen == []
 
 
@@ -384,6 +487,34 @@ def test_help_names_every_key(submit):
     for key in JOB:
         assert f"--{key} " in ended.stdout
     assert SERVICE in " ".join(ended.stdout.split()), "what has never run says so before it is used"
+
+
+@pytest.mark.parametrize("mode", ["--dry-run", "--yes"])
+def test_submitting_needs_neither_torch_nor_the_sdk(service, tmp_path, mode):
+    """All of it, with code and a log, in a process that has neither, nor Lightning and gRPC."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "go.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, "source_dir": "src", "script": "go.py"}))
+    service.endings = [COMPLETED]
+    code = (
+        "import sys\n"
+        "gone = ('torch', 'pytorch_lightning', 'lightning', 'lightning_fabric', 'torchmetrics', 'grpc', 'numpy')\n"
+        "gone += ('sagemaker', 'sagemaker_core', 'jsonargparse', 'pydantic', 'h2', 'cloudpickle')\n"
+        "sys.modules.update(dict.fromkeys(gone))\n"
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *package: None if name in gone else find(name, *package)\n"
+        "from lightning_sm.__main__ import main\n"
+        f"sys.exit(main(['submit', 'job.yaml', {mode!r}]))"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
+    env = {**kept, **service.environment, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch is not installed here" in done.stderr
+    assert len(service.requests) == (mode == "--yes")
 
 
 def test_the_launcher_loads_nothing_of_this():

@@ -2,21 +2,16 @@
 
 import os
 
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-pytest.importorskip("sagemaker", reason="needs version 2 of the SageMaker SDK (extra launch)")
-
 import boto3
+import pytest
 from botocore.session import get_session
 from botocore.validate import ParamValidator
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit import submit
 from lightning_sm.submit.job_file import Group, InputChannel, Job, Spot, Vpc
-
-pytestmark = [pytest.mark.sdk2, pytest.mark.filterwarnings("ignore")]
 
 WORDS = st.sampled_from(["a", "data", "trainer", "a_b", "", " ", "x" * 70, "ä", "1-", "a\nb", "a=b", "-a"])
 TEXTS = st.one_of(WORDS, st.text(max_size=5))
@@ -37,7 +32,9 @@ def mappings(values, max_size=3):
 JOBS = st.builds(
     Job,
     image=st.one_of(st.just("111122223333.dkr.ecr.us-east-1.amazonaws.com/a:b"), TEXTS),
-    groups=st.dictionaries(WORDS, st.builds(Group, TYPES, COUNTS), max_size=6),
+    groups=st.dictionaries(
+        WORDS, st.builds(Group, TYPES, COUNTS, st.dictionaries(TYPES, COUNTS, max_size=6)), max_size=6
+    ),
     role=st.one_of(st.none(), st.just("arn:aws:iam::111122223333:role/a"), TEXTS),
     name=TEXTS,
     channels=mappings(
@@ -52,6 +49,10 @@ JOBS = st.builds(
     metrics=st.lists(TEXTS, max_size=3),
     metric_patterns=mappings(TEXTS | st.just("(" + "x" * 500 + ")")),
     max_run_s=COUNTS,
+    max_pending_s=st.none() | COUNTS,
+    mlflow=st.none() | TEXTS | st.just("arn:aws:sagemaker:us-east-1:111122223333:mlflow-app/app-1"),
+    mlflow_experiment=st.none() | TEXTS,
+    infra_check=st.booleans(),
     spot=st.none() | st.builds(Spot, COUNTS),
     max_restarts=COUNTS,
     max_retry_attempts=st.none() | COUNTS,
@@ -66,13 +67,12 @@ JOBS = st.builds(
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """One session for all jobs; and the SDK does not check its own schema 23 times for each, 60 ms a time."""
+    """One session for all jobs."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     session = boto3.Session(aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1")  # noqa: S106
     monkeypatch.setattr(submit, "new_session", lambda **_: session)
-    monkeypatch.setattr("sagemaker.config.config.jsonschema.validate", lambda *_: None)
 
 
 @pytest.mark.proof

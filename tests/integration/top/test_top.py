@@ -118,7 +118,7 @@ def test_what_people_see_elsewhere_than_in_a_terminal(job):
     assert f"job {name}, running for" in text
     assert text.count("+ training") == 2
     assert ". idle" in text
-    assert "epoch 2, step 40   20.0 steps/s   320 samples/s   waiting for data 25% of the time" in text
+    assert "epoch 2, step 40   20 steps/s   320 samples/s   waiting for data 25% of the time" in text
     assert "\x1b" not in text
 
 

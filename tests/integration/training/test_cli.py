@@ -240,17 +240,6 @@ class TestCluster:
         environment = host.make(main_port=23456, resolve_timeout_s=1.5).environment
         assert (environment.main_port, environment._resolve_timeout_s) == (23456, 1.5)
 
-    def test_loaders_of_the_model_are_fetched_too(self, host):
-        """A script without a DataModule, whose model has the loaders."""
-
-        class WithLoaders(SmallModel):
-            def train_dataloader(self):
-                return SmallData().train_dataloader()
-
-        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
-        assert isinstance(host.make(model=WithLoaders, data=None).datamodule, RemoteDataModule)
-        assert host.make(data=None).datamodule is None
-
     def test_a_trainer_need_not_see_the_data(self, host):
         """The channel may be one of the data group only, and its argument required."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")

@@ -1,16 +1,20 @@
-"""SageMakerCLI on a data host: it builds nothing, because it serves the DataModule of rank 0."""
+"""SageMakerCLI in a job with data hosts: these build nothing, and the trainers fetch whatever the script hands over."""
+
+import pickle
 
 import pytest
 import torch
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import CSVLogger
 
-from lightning_sm import SageMakerCLI
+from lightning_sm import SageMakerCLI, SageMakerTrainer
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.topology import Role
 from lightning_sm.training import cli as cli_module
 from tests.fakes.small_app import SmallData, SmallModel
 
-DATA_HOST = ({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-2")
+GROUPS = {"gpu": ["algo-1"], "data": ["algo-2"]}
+DATA_HOST = (GROUPS, "algo-2")
 SMALL_DATA = f"{SmallData.__module__}.{SmallData.__qualname__}"
 built = []
 
@@ -117,3 +121,55 @@ def test_nothing_is_built(host, monkeypatch, arguments, script):
     assert ended.value.code == 0
     assert [(role, settings.workers) for role, settings in served] == [(Role.DATA, 3)]
     assert built == []
+
+
+class OwnTrainer(Trainer):
+    """Overrides a method of Trainer, with other parameters."""
+
+    def fit(self, model, batches, **others):
+        """Fit."""
+        super().fit(model, batches, **others)
+
+
+def make_trainer(**arguments) -> OwnTrainer:
+    """Make the Trainer by a function."""
+    return OwnTrainer(**arguments)
+
+
+class WithLoaders(SmallModel):
+    """Has loaders of its own."""
+
+    def train_dataloader(self):
+        """Return a loader."""
+        return SmallData().train_dataloader()
+
+
+@pytest.mark.parametrize("kind", [Trainer, OwnTrainer, SageMakerTrainer, make_trainer])
+def test_what_the_script_hands_over_is_fetched(host, monkeypatch, kind):
+    """With ``run=False``: loaders, other DataModules, the loaders of the model, and the CLI's own DataModule."""
+    cli = host.configure(GROUPS, "algo-1").make("--trainer.logger=false", trainer_class=kind)
+    got = []
+    monkeypatch.setattr(cli.trainer, "_fit_impl", lambda *arguments: got.append(arguments[1:4]))
+    other = SmallData()
+    for first, given in (
+        (cli.model, {"batches": other.train_dataloader()}),
+        (cli.model, {"batches": None, "datamodule": other}),
+        (WithLoaders(), {"batches": None}),
+        (cli.model, {"batches": None, "datamodule": cli.datamodule}),
+    ):
+        batches = given.pop("batches")
+        cli.trainer.fit(first, batches, **given)
+    assert [(train, val) for train, val, _ in got] == [(None, None)] * 4
+    assert all(isinstance(datamodule, RemoteDataModule) for _, _, datamodule in got)
+    assert got[1][2]._datamodule is other
+    assert got[3][2] is cli.datamodule
+
+
+@pytest.mark.parametrize("kind", [Trainer, OwnTrainer])
+def test_its_trainer_can_be_pickled(host, kind):
+    """As ``ddp_spawn`` does; the copy fetches, too, and is of the script's class."""
+    cli = host.configure(GROUPS, "algo-1").make("--trainer.logger=false", trainer_class=kind)
+    copied = pickle.loads(pickle.dumps(cli.trainer))  # noqa: S301  # pickled right here
+    assert isinstance(copied, kind)
+    assert type(copied) is type(cli.trainer)
+    assert copied._connection.addresses == cli.trainer._connection.addresses

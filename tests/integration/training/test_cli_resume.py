@@ -258,6 +258,17 @@ class TestFoldersOfInstances:
         _, found = fit(host, epochs=2, model=settings.get("model", SmallModel))
         assert (found is not None and Path(found).parent == last.parent) == has_checkpoint_dir
 
+    @pytest.mark.parametrize("way", ["script", "configuration"])
+    def test_an_absolute_folder_below_the_working_directory(self, host, checkpoints, way):
+        """It is moved like a relative one, from which nobody can tell it, wherever it is stated."""
+        folder = Path.cwd() / "ckpts"
+        callback = f"--trainer.callbacks={{class_path: ModelCheckpoint, init_args: {{dirpath: {folder}}}}}"
+        if way == "script":
+            cli = host.make(trainer_defaults={"callbacks": [ModelCheckpoint(dirpath=folder)]})
+        else:
+            cli = host.make(callback)
+        assert cli.trainer.checkpoint_callback.dirpath == str(checkpoints / "ckpts")
+
     @pytest.mark.matrix
     @pytest.mark.parametrize("here", ["code", "", "/"])
     @pytest.mark.parametrize("folder", ["{base}/ck/sub", "{base}/own", "/fsx/ck", "memory://ck"])

@@ -12,7 +12,7 @@ from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 90
+TIMEOUT_S = 180
 
 
 def files_in(folder):
@@ -77,10 +77,10 @@ def test_each_host_has_an_output_folder_of_its_own(hosts):
     """What every trainer writes below default_root_dir is in a folder of the host's name, and it saw the channel."""
     for host in hosts[:2]:
         seen = host / "output" / "data" / host.name / "seen.txt"
-        assert seen.read_text() == str(host / "input" / "data" / "training")
+        assert seen.read_text() == str(host.parent / "ml" / "input" / "data" / "training")
 
 
-def test_checkpoints_are_in_the_shared_folder(job):
+def test_checkpoints_are_uploaded(job):
     """The checkpoints, the log and the record of the run are where SageMaker synchronises them."""
     found = files_in(job.parents[1] / "ck")
     for ending in (".ckpt", "/config.yaml", "-rank-1.jsonl"):

@@ -7,6 +7,9 @@ import textwrap
 import pytest
 
 from lightning_sm._lightning import ModelCheckpoint
+from lightning_sm.job.control_folder import ControlFolder, Phase
+from lightning_sm.job.failure_file import read_failures
+from lightning_sm.job.variables import CONTROL_DIR
 from lightning_sm.training.callbacks.failing_rank import FailingRank
 from tests.integration.hosts import REPOSITORY, Hosts, run_together
 from tests.integration.interrupted_fits import Interrupt, Model, is_interrupted
@@ -55,10 +58,11 @@ def test_one_rank_fails_and_saves_alone(tmp_path, failing, optimizer):
     """The traceback is printed, the checkpoint written by that rank if it can, and the process ends by itself."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(_SCRIPT))
+    hosts = Hosts(tmp_path / "hosts")  # keeps the port
     env = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(Hosts(tmp_path / "hosts").main_port),
+        "MASTER_PORT": str(hosts.main_port),
         "LOCAL_RANK": "0",
     }
     env |= {"WORLD_SIZE": "2", "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -73,6 +77,56 @@ def test_one_rank_fails_and_saves_alone(tmp_path, failing, optimizer):
         assert not saved
     else:
         assert [path.name for path in saved] == ["epoch=0-step=3.ckpt"]
+
+
+_LEAVES = """
+import atexit
+from lightning_sm._lightning import destroy_dist_connection
+from lightning_sm.job.failure_file import report_failures
+from lightning_sm.training.group_exit import leave_at_exit
+
+report_failures()
+leave_at_exit()
+atexit.register(destroy_dist_connection)  # as Lightning does with NCCL
+
+def destroy():
+    os.write(1, b"DESTROYED\\n")
+
+torch.distributed.destroy_process_group = destroy
+"""
+
+
+@pytest.mark.matrix(first=1)
+@pytest.mark.parametrize(
+    ("failure", "code"), [("sys.exit(9)", 9), ("raise ValueError('a bad sample')", 1)], ids=["sys.exit", "exception"]
+)
+def test_a_failing_rank_waits_for_no_peer_at_its_exit(tmp_path, failure, code):
+    """It tells the launcher that it fails, also by sys.exit, and destroys no process group, which would wait."""
+    script = tmp_path / "train.py"
+    source = textwrap.dedent(_SCRIPT).replace('raise ValueError("a bad sample")', failure)
+    script.write_text(source.replace("model = Model()", f"{_LEAVES}\nmodel = Model()"))
+    hosts = Hosts(tmp_path / "hosts")  # keeps the port
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(hosts.main_port),
+        "LOCAL_RANK": "0",
+    }
+    env |= {"WORLD_SIZE": "2", "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path / "saved"), "1", "sgd"]
+    folders = [tmp_path / f"control-{rank}" for rank in range(2)]
+    variables = {}
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        variables[str(rank)] = (command, {**env, "NODE_RANK": str(rank), CONTROL_DIR.name: str(folder)})
+    ended = run_together(variables)["1"]
+    assert ended.code == code
+    assert "DESTROYED" not in ended.output
+    (beat,) = ControlFolder(folders[1]).beats()
+    assert (beat.phase, beat.rank) == (Phase.FAILED, 1)
+    assert beat.error.startswith("SystemExit: 9" if code == 9 else "ValueError: a bad sample")
+    (said,) = read_failures(folders[1]).values()
+    assert said is None if code == 9 else said.lines == ("ValueError: a bad sample",)
 
 
 @pytest.mark.usefixtures("restored_signals")

@@ -15,7 +15,7 @@ TIMEOUT_S = 150
 NUM_STEPS = 2 * 30  # two epochs of 480 samples in batches of 8 over two ranks
 
 
-def run_job(folder, *options, arguments=(), env=()):
+def run_job(folder, *options, arguments=(), env=(), script="train_and_note.py"):
     """Run two trainer hosts, and what the options add; returns exit code and output."""
     command = [
         *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--seed", "3"),
@@ -24,11 +24,20 @@ def run_job(folder, *options, arguments=(), env=()):
         *("--env", f"PYTHONPATH={python_path(REPOSITORY)}"),
         *(word for pair in env for word in ("--env", pair)),
         *options,
-        *("--", str(SCRIPTS / "train_and_note.py"), "fit", "--trainer.max_epochs", "2", *arguments),
+        *("--", str(SCRIPTS / script)),
+        *(("fit", "--trainer.max_epochs", "2", *arguments) if script == "train_and_note.py" else ()),
     ]
     folder.mkdir(exist_ok=True)
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     return ended.returncode, ended.stdout + ended.stderr
+
+
+def told_after(step):
+    """Arguments of a training that waits for the signal of a fault at a step, soon after it.
+
+    Steps take so long that the ranks exchange flags every 20 steps, or more often.
+    """
+    return "--model.step_s", "0.05", "--model.told_by", str(step + 4)
 
 
 def notes(folder):
@@ -76,7 +85,7 @@ def test_an_interrupted_job_resumes_exactly_where_it_was(tmp_path, references, g
     """However far apart the hosts get the signal: no step is lost or repeated, and every loss is the same."""
     expected = references(*groups)
     code, output = run_job(
-        tmp_path, *groups, "--fault", f"interrupt@step={step},skew={skew}", arguments=("--model.step_s", "0.05")
+        tmp_path, *groups, "--fault", f"interrupt@step={step},skew={skew}", arguments=told_after(step)
     )
     assert code == 0, output
     trainers = [(1, "trainer", 143)] * 2 + [(2, "trainer", 0)] * 2
@@ -85,25 +94,36 @@ def test_an_interrupted_job_resumes_exactly_where_it_was(tmp_path, references, g
     for (_, wanted), (lines, found) in zip(expected, notes(tmp_path), strict=True):
         assert found == pytest.approx(wanted, rel=1e-12)
         assert sum(line[0] == "train" for line in lines) == NUM_STEPS
+    if groups:
+        verified = subprocess.run(
+            [sys.executable, "-m", "lightning_sm", "verify", str(tmp_path / "checkpoints")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+        assert verified.returncode == 0, verified.stdout + verified.stderr
+        assert "each sample was trained on exactly once in 2 complete epochs (2 starts of rank 0" in verified.stdout
 
 
 @pytest.mark.proof
 def test_a_signal_to_one_host_stops_all(tmp_path):
     """The host that was told to stop does not leave the other one in a collective call."""
-    code, output = run_job(tmp_path, "--fault", "interrupt:trainer-2@step=5", arguments=("--model.step_s", "0.05"))
+    code, output = run_job(tmp_path, "--fault", "interrupt:trainer-2@step=5", arguments=told_after(5))
     assert code == 0, output
     assert exit_codes(output) == [(1, "trainer", 143)] * 2 + [(2, "trainer", 0)] * 2
 
 
 def test_a_stopped_job_leaves_a_checkpoint_and_a_model_and_says_so(tmp_path):
     """StopTrainingJob: 143 on every trainer, a reason that names the signal, and no second attempt."""
-    code, output = run_job(tmp_path, "--fault", "stop@step=5,skew=0.2", arguments=("--model.step_s", "0.05"))
+    code, output = run_job(tmp_path, "--fault", "stop@step=5,skew=0.2", arguments=told_after(5))
     assert code == 143, output
     assert exit_codes(output) == [(1, "trainer", 143)] * 2
     reasons = [path.read_text() for path in tmp_path.glob("jobs/*/algo-*/output/failure")]
     assert len(reasons) == 2
     assert all(reason.startswith("The job was stopped or interrupted (SIGTERM)") for reason in reasons)
-    (checkpoint,) = (tmp_path / "checkpoints").glob("interrupted-*.ckpt")
+    (checkpoint,) = tmp_path.glob("jobs/*/algo-*/checkpoints/interrupted-*.ckpt")
+    assert (tmp_path / "checkpoints" / checkpoint.name).read_bytes() == checkpoint.read_bytes()
     (model,) = tmp_path.glob("jobs/*/algo-*/model/model.ckpt")
     assert model.samefile(checkpoint)
     assert not list((tmp_path / "checkpoints").glob("*.sagemaker-ignore"))
@@ -121,3 +141,19 @@ def test_a_hardware_failure_resumes_from_the_last_periodic_checkpoint(tmp_path, 
     assert code == 0, output
     for (_, wanted), (_, found) in zip(expected, notes(tmp_path), strict=True):
         assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_what_an_epoch_has_collected_goes_on_on_each_rank(tmp_path):
+    """Metrics, accumulated gradients and a random curriculum are those of an undisturbed job, for every rank."""
+    noted = []
+    # Step 9 ends with the batch 7 of the epoch.
+    options = ("--fault", "interrupt@step=9", "--env", "TOLD_IN=1 9")
+    for name, faults in (("undisturbed", ()), ("interrupted", options)):
+        code, output = run_job(tmp_path / name, *faults, script="train_together.py")
+        assert code == 0, output
+        assert ("Attempt 2 of 2" in output) is bool(faults)
+        noted.append([path.read_text().splitlines() for path in sorted((tmp_path / name / "notes").glob("*.txt"))])
+    undisturbed, interrupted = noted
+    assert [len(lines) for lines in undisturbed] == [7, 7]
+    assert interrupted == undisturbed
+    assert undisturbed[0] != undisturbed[1]

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
-from tests.integration.launching import failure, started, train
+from tests.integration.launching import failure, own_job, started, train
 
 _START = """
 import os, threading, time
@@ -51,6 +51,8 @@ def test_a_hang_is_noticed_and_shown(alone, work):
     assert reason.startswith("The training hangs: no progress on host algo-1. Last seen: rank 0 at step 5, training (")
     stacks = alone / "output" / "data" / "algo-1" / "stacks-rank0.txt"
     assert f"Stacks: {stacks}." in reason
+    assert " s ago), in wait (python3." in reason
+    assert " called from wait_for_ever (train.py:" in reason
     assert " in wait_for_ever\n" in stacks.read_text()
 
 
@@ -63,7 +65,7 @@ def test_interrupted_workers_leave_with_their_parent(alone, work):
         + "    trainer = SageMakerTrainer(strategy='ddp_fork', devices=2, **QUIET)\n"
         + "    trainer.fit(Model())\n    print('fit returned', flush=True)\n"
     )
-    with started(alone, work, "train.py", LIGHTNING_SM_HOST_ADDRESSES='{"algo-1": "127.0.0.2"}') as running:
+    with started(alone, work, "train.py", **own_job("algo-1")) as running:
         running.wait_for("ready")
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == 143, running.seen

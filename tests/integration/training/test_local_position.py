@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from pytorch_lightning import seed_everything
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sm._lightning import ModelCheckpoint
@@ -50,6 +51,9 @@ class Shuffled(Model):
     def training_step(self, batch, batch_idx):
         x, y = batch
         return super().training_step((torch.nn.functional.dropout(x, 0.2), y), batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.line(batch[0]).mean())
 
     def train_dataloader(self):
         collate = noisy if self.workers == 0 else None
@@ -196,6 +200,52 @@ def test_a_loader_is_left_as_it_was(tmp_path):
     assert len(trainer.predict(model, data)) == NUM_STEPS
 
 
+@pytest.mark.parametrize("loads", ["a fit that is at its end", "a test", "a fit that fails before it trains"])
+def test_a_later_fit_does_not_go_on_with_what_another_run_has_loaded(tmp_path, loads):
+    """A fit without a checkpoint has the random numbers and values of the script, whatever was loaded before it."""
+    keeps = ModelCheckpoint(tmp_path / "all", monitor="val_loss", mode="max", save_top_k=-1)
+    undisturbed = fit(tmp_path / "undisturbed", model := Shuffled(), keeps, max_epochs=1)
+    undisturbed.save_checkpoint(at_end := tmp_path / "end.ckpt")
+    after_validation = keeps.best_model_path
+    seed_everything(7, verbose=False)
+    expected = fitted_again(undisturbed, model)
+
+    trainer = fit(tmp_path / "again", model := Shuffled(), ckpt_path=at_end, max_epochs=1)
+    if loads == "a test":
+        trainer.test(model, model.val_dataloader(), ckpt_path=after_validation, verbose=False)
+    elif loads == "a fit that fails before it trains":
+        model.train_dataloader = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(model, ckpt_path=after_validation)
+        del model.train_dataloader
+    seed_everything(7, verbose=False)
+    assert fitted_again(trainer, model) == expected
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of the process", "of a generator of the loader's own"])
+def test_a_fit_that_is_at_its_end_leaves_the_random_numbers_of_its_end(tmp_path, own):
+    """The next fit of the script has the same order of samples as if the first one had just trained."""
+    events = []
+    for ckpt_path in (None, tmp_path / "end.ckpt"):
+        generator = torch.Generator().manual_seed(5) if own else None
+        data, model = DataLoader(points(), BATCH_SIZE, shuffle=True, generator=generator), Model()
+        model.train_dataloader = lambda data=data: data
+        trainer = fit(tmp_path / str(ckpt_path is None), model, ckpt_path=ckpt_path, max_epochs=1)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        events.append(fitted_again(trainer, model))
+    assert events[0] == events[1]
+
+
+def fitted_again(trainer, model):
+    """What a model notes in one more epoch of its Trainer."""
+    model.events = []
+    model.on_train_start = lambda: model.events.append(("has", sorted(trainer.callback_metrics)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model)
+    assert len(model.events) > NUM_STEPS
+    return model.events
+
+
 class Stateful(DataLoader):
     """A loader that keeps its own place, as that of torchdata does."""
 
@@ -258,6 +308,15 @@ def test_loaders_that_keep_their_place_resume(tmp_path, uninterrupted, cls, mome
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
     assert whole(resumed(tmp_path / "run", model).events) == uninterrupted(cls)
+
+
+@pytest.mark.parametrize("cls", [KeepsPlace, KeepsPlaceInStream, KeepsPlaceBesideOther])
+def test_a_fit_that_is_at_its_end_needs_no_step_of_loaders_that_keep_their_place(tmp_path, cls):
+    """Such as a job that was interrupted after its last step."""
+    fit(tmp_path / "first", cls(), max_epochs=1).save_checkpoint(tmp_path / "end.ckpt")
+    trainer = fit(tmp_path / "again", model := cls(), ckpt_path=tmp_path / "end.ckpt", max_epochs=1)
+    assert trainer.global_step == NUM_STEPS
+    assert len(fitted_again(trainer, model)) > NUM_STEPS
 
 
 class ReadOnce(IterableDataset):

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import signal
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from lightning_sm.errors import JobConfigError
+from lightning_sm.errors import CheckpointError, JobConfigError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.variables import MODEL
 from lightning_sm.training.callbacks import outputs
@@ -132,6 +133,33 @@ class TestSize:
         exporter._export_file(str(best))
         assert peak_kb() - before < 60_000
         assert files_in(host.model_dir) == {"model.ckpt", "state_dict.pt"}
+
+
+@pytest.mark.parametrize("model", ["full", "weights"])
+def test_a_full_model_folder_is_explained(host, monkeypatch, model):
+    """The error names the folder and its free space, and says how to keep the model of a training that is over."""
+    monkeypatch.setenv("LIGHTNING_SM_MODEL", model)
+    host.model_dir.mkdir(parents=True)
+    (host.model_dir / ".state_dict.pt.incoming").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError) as caught:
+        fit(host)
+    text = str(caught.value)
+    assert text.startswith(f"The model was not written to {host.model_dir}: ")
+    assert (
+        f"bytes are free in {host.model_dir}. To keep it, give the job a larger volume (volume_gb in job.yaml" in text
+    )
+    assert (", or set LIGHTNING_SM_MODEL=weights." in text) == (model == "full")
+
+
+def test_a_first_job_has_no_warning_of_its_own_folder(host):
+    """Lightning warns of a checkpoint folder that is not empty; the job's has its record, and later checkpoints."""
+    host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(host)
+        assert (host.base_dir / "ck" / "lightning-sm-record").is_dir()
+        fit(host, epochs=2)
+    assert [one for one in caught if "is not empty" in str(one.message)] == []
 
 
 def _refuse_links(*_, **__):

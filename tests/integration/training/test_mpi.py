@@ -23,7 +23,9 @@ def hosts():
 def _mpirun(hosts, order, *, python_options=(), trainer=None, processes=1, **settings):
     """Let the ranks of both hosts meet."""
     interpreter, *meet = script("meet.py", {"devices": processes, **(trainer or {})}, "fit")
-    return mpirun(hosts, order, [interpreter, *python_options, *meet], processes=processes, **settings)
+    return mpirun(
+        hosts, order, [interpreter, *python_options, *meet], processes=processes, derives_port=True, **settings
+    )
 
 
 def _places(hosts):

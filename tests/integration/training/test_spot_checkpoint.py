@@ -11,6 +11,8 @@ from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 
 from lightning_sm._lightning import Callback, Trainer
+from lightning_sm.job.control_folder import ControlFolder
+from lightning_sm.job.variables import CONTROL_DIR
 from lightning_sm.training.callbacks.spot_checkpoint import STOP_SIGNALS, SpotCheckpoint, TrainingInterrupted
 from lightning_sm.training.checkpoints.newest import newest_checkpoint
 from tests.integration.interrupted_fits import (
@@ -136,12 +138,18 @@ def test_averaged_weights_resume(tmp_path, averaged, moment):
 
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
-def test_in_the_sanity_check_there_is_nothing_to_save(tmp_path, signum):
-    """A run that is interrupted before its first step leaves at once, without a checkpoint."""
+def test_in_the_sanity_check_there_is_nothing_to_save(tmp_path, monkeypatch, signum):
+    """A run that is interrupted before its first step leaves at once, without a checkpoint.
+
+    Its launcher learns that it is an interruption: a host that was not stopped itself must not exit first.
+    """
+    (folder := tmp_path / "control").mkdir()
+    monkeypatch.setenv(CONTROL_DIR.name, str(folder))
     interrupt = Interrupt("on_validation_batch_start", signum=signum, in_sanity_check=True)
     assert is_interrupted(tmp_path, model := Model(), interrupt)
     assert not model.events
     assert not list(tmp_path.rglob("*.ckpt"))
+    assert ControlFolder(folder).saved() == []
 
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
@@ -202,11 +210,16 @@ def test_an_asynchronous_checkpoint_is_complete_before_the_training_leaves(tmp_p
     assert newest_checkpoint(tmp_path) is not None
 
 
-def test_handlers_stay_after_the_run(tmp_path):
-    """A late signal does not end a process that is about to leave."""
+@pytest.mark.parametrize("first", STOP_SIGNALS, ids=["SIGUSR2", "SIGTERM"])
+def test_handlers_stay_after_the_run(tmp_path, capfd, first):
+    """The first signal says that nothing is saved, and leaves the script its time; SIGTERM after it ends it."""
     fit(tmp_path, Model(), max_epochs=1)
-    for signum in STOP_SIGNALS:
-        os.kill(os.getpid(), signum)
+    os.kill(os.getpid(), first)
+    said = f"{first.name}: no training runs, so there is no checkpoint to save. The script continues until SIGTERM."
+    assert said in capfd.readouterr().err
+    with pytest.raises(TrainingInterrupted) as exit_of_script:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert exit_of_script.value.code == 143
 
 
 class ForkChild(Callback):

@@ -10,7 +10,7 @@ from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 90
+TIMEOUT_S = 180
 
 
 def run_job(folder, *options, arguments=()):

@@ -3,10 +3,11 @@
 import inspect
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from pytorch_lightning import Trainer
+from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint, TQDMProgressBar
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
@@ -15,6 +16,8 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 from lightning_sm import DataServiceSettings, SageMakerEnvironment, SageMakerFabric, SageMakerTrainer
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataSettingsError, TopologyError
+from lightning_sm.job.control_folder import ControlFolder
+from lightning_sm.job.variables import CONTROL_DIR
 from lightning_sm.training import trainer as trainer_module
 from lightning_sm.training.callbacks.line_progress import LineProgress
 from lightning_sm.training.callbacks.local_position import LocalPosition
@@ -39,6 +42,28 @@ def fit(host, **settings):
 def callbacks_of(trainer):
     """Types of the callbacks."""
     return {type(callback) for callback in trainer.callbacks}
+
+
+class Works(Callback):
+    """Works in hooks that may take any time, and notes which phase the launcher sees then.
+
+    Args:
+        folder: The control folder.
+    """
+
+    HOOKS = (
+        *("setup", "on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_start"),
+        *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
+        *("on_train_epoch_end", "on_train_end", "on_fit_end"),
+    )
+
+    def __init__(self, folder):
+        self.phases = []
+        for name in self.HOOKS:
+            setattr(self, name, partial(self._note, ControlFolder(folder), name))
+
+    def _note(self, control, name, *_args, **_kwargs):
+        self.phases += [(name, beat.phase) for beat in control.beats()]
 
 
 class TestElsewhere:
@@ -85,6 +110,35 @@ class TestInAJob:
         trainer = fit(host, max_epochs=2)
         assert (Path(trainer.ckpt_path).parent, trainer.global_step) == (folder, 4)
         assert sorted(path.name for path in host.model_dir.iterdir()) == ["model.ckpt", "state_dict.pt"]
+
+    @pytest.mark.usefixtures("restored_signals")
+    def test_a_test_after_a_failed_fit_loads_what_it_names(self, host, tmp_path):
+        """Not the job's latest checkpoint, from which the fit would have resumed."""
+        folder = host.base_dir / "ck"
+        host.configure(checkpoint={"LocalPath": str(folder)})
+        named = tmp_path / "named.ckpt"
+        fit(host).save_checkpoint(named)
+
+        class Fails(SmallModel):
+            def setup(self, stage):
+                raise ArithmeticError
+
+        host.new_process()
+        trainer = SageMakerTrainer(**QUIET, max_epochs=2)
+        with pytest.raises(ArithmeticError):
+            trainer.fit(Fails(), datamodule=SmallData())
+        trainer.test(SmallModel(), datamodule=SmallData(), ckpt_path=named)
+        assert Path(trainer.ckpt_path) == named
+
+    @pytest.mark.usefixtures("restored_signals")
+    def test_callbacks_may_take_any_time_at_the_end_of_an_epoch_or_a_validation(self, host, tmp_path, monkeypatch):
+        """There, the launcher has been told so before a callback of the user begins to work."""
+        (folder := tmp_path / "control").mkdir()
+        monkeypatch.setenv(CONTROL_DIR.name, str(folder))
+        works = Works(folder)
+        fit(host, callbacks=[works], max_epochs=2)
+        assert {name for name, _ in works.phases} == set(Works.HOOKS)
+        assert [(name, phase) for name, phase in works.phases if not phase.may_pause] == []
 
     @pytest.mark.usefixtures("restored_signals")
     def test_relative_folders_are_those_of_the_job(self, host):

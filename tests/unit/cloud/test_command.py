@@ -1,17 +1,17 @@
 """The command lightning-sm jobs."""
 
 import io
+import sys
 import tarfile
 
 import pytest
-
-pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
-
 from botocore.response import StreamingBody
 
 from lightning_sm._untested import SERVICE
 from lightning_sm.cloud import command
 from lightning_sm.errors import AWSError, JobConfigError
+from lightning_sm.report.command import report_writer
+from lightning_sm.submit.again import again
 from tests.fakes.aws import NOW, event, one_host, training_job
 from tests.unit.cloud.test_find import ARN, tuning_job
 
@@ -22,7 +22,7 @@ def run(clients, capsys, monkeypatch):
     monkeypatch.setattr(command, "_now", lambda: NOW)
 
     def run(*argv):
-        code = command.main(argv, clients)
+        code = command.main(argv, clients, new_report_writer=report_writer, again=again)
         return code, capsys.readouterr().out
 
     return run
@@ -57,13 +57,21 @@ def archive(**files):
     return buffer.getvalue()
 
 
+def test_debug_allows_a_shell(clients, run):
+    """On the hosts of the job with this name."""
+    describes(clients, training_job(status="InProgress"))
+    expected = {"TrainingJobName": "job-1", "RemoteDebugConfig": {"EnableRemoteDebug": False}}
+    clients.answers("sagemaker", "update_training_job", {"TrainingJobArn": f"{ARN}job-1"}, **expected)
+    assert run("debug", "job-1", "--off") == (0, "Remote debugging of job-1 is off.\n")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["cancel", "job-1"], "Did you mean 'lightning-sm jobs stop'?"),
         (["log", "job-1"], "Did you mean 'lightning-sm jobs logs'?"),
         (["sotp", "job-1"], "Did you mean 'lightning-sm jobs stop'?"),
-        (["frobnicate"], "There are list, logs, stop, cost, files."),
+        (["frobnicate"], "There are list, logs, stop, cost, files, report, again, debug, shell."),
     ],
 )
 def test_an_unknown_command_is_answered_with_ours(run, argv, words):
@@ -107,7 +115,10 @@ def test_logs_of_a_completed_job_are_in_the_order_of_time(run, clients):
     for argv, expected in ([], range(5)), (["--tail", "2"], (3, 4)):
         describes(clients, job)
         clients.answers("logs", "filter_log_events", {"events": lines})
-        assert run("logs", "job-1", *argv) == (0, "".join(f"algo-1 | {number}\n" for number in expected))
+        assert run("logs", "job-1", *argv) == (
+            0,
+            "".join(f"1970-01-01 00:00:0{number} algo-1 | {number}\n" for number in expected),
+        )
 
 
 def test_logs_of_a_failed_job_begin_with_the_reason(run, clients):
@@ -120,7 +131,7 @@ def test_logs_of_a_failed_job_begin_with_the_reason(run, clients):
     assert text.startswith("failed: AlgorithmError: nan, exit code: 4\n")
     describes(clients, job)
     clients.answers("logs", "filter_log_events", {"events": [event(1, "algo-1", "a")]})
-    assert run("logs", "job-1", "--all") == (4, "algo-1 | a\n")
+    assert run("logs", "job-1", "--all") == (4, "1970-01-01 00:00:01 algo-1 | a\n")
 
 
 def test_logs_of_one_host(run, clients):
@@ -131,7 +142,7 @@ def test_logs_of_one_host(run, clients):
         clients.answers("logs", "describe_log_streams", {"logStreams": [{"logStreamName": "job-1/algo-1-5"}]})
         if host == "algo-1":
             clients.answers("logs", "filter_log_events", {"events": [event(1, "algo-1", "a")]})
-            assert run("logs", "job-1", "--host", host) == (0, "algo-1 | a\n")
+            assert run("logs", "job-1", "--host", host) == (0, "1970-01-01 00:00:01 algo-1 | a\n")
         else:
             with pytest.raises(AWSError, match=r"no log of the host algo-3; hosts with a log: algo-1\."):
                 run("logs", "job-1", "--host", host)
@@ -270,11 +281,21 @@ def test_what_is_missing_on_this_machine_is_said(monkeypatch, variables):
     for name, value in {**files, "AWS_EC2_METADATA_DISABLED": "true", **variables}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(AWSError, match="No AWS credentials" if variables else "No AWS region"):
-        command.main(["list"])
+        command.main(["list"], new_report_writer=report_writer, again=again)
 
 
 def test_help_says_what_has_never_run(capsys):
     """Whoever is about to use the service reads it before, not in a page of the documentation."""
     with pytest.raises(SystemExit):
-        command.main(["--help"])
+        command.main(["--help"], new_report_writer=report_writer, again=again)
     assert SERVICE in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_lines_of_a_log_do_not_act_upon_a_terminal(run, clients, monkeypatch, is_terminal):
+    """They are those of other programs; a file or a pipe gets them as they are."""
+    evil = "a \x1b]52;c;cGF5bG9hZA==\x07\x1b[31mred\x9b2J"
+    describes(clients, training_job(ResourceConfig=one_host()))
+    clients.answers("logs", "filter_log_events", {"events": [event(1, "algo-1", evil)]})
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert run("logs", "job-1") == (0, f"1970-01-01 00:00:01 algo-1 | {'a red' if is_terminal else evil}\n")

@@ -4,9 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
-
 from lightning_sm.cloud.cost import bill, shown_bills
+from lightning_sm.cloud.hosts import shown_hosts
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.prices import Prices
 from tests.fakes.aws import NOW, one_host, training_job
@@ -98,3 +97,15 @@ def test_missing_prices_are_named_with_the_option_that_gives_them():
     """None is built in."""
     with pytest.raises(JobConfigError, match=r"--price ml\.g5\.xlarge=PRICE --price ml\.c5\.xlarge=PRICE"):
         shown(training_job(BillableTimeInSeconds=1), prices=Prices())
+
+
+def test_hosts_that_the_service_has_not_chosen_yet_are_named_as_wanted():
+    """A job that waits for one of several instance types; then the one that it has."""
+    wanted = [
+        {"InstanceType": "ml.g5.xlarge", "InstanceCount": 4},
+        {"InstanceType": "ml.g6.xlarge", "InstanceCount": 4},
+    ]
+    resources = {"VolumeSizeInGB": 30, "InstancePreferences": wanted}
+    assert shown_hosts({"ResourceConfig": resources}) == "4 ml.g5.xlarge or ml.g6.xlarge"
+    chosen = {"SelectedInstanceType": "ml.g6.xlarge", "SelectedInstanceCount": 4}
+    assert shown_hosts({"ResourceConfig": {**resources, **chosen}}) == "4 ml.g6.xlarge"

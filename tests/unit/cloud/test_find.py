@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
-
 from lightning_sm.cloud.find import find, training_jobs
 from lightning_sm.errors import AWSError
 from tests.fakes.aws import NOW, training_job

@@ -1,9 +1,6 @@
 """Following jobs until they end."""
 
 import pytest
-
-pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
-
 from botocore.exceptions import ClientError, EndpointConnectionError
 
 from lightning_sm.cloud.find import Found
@@ -58,6 +55,18 @@ def test_every_change_of_state_is_one_line(clients, caplog):
     assert pauses == [20.0] * 3
 
 
+def test_a_log_that_may_not_be_read_does_not_end_the_wait(clients, caplog):
+    """Whoever may submit jobs need not have the permission to read logs."""
+    clients.answers("sagemaker", "describe_training_job", state("InProgress", "Training"))
+    clients.refuses("logs", "filter_log_events", "AccessDeniedException")
+    clients.answers("sagemaker", "describe_training_job", state("Completed"))
+    ended = follow(clients, TRAINING, shows_log=True, sleep=lambda _: None)
+    assert exit_code(ended) == 0
+    assert (
+        caplog.text.count("Waiting without the job's log, which cannot be read: An error occurred (AccessDenied") == 1
+    )
+
+
 def test_the_log_is_written_as_it_comes_and_to_its_end(clients, capsys):
     """Lines that arrive after the end of the job are waited for."""
     clients.answers("sagemaker", "describe_training_job", state("InProgress", "Training"))
@@ -69,10 +78,10 @@ def test_the_log_is_written_as_it_comes_and_to_its_end(clients, capsys):
         clients.answers("logs", "filter_log_events", {"events": events})
     follow(clients, TRAINING, shows_log=True, sleep=lambda _: None)
     assert capsys.readouterr().out.splitlines() == [
-        "algo-1 | line 0",
-        "algo-1 | line 2",
-        "algo-1 | line 4",
-        "algo-1 | late",
+        "1970-01-01 00:00:00 algo-1 | line 0",
+        "1970-01-01 00:00:02 algo-1 | line 2",
+        "1970-01-01 00:00:04 algo-1 | line 4",
+        "1970-01-01 00:00:09 algo-1 | late",
     ]
 
 

@@ -1,8 +1,8 @@
 """The log of a job: merged over hosts, each line once, failures first."""
 
-import pytest
+import re
 
-pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
+import pytest
 
 from lightning_sm.cloud.logs import Log, failure_first
 from tests.fakes.aws import event, one_host, training_job
@@ -11,9 +11,18 @@ HETEROGENEOUS = training_job()
 HOMOGENEOUS = training_job(ResourceConfig=one_host(count=2))
 
 
+# The time of a line: that of the fake's events is some seconds after the epoch.
+TIME = re.compile(r"^1970-01-01 00:0\d:\d\d ")
+
+
+def untimed(lines):
+    """Lines without their time, which each of a host has."""
+    return [TIME.sub("", line, count=1) for line in lines]
+
+
 def shown(log):
-    """The new lines as they are printed."""
-    return [log.shown(line) for line in log.new_lines()]
+    """The new lines as they are printed, without their time."""
+    return untimed(log.shown(line) for line in log.new_lines())
 
 
 def page(*events, more=None):
@@ -85,6 +94,13 @@ def test_the_group_of_a_host_comes_from_what_its_launcher_logs(clients):
     assert shown(log)[0].startswith("algo-1 | ")
 
 
+def test_each_line_has_its_time(clients):
+    """In UTC, as the service's own pages show it; hosts may be in any zone."""
+    clients.answers("logs", "filter_log_events", page(event(1, "algo-1", "a", time_ms=1_795_664_840_832)))
+    log = Log(clients.logs, HOMOGENEOUS)
+    assert [log.shown(line) for line in log.new_lines()] == ["2026-11-26 03:47:20 algo-1 | a"]
+
+
 def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
     """Then come the last lines (up to 50) of each other host, the oldest first."""
     log = Log(clients.logs, HOMOGENEOUS)
@@ -108,7 +124,8 @@ def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
             startFromHead=False,
         )
         clients.answers("logs", "get_log_events", {"events": [], "nextBackwardToken": "b/1"})
-    assert list(failure_first(log, "AlgorithmError: ValueError: nan on trainer host algo-2, exit code: 1")) == [
+    said = failure_first(log, "AlgorithmError: ValueError: nan on trainer host algo-2, exit code: 1")
+    assert untimed(said) == [
         "failed: AlgorithmError: ValueError: nan on trainer host algo-2, exit code: 1",
         "--- algo-2: whole log",
         "algo-2 | start",

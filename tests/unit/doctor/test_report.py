@@ -93,7 +93,7 @@ def test_check_that_hangs_is_a_problem_of_its_own():
         release.wait(60)
 
     try:
-        results = examine(Context.of({}, 0.1), [hangs, lambda _context: [_HURTS]])
+        results = examine(Context.of({}, 1), [hangs, lambda _context: [_HURTS]])
     finally:
         release.set()
     assert [result.status for result in results] == [Status.OK, Status.PROBLEM, Status.WARNING]
@@ -121,7 +121,7 @@ def test_parallel_calls_return_raise_or_do_not_end():
         return item
 
     try:
-        hung, raised, returned = in_parallel(call, ["hangs", "raises", "returns"], 0.1)
+        hung, raised, returned = in_parallel(call, ["hangs", "raises", "returns"], 1.0)
     finally:
         release.set()
     assert (hung.value, hung.error, hung.seconds) == (None, None, None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
-import psutil
-
 from lightning_sm.emulator.processes import processes_below
+from lightning_sm.job.variables import HOST_FOLDER
 
 _PARENT = """
 import subprocess, sys
@@ -18,8 +18,8 @@ child.wait()
 """
 
 
-def _host(base_dir):
-    env = {**os.environ, "SAGEMAKER_BASE_DIR": str(base_dir)}
+def _host(folder):
+    env = {**os.environ, HOST_FOLDER.name: str(folder)}
     return subprocess.Popen([sys.executable, "-c", _PARENT], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -29,7 +29,7 @@ def test_descendants_belong_to_a_host_whatever_their_environment(tmp_path):
         child = int(host.stdout.readline())
         other.stdout.readline()
         assert {process.pid for process in processes_below(tmp_path / "job")} == {host.pid, child}
-        psutil.Process(child).kill()
-        host.kill()
+        os.kill(child, signal.SIGKILL)
+        os.kill(host.pid, signal.SIGKILL)  # Popen.kill would reap it, if it has exited already without its child
         os.waitid(os.P_PID, host.pid, os.WEXITED | os.WNOWAIT)
         assert processes_below(tmp_path / "job") == []

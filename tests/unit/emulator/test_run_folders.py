@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 
 import pytest
 
-from lightning_sm.emulator.run_folders import create_run_folder, remove_finished_runs
+from lightning_sm.emulator.run_folders import create_run_folder, remove_finished_runs, run_name
 
 
 def _finished(base, *times):
@@ -34,7 +35,7 @@ def test_all_finished_runs_are_removed_and_measured(tmp_path):
     removal = remove_finished_runs(tmp_path)
     assert (removal.num_runs, removal.in_use, removal.problems) == (2, (), ())
     assert 200_000 <= removal.num_bytes < 400_000
-    assert str(removal) == "2 runs (0.2 MB)"
+    assert re.fullmatch(r"2 runs \([23]\d\d kB\)", str(removal))
     assert not first.exists()
     assert not second.exists()
     assert (data / "large").exists()
@@ -50,7 +51,7 @@ def test_a_run_in_progress_is_never_removed(tmp_path):
     assert (removal.num_runs, removal.in_use) == (1, (folder.name,))
     assert folder.is_dir()
     os.close(lock)
-    assert str(remove_finished_runs(tmp_path)) == "1 run (0.0 MB)"
+    assert str(remove_finished_runs(tmp_path)).startswith("1 run (")
     assert not folder.exists()
 
 
@@ -62,6 +63,17 @@ def test_the_newest_runs_are_kept(tmp_path):
     assert [folder.exists() for folder in folders] == [False, True, True]
     assert remove_finished_runs(tmp_path, keep=2).num_runs == 0
     os.close(lock)
+
+
+def test_runs_of_chaos_count_by_their_age(tmp_path):
+    """Beside those of single jobs."""
+    (old,) = _finished(tmp_path, "100000")
+    chaos = tmp_path / run_name("chaos")
+    os.close(create_run_folder(chaos))
+    assert remove_finished_runs(tmp_path, keep=1).num_runs == 1
+    assert not old.exists()
+    assert remove_finished_runs(tmp_path).num_runs == 1
+    assert not chaos.exists()
 
 
 def test_a_parent_that_does_not_exist_has_no_runs(tmp_path):

@@ -8,6 +8,8 @@ import sys
 import time
 
 from lightning_sm.emulator.slow_names import resolver_variables
+from lightning_sm.emulator.spec import LocalHost
+from lightning_sm.job.topology import Role
 
 _LOOK_UP = """
 import os, socket, time
@@ -26,7 +28,8 @@ print(time.monotonic())
 
 
 def _look_up(folder, resolves_at, env):
-    variables = resolver_variables(folder, resolves_at, env)
+    host = LocalHost("algo-1", "trainer", Role.TRAINER, folder, {"SAGEMAKER_BASE_DIR": str(folder), **env})
+    variables = resolver_variables(host, resolves_at)
     ended = subprocess.run(
         [sys.executable, "-c", _LOOK_UP],
         env={**os.environ, **env, **variables},
@@ -41,7 +44,7 @@ def _look_up(folder, resolves_at, env):
 def test_an_address_resolves_from_its_time_on(tmp_path):
     """Before that it is unknown, as are the names of hosts that have not started; other addresses always resolve."""
     soon = time.monotonic() + 3.0
-    first, resolved_at = _look_up(tmp_path / "resolver", {"127.0.0.8": soon, "127.0.0.9": soon + 60}, {})
+    first, resolved_at = _look_up(tmp_path, {"127.0.0.8": soon, "127.0.0.9": soon + 60}, {})
     assert first == "[True, False, False] None"
     assert float(resolved_at) >= soon
 
@@ -49,5 +52,5 @@ def test_an_address_resolves_from_its_time_on(tmp_path):
 def test_a_sitecustomize_of_the_user_is_loaded_too(tmp_path):
     """Python loads only the first one that it finds."""
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['HIDDEN'] = 'loaded'\n")
-    first, _ = _look_up(tmp_path / "resolver", {}, {"PYTHONPATH": str(tmp_path)})
+    first, _ = _look_up(tmp_path, {}, {"PYTHONPATH": str(tmp_path)})
     assert first == "[True, True, True] loaded"

@@ -1,14 +1,14 @@
 """What processes write into the control folder, and what their launcher reads."""
 
+import faulthandler
 import os
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, Phase, announce, leave_warning
+from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, Phase, announce
 from lightning_sm.job.variables import CONTROL_DIR
 
 
@@ -23,9 +23,9 @@ def control(tmp_path):
 @pytest.fixture
 def announced(control):
     """Announces this process, which must forget the signal afterwards."""
-    old = signal.getsignal(STACKS_SIGNAL)
     yield lambda: announce({CONTROL_DIR.name: str(control.path)})
-    signal.signal(STACKS_SIGNAL, old)
+    # With another handler in its place, faulthandler would still believe that its own is there, also in forks.
+    faulthandler.unregister(STACKS_SIGNAL)
 
 
 def test_a_process_says_where_it_stands(control, announced):
@@ -73,24 +73,14 @@ def test_saved_files_and_lost_peers(control, announced):
     assert (control.saved(), control.beats(), process.are_peers_gone()) == (None, [], False)
 
 
-def test_a_warning_is_for_the_launcher(control):
-    """What several processes say is said once, and not of an earlier script; without a launcher they say it."""
-    assert not leave_warning("alone", {})
-    assert leave_warning("alone", {CONTROL_DIR.name: str(control.path)})
-    (control.path / "warning-1").write_text("alone")
-    assert control.warnings() == ["alone"]
-    control.clear()
-    assert control.warnings() == []
-
-
-def test_stacks_are_written_on_request(control):
-    """The signal shows the stacks of all threads, also while the main thread blocks in C."""
-    script = (
-        "from lightning_sm.job.control_folder import announce\nannounce()\nprint('ready', flush=True)\n"
-        "def blocking():\n    import sys\n    sys.stdin.buffer.raw.read()\nblocking()"
-    )
+def ask_for_stacks(control, script, function):
+    """Ask a process for its stacks until they show a function, in which it blocks; let it end, and return them."""
     child = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [
+            sys.executable,
+            "-c",
+            f"{script}def {function}():\n    import sys\n    sys.stdin.buffer.raw.read()\n{function}()",
+        ],
         env={**os.environ, CONTROL_DIR.name: str(control.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -100,8 +90,28 @@ def test_stacks_are_written_on_request(control):
         assert control.stacks(child.pid) == ""
         deadline = time.monotonic() + 30
         # It may print before it blocks.
-        while " in blocking\n" not in control.stacks(child.pid) and time.monotonic() < deadline:
+        while f" in {function}\n" not in control.stacks(child.pid) and time.monotonic() < deadline:
             child.send_signal(STACKS_SIGNAL)
         child.communicate()
-        assert " in blocking\n" in control.stacks(child.pid)
+        stacks = control.stacks(child.pid)
     assert child.returncode == 0
+    return stacks
+
+
+def test_stacks_are_written_on_request(control):
+    """The signal shows the stacks of all threads, also while the main thread blocks in C."""
+    script = "from lightning_sm.job.control_folder import announce\nannounce()\nprint('ready', flush=True)\n"
+    assert " in blocking\n" in ask_for_stacks(control, script, "blocking")
+
+
+@pytest.mark.parametrize("again", ["", "announce()\n"])
+def test_a_trainer_that_ends_takes_no_stacks_away(control, again):
+    """Lightning restores the handlers that Python knows, at the end of each fit or test of a Trainer."""
+    script = (
+        "from lightning_sm.job.control_folder import announce\nannounce()\n"
+        "from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector\n"
+        "for number, handler in _SignalConnector._get_current_signal_handlers().items():\n"
+        "    if handler is not None:\n        _SignalConnector._register_signal(number, handler)\n"
+        f"{again}print('ready', flush=True)\n"
+    )
+    assert " in waiting\n" in ask_for_stacks(control, script, "waiting")

@@ -174,12 +174,11 @@ def test_checkpoint_configuration_gives_folder_and_address(tmp_path, checkpoint,
     [
         ({"S3Uri": "s3://bucket/ckpt"}, True),
         ({"LocalPath": "/jobs/j/algo-1/checkpoints", "S3Uri": "file:///jobs/j/checkpoints"}, True),
-        ({"LocalPath": "/jobs/my ckpt", "S3Uri": "file:///jobs/my%20ckpt"}, False),
         ({"LocalPath": "/opt/ml/checkpoints"}, False),
         (None, False),
     ],
 )
-def test_checkpoints_are_uploaded_unless_the_hosts_share_their_folder(tmp_path, checkpoint, has_agent):
+def test_checkpoints_with_an_address_are_uploaded(tmp_path, checkpoint, has_agent):
     """Also by the emulator's agent, whose address is not one of S3."""
     assert read(write_job(tmp_path, SERVICE, checkpoint=checkpoint)).has_upload_agent is has_agent
 
@@ -219,10 +218,21 @@ def test_channels_that_sdk_v3_adds_for_itself_are_hidden(tmp_path):
     assert list(job.channels) == ["train"]
 
 
-def test_channel_named_code_without_drivers_is_data(tmp_path):
-    """Only SDK v3 reserves the name, and its drivers give it away."""
-    job = read(write_job(tmp_path, SERVICE, channels={"code": {}, "train": {}}))
-    assert list(job.channels) == ["code", "train"]
+@pytest.mark.parametrize(
+    ("directory", "names"),
+    [
+        (None, ["code", "train"]),
+        ("s3://bucket/sourcedir.tar.gz", ["code", "train"]),
+        ("/opt/ml/input/data/codes", ["code", "train"]),
+        ("/opt/ml/input/data/code", ["train"]),
+        ("/opt/ml/input/data/code/sourcedir.tar.gz", ["train"]),
+    ],
+)
+def test_a_channel_named_code_is_data_unless_the_script_is_in_it(tmp_path, directory, names):
+    """SDK v3 gives that away by its drivers; SDK v2 and ``lightning-sm submit`` by the place of the code."""
+    hyperparameters = {} if directory is None else {"sagemaker_submit_directory": f'"{directory}"'}
+    job = read(write_job(tmp_path, SERVICE, channels={"code": {}, "train": {}}, hyperparameters=hyperparameters))
+    assert list(job.channels) == names
 
 
 def test_hyperparameters_keep_their_text(tmp_path):

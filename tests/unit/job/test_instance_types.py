@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.job.instance_types import has_gpus, is_accelerated, num_gpus
+from lightning_sm.job.instance_types import has_gpus, is_accelerated, num_gpus, num_vcpus
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,22 @@ def test_instance_types(instance_type, accelerated, gpus, count):
     assert is_accelerated(instance_type) is accelerated
     assert has_gpus(instance_type) is gpus
     assert num_gpus(instance_type) == count
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "vcpus"),
+    [
+        ("ml.c5.18xlarge", 72),
+        ("ml.c5.xlarge", 4),
+        ("ml.m5.large", 2),
+        ("ml.t3.medium", 2),
+        ("ml.p4d.24xlarge", 96),
+        ("ml.m5.metal", None),
+        ("local", None),
+        ("data", None),
+        (None, None),
+    ],
+)
+def test_vcpus_follow_from_the_size(instance_type, vcpus):
+    """A size is a multiple of four vCPUs; the smallest ones have two."""
+    assert num_vcpus(instance_type) == vcpus

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_sm.errors import TopologyError
-from lightning_sm.job.rank_starter import RANK_VARIABLES, RankStart, RankStarter, stray_variables
+from lightning_sm.job.rank_starter import (
+    RANK_VARIABLES,
+    RankStart,
+    RankStarter,
+    host_variables,
+    rank_variables,
+    stray_variables,
+)
+from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import RANK_ZERO_PID
+from tests.fakes.job_folder import make_job
 
 PARENT = 4242
 TORCHRUN = {
@@ -36,6 +47,7 @@ OF_TORCHRUN = RankStart(
     main_port=7777,
 )
 OF_MPI = RankStart(RankStarter.MPI, local_rank=1, node_rank=1, devices=2, world_size=4)
+OF_LAUNCHER = RankStart(RankStarter.LAUNCHER, local_rank=1, node_rank=1, devices=2, world_size=4)
 OF_LIGHTNING = RankStart(RankStarter.LIGHTNING, local_rank=1)
 
 
@@ -48,6 +60,7 @@ OF_LIGHTNING = RankStart(RankStarter.LIGHTNING, local_rank=1)
         pytest.param({**TORCHRUN, "NODE_RANK": "7"}, OF_TORCHRUN, id="torchrun and a stray variable"),
         pytest.param(MPI, OF_MPI, id="mpirun"),
         pytest.param({**STRAYS, **MPI}, OF_MPI, id="mpirun and stray variables"),
+        pytest.param({**TORCHRUN, "TORCHELASTIC_RUN_ID": "lightning-sm"}, OF_LAUNCHER, id="our launcher"),
         pytest.param({**MPI, **TORCHRUN}, OF_TORCHRUN, id="torchrun started by mpirun"),
         pytest.param({RANK_ZERO_PID.name: str(PARENT), "LOCAL_RANK": "1"}, OF_LIGHTNING, id="Lightning"),
         pytest.param({RANK_ZERO_PID.name: str(PARENT)}, RankStart(RankStarter.PLAIN), id="child without a rank"),
@@ -106,7 +119,26 @@ def test_ranks_that_nobody_set_are_strays(launcher):
     assert stray_variables({"OTHER": "1"}, RankStart(launcher)) == ()
 
 
-@pytest.mark.parametrize("launcher", [RankStarter.TORCHRUN, RankStarter.LIGHTNING])
+@pytest.mark.parametrize("launcher", [RankStarter.PLAIN, RankStarter.MPI])
+def test_what_our_launcher_says_of_the_host_is_no_stray(launcher):
+    """Only while it has the value that the launcher set."""
+    job = make_job({"gpu": ["algo-1", "algo-2"]}, "algo-2", addresses={"algo-1": "10.0.0.1"}, main_port=29000)
+    of_host = host_variables(job, Topology.from_job(job))
+    assert of_host == {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29000", "NODE_RANK": "1"}
+    assert stray_variables({**of_host, "RANK": "1"}, RankStart(launcher), of_host) == ("RANK",)
+    assert stray_variables({**of_host, "NODE_RANK": "0"}, RankStart(launcher), of_host) == ("NODE_RANK",)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_the_variables_of_a_rank_say_what_torchrun_would(local_rank):
+    """Ranks are numbered by host, and the process that has them knows who started it."""
+    job = make_job({"gpu": ["algo-1", "algo-2"]}, "algo-2")
+    variables = rank_variables(Topology.from_job(job), 2, local_rank)
+    assert RankStart.detect(variables, PARENT) == replace(OF_LAUNCHER, local_rank=local_rank)
+    assert (variables["RANK"], variables["GROUP_WORLD_SIZE"]) == (str(2 + local_rank), "2")
+
+
+@pytest.mark.parametrize("launcher", [RankStarter.TORCHRUN, RankStarter.LIGHTNING, RankStarter.LAUNCHER])
 def test_ranks_of_torchrun_and_lightning_are_theirs(launcher):
-    """What torchrun and Lightning hand to their processes is left alone."""
+    """What torchrun, Lightning and our launcher hand to their processes is left alone."""
     assert stray_variables(STRAYS, RankStart(launcher)) == ()

@@ -37,6 +37,33 @@ SECRET_NAMES = [
     "ssl.private_key",
     "secrets.hub",
     "HyperParameters['x.token']",
+    "account_key",
+    "storage_account_key",
+    "sas_url",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "encryption_key",
+    "signing_key",
+    "ssh_key",
+    "kaggle_key",
+    "license_key",
+    "private_key_pem",
+    "secret_value",
+    "my_secret_name",
+    "token_value",
+    "hub_tokens",
+    "authorization",
+    "auth_header",
+    "model.bearer",
+    "jwt",
+    "cookie",
+    "session_id",
+    "pwd",
+    "db.userPwd",
+    "pin",
+    "dsn",
+    "github_pat",
+    "SLACK_WEBHOOK_URL",
+    "GOOGLE_APPLICATION_CREDENTIALS_JSON",
 ]
 OPEN_NAMES = [
     "",
@@ -53,6 +80,18 @@ OPEN_NAMES = [
     "AWS_ACCESS_KEY_ID",
     "secretary",
     "passwords_per_second",
+    "image_key",
+    "sort_key",
+    "query_key",
+    "prefix_tokens",
+    "auth_type",
+    "pin_memory",
+    "path",
+    "pattern",
+    "authors",
+    "session",
+    "connection",
+    "label_text",
 ]
 
 
@@ -109,6 +148,61 @@ def test_sizes_of_a_part_called_token_are_shown():
 def test_command_lines(arguments, expected):
     """Secrets are hidden in every notation; all other words stay as they are."""
     assert shown_arguments(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("postgres://me:S3CR3T@db/x?y=1", "postgres://me:(hidden)@db/x?y=1"),
+        ("https://me:S3CR3T@S3CR3T@host/", "https://me:(hidden)@host/"),
+        ("https://ghp_S3CR3Tabcdefghijklmno@github.com/x", "https://(hidden)@github.com/x"),
+        ("https://host/x?a=1&sig=S3CR3T%3D&b=2", "https://host/x?a=1&sig=(hidden)&b=2"),
+        ("https://b.s3/x?X-Amz-Date=1&X-Amz-Signature=S3CR3T", "https://b.s3/x?X-Amz-Date=1&X-Amz-Signature=(hidden)"),
+        ("Bearer S3CR3T", "Bearer (hidden)"),
+        ("Basic dXNlcjpTM0NSM1Q=", "Basic (hidden)"),
+        ("curl -H 'authorization:Bearer S3CR3T' x", "curl -H 'authorization:(hidden)' x"),
+        ("Authorization: Token S3CR3T", '{"Authorization": "(hidden)"}'),
+        ("use ghp_S3CR3TS3CR3TS3CR3T12", "use (hidden)"),
+        ("a eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.S3CR3T", "a (hidden)"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nS3CR3T\n-----END", "-----BEGIN RSA PRIVATE KEY-----(hidden)"),
+        ('{"url": "redis://:S3CR3T@host", "lr": 1}', '{"url": "redis://:(hidden)@host", "lr": 1}'),
+    ],
+)
+def test_secrets_are_known_by_their_form(text, expected):
+    """In any text, under any name and without one; the rest stays, where it is no file that is read again."""
+    assert shown("x", text) == expected
+    assert shown("", {"a": [{"b": text}]}) == {"a": [{"b": expected}]}
+    assert shown_arguments([f"--x={text}", "--x", text, text]) == [f"--x={expected}", "--x", expected, expected]
+    assert shown("x", text, hidden=None) != text
+    assert "S3CR3T" not in json.dumps(shown_hyperparameters({"x": text, "y": json.dumps(text)}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Basic training",
+        "basic configuration",
+        "ssh://git@host/x",
+        "http://host:8080/a",
+        "sig=0.5",
+        "user@host",
+        "a//b:c",
+    ],
+)
+def test_forms_of_other_things_are_shown(text):
+    """Addresses without a password, and words that only look like a header."""
+    assert shown("x", text) == text
+    assert shown_arguments([text]) == [text]
+
+
+def test_pairs_of_a_request_are_known_by_their_names():
+    """AWS writes tags as pairs of key and value."""
+    pairs = [
+        {"Key": "api_key", "Value": "S3CR3T"},
+        {"Name": "HF_TOKEN", "Value": "S3CR3T"},
+        {"Key": "team", "Value": "a"},
+    ]
+    assert [pair["Value"] for pair in shown("Tags", pairs)] == [HIDDEN, HIDDEN, "a"]
 
 
 def test_another_mark():

@@ -261,6 +261,13 @@ def test_ports_of_a_host_differ(main_port):
     assert topology.peers_port not in (main_port, main_port - 10_000)
 
 
+def test_the_other_ports_lie_below_the_main_port():
+    """Where a security group can allow them; with a main port that is too low for that, the launchers' lies above."""
+    for main_port, peers, data in ((20000, 15000, 10000), (11024, 6024, 1024), (6024, 1024, 1024), (6023, 11023, 1024)):
+        topology = Topology.from_job(make_job(GROUPS, main_port=main_port))
+        assert (topology.peers_port, topology.data_port) == (peers, data)
+
+
 def test_ports_of_jobs_differ_by_name():
     """Jobs that meet on one network are unlikely to meet on one port."""
     ports = [Topology.from_job(make_job(GROUPS, name=f"job-{index}")).main_port for index in range(50)]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 import traceback
+from dataclasses import replace
 
 import pytest
 
 from lightning_sm.errors import ScriptError
+from lightning_sm.job.failure_file import ProcessFailure
 from lightning_sm.job.stopping import Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.launcher import failure
-from lightning_sm.launcher.failure import Place, error_reason, is_consequence, script_reason
+from lightning_sm.launcher.failure import Place, error_reason, script_failure
+from lightning_sm.launcher.first_failure import EndedProcess
 
 _PLACE = Place("algo-2", Role.TRAINER, rank=1)
 
@@ -32,20 +35,17 @@ Traceback (most recent call last):
     main()
 RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242
 """
-_NCCL = """\
-Traceback (most recent call last):
-  File "/code/train.py", line 30, in <module>
-    main()
-torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:275, NCCL 2.27.5
-ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
-Last error:
-socketProgress: Connection closed by remote peer
-"""
 
 
 def failure_reason(stderr_tail, exit_code, place=_PLACE):
-    """The reason on the second of two trainer hosts with one process each."""
+    """The reason on the second of two trainer hosts with one process each, which writes no failure file."""
     return failure.failure_reason(stderr_tail, exit_code, place).text
+
+
+def of_script(stderr_tail, exit_code, place=_PLACE, **options):
+    """What failed where the script writes no failure file."""
+    process = EndedProcess(7, exit_code=exit_code, exited_at=1.0)
+    return script_failure(process, exit_code, stderr_tail, place, **options)
 
 
 def _printed(source: str, name: str = "/code/train.py") -> str:
@@ -79,12 +79,12 @@ def test_a_rank_that_printed_its_number_is_named():
 
 def test_a_data_host_has_no_rank_and_its_restarts_are_counted():
     """The user's error comes first also where the script was restarted before."""
-    reason = script_reason(_VALUE_ERROR, 1, Place("algo-3", Role.DATA), num_restarts=2)
+    reason = of_script(_VALUE_ERROR, 1, Place("algo-3", Role.DATA), num_restarts=2).reason
     assert reason.text.splitlines()[:2] == [
         "ValueError: bad shape",
         "on data host algo-3 (exit code 1, restarted 2 times)",
     ]
-    once = script_reason("", 137, Place("algo-3", Role.DATA), num_restarts=1)
+    once = of_script("", 137, Place("algo-3", Role.DATA), num_restarts=1).reason
     assert once.text.startswith("killed by SIGKILL (exit code 137, restarted once) on data host algo-3; nothing was")
 
 
@@ -94,34 +94,6 @@ def test_an_error_before_the_script_starts_names_the_host():
     assert error_reason(ScriptError("no such script."), place) == "ScriptError: no such script.\non data host algo-3"
     assert error_reason(ScriptError("no such script."), None) == "ScriptError: no such script."
     assert error_reason(KeyError("x"), place).startswith("The launcher failed: KeyError: 'x'\n")
-
-
-_REMOTE = """Traceback (most recent call last):
-  File "/code/train.py", line 30, in <module>
-    SageMakerCLI(Model, Data)
-  File "/venv/lib/python3.11/site-packages/pytorch_lightning/trainer.py", line 500, in fit
-    self._run(model)
-lightning_sm.errors.RemoteTransformError: ValueError: sample 40 is corrupt: img_40.jpg
-on data host algo-3 (127.0.0.4:27184), worker 0: index 40, batch of step 5
-Traceback (most recent call last):
-  File "/src/lightning_sm/data/host/loader.py", line 185, in _samples
-    samples.append(self._dataset[key])
-  File "/code/images.py", line 9, in __getitem__
-    raise ValueError(f"sample {i} is corrupt: img_{i}.jpg")
-ValueError: sample 40 is corrupt: img_40.jpg
-"""
-
-
-def test_an_error_on_a_data_host_is_the_users_own_from_there():
-    """The reason of the trainer is the user's exception, with sample, data host and frames; not how it travelled."""
-    assert failure_reason(_REMOTE, 1).split("\n") == [
-        "ValueError: sample 40 is corrupt: img_40.jpg",
-        "on data host algo-3 (127.0.0.4:27184), worker 0: index 40, batch of step 5",
-        "passed on to trainer host algo-2, rank 1 (exit code 1)",
-        'File "/code/images.py", line 9, in __getitem__: raise ValueError(f"sample {i} is corrupt: img_{i}.jpg")',
-    ]
-    of_data_host = failure_reason(_REMOTE, 1, Place("algo-3", Role.DATA)).splitlines()
-    assert of_data_host[:1] + of_data_host[2:3] == ["ValueError: sample 40 is corrupt: img_40.jpg", "exit code 1"]
 
 
 def test_frames_of_lightning_sm_are_not_the_users():
@@ -147,19 +119,31 @@ def test_raising_frame_in_a_library_is_kept():
     assert "site-packages/torch/nn.py" in failure_reason(tail, 1)
 
 
-@pytest.mark.parametrize("consequence", [_PEER, _PEER.replace("RuntimeError", "BrokenPipeError")])
-def test_first_exception_that_is_no_consequence_wins(consequence):
-    """Of several ranks' exceptions the reason is the first that no other rank caused, wherever it stands."""
-    other = _VALUE_ERROR.replace("ValueError: bad shape", "KeyError: 'later'")
-    assert failure_reason(consequence + _VALUE_ERROR + other, 1).startswith("ValueError: bad shape\n")
+def test_the_last_exception_counts_if_stderr_ends_with_it():
+    """Exceptions before it were caught, or other ranks'; after a kill, or another exit code, none is the reason."""
+    assert failure_reason(_PEER + _VALUE_ERROR, 1).startswith("ValueError: bad shape\n")
+    assert failure_reason(_VALUE_ERROR + _PEER, 1).startswith("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Conn")
+    for code, ending in ((9, "exit code 9"), (137, "killed by SIGKILL (exit code 137)")):
+        assert failure_reason(_VALUE_ERROR, code).startswith(f"{ending} on trainer host algo-2, rank 1; last lines of")
 
 
-def test_consequence_is_the_reason_when_there_is_nothing_else():
-    """A lone "connection closed by peer" opens the reason, unless the script was killed."""
-    assert failure_reason(_PEER + "bye\n", 1).startswith("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection")
-    assert failure_reason(_PEER + "Segmentation fault\n", 139).startswith(
-        "killed by SIGSEGV (exit code 139) on trainer"
-    )
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "optional kernel missing\n" + _VALUE_ERROR + "epoch 3 done\n",
+        "Exception in thread uploader:\n" + _VALUE_ERROR,
+        "Exception ignored in: <function X.__del__>\n" + _VALUE_ERROR,
+    ],
+)
+def test_exceptions_that_ended_nothing_are_no_reason(tail):
+    """One that the script caught and logged, one of a background thread, one in ``__del__``."""
+    assert failure_reason(tail, 1).startswith("exit code 1 on trainer host algo-2, rank 1; last lines of stderr:\n")
+
+
+def test_what_libraries_write_at_exit_hides_no_exception():
+    """The C++ log of torch, and Python's warnings with their line of code."""
+    late = "[rank0]:[W1124 20:53:11.1 ProcessGroup.cpp:15] Warning: leak\n/x/tracker.py:254: UserWarning: leak\n  f()\n"
+    assert failure_reason(_VALUE_ERROR + late, 1).startswith("ValueError: bad shape\non trainer host")
 
 
 def test_rank_prefixes_and_progress_bars_do_not_hide_a_traceback():
@@ -171,43 +155,19 @@ def test_rank_prefixes_and_progress_bars_do_not_hide_a_traceback():
 
 
 def test_interleaved_ranks_are_told_apart_by_their_prefix():
-    """Two ranks that print line by line in turn give the frames of the first one only."""
+    """Two ranks that print line by line in turn give the frames of the last one only."""
     first = [f"[rank0]: {line}" for line in _VALUE_ERROR.splitlines()]
     second = [f"[rank1]: {line.replace('/code', '/other')}" for line in _VALUE_ERROR.splitlines()]
     tail = "\n".join(line for pair in zip(first, second, strict=True) for line in pair)
     reason = failure_reason(tail, 1)
-    assert reason.startswith("ValueError: bad shape\n")
-    assert "/other" not in reason
+    assert reason.startswith("ValueError: bad shape\non trainer host algo-2, rank 1 (")
+    assert "/code" not in reason
 
 
 def test_last_exception_of_a_chain_is_the_reason():
     """``raise X from Y`` gives X, as Python prints it last."""
     reason = failure_reason(_printed("try:\n  {}['a']\nexcept KeyError as e:\n  raise RuntimeError('no a') from e"), 1)
     assert reason.startswith("RuntimeError: no a\n")
-
-
-def test_exception_of_a_worker_process_is_preferred_to_its_messenger():
-    """A DataLoader worker's own exception comes before the one that carried it over."""
-    tail = (
-        'Traceback (most recent call last):\n  File "/code/train.py", line 3, in <module>\n    next(loader)\n'
-        "RuntimeError: Caught OSError in DataLoader worker process 0.\n"
-        'Original Traceback (most recent call last):\n  File "/code/data.py", line 7, in __getitem__\n'
-        "    open(path)\nOSError: no such image\n"
-    )
-    reason = failure_reason(tail, 1).splitlines()
-    assert (reason[0], reason[2][:28]) == ("OSError: no such image", 'File "/code/data.py", line 7')
-
-
-def test_exceptions_that_python_ignored_are_no_reason():
-    """An exception in ``__del__`` does not hide the one that ended the script."""
-    ignored = "Exception ignored in: <function X.__del__>\n" + _VALUE_ERROR.replace("bad shape", "in del")
-    assert failure_reason(ignored + "\n" + _VALUE_ERROR, 1).startswith("ValueError: bad shape")
-
-
-def test_message_of_several_lines_is_kept():
-    """A table in the message is part of the reason."""
-    reason = failure_reason(_VALUE_ERROR + "group    role\n-------  ----\ngpu      trainer\n", 1)
-    assert reason.startswith("ValueError: bad shape\ngroup    role\n-------  ----\ngpu      trainer\non trainer host")
 
 
 def test_usage_error_is_the_error_line():
@@ -230,7 +190,8 @@ def test_a_usage_error_keeps_what_stands_behind_an_empty_line():
         "  Given value: Data\n"
     )
     usage = "usage: train.py [-h] [--a A]\ntip: run: train.py --help\n"
-    for tail in (usage + explained, (usage + explained) * 2, usage + explained + _VALUE_ERROR):
+    logged = "upload: error: try again\n"
+    for tail in (usage + explained, (usage + explained) * 2, logged + usage + explained + _VALUE_ERROR):
         assert failure_reason(tail, 2).splitlines() == [
             *(line for line in explained.splitlines() if line),
             "on trainer host algo-2, rank 1 (exit code 2)",
@@ -281,8 +242,10 @@ def test_the_headline_of_last_lines_is_the_very_last():
     """Of an exception it is the first line and the place; a stop comes before either."""
     place = Place("algo-1", Role.TRAINER)
     where = "exit code 3 on trainer host algo-1; last lines of stderr:"
-    assert script_reason("a warning\nno data\n", 3, place) == Reason(f"{where}\na warning\nno data", f"{where} no data")
-    stopped = script_reason(_VALUE_ERROR, 1, place, stopped_by=signal.SIGTERM)
+    assert of_script("a warning\nno data\n", 3, place).reason == Reason(
+        f"{where}\na warning\nno data", f"{where} no data"
+    )
+    stopped = of_script(_VALUE_ERROR, 1, place, stopped_by=signal.SIGTERM).reason
     stop = "The job was stopped or interrupted (SIGTERM). "
     assert stopped.headline == f"{stop}ValueError: bad shape on trainer host algo-1 (exit code 1)"
 
@@ -293,19 +256,95 @@ def test_cut_off_output_is_survived(tail):
     assert "exit code 1" in failure_reason(tail, 1)
 
 
+_FAILURE = ProcessFailure(
+    pid=7,
+    rank=3,
+    at=1.0,
+    time=1.0,
+    module="builtins",
+    type="ValueError",
+    lines=("ValueError: bad shape", "group   role"),
+    frames=('File "/code/train.py", line 30, in <module>: main()', 'File "/code/model.py", line 12, in forward'),
+)
+
+
+def of_process(own, exit_code=1, stderr_tail=_PEER, place=_PLACE):
+    """What failed where the process says why it died."""
+    return script_failure(EndedProcess(7, 3, exit_code, 2.0, own, has_reporter=True), 1, stderr_tail, place)
+
+
+def test_the_reason_is_what_the_process_said():
+    """Type and message, rank, then frames; whatever stderr says."""
+    failed = of_process(_FAILURE)
+    assert failed.reason.text.splitlines() == [
+        *_FAILURE.lines,
+        "on trainer host algo-2, rank 3 (exit code 1)",
+        _FAILURE.frames[1],
+        _FAILURE.frames[0],
+    ]
+    assert not any((failed.is_consequence, failed.is_permanent))
+    other = of_process(replace(_FAILURE, is_consequence=True, is_permanent=True))
+    assert other.is_consequence
+    assert other.is_permanent
+
+
+@pytest.mark.parametrize("tail", [_VALUE_ERROR, _VALUE_ERROR.replace("ValueError", "ImportError")])
+def test_a_process_that_would_have_said_why_was_killed_or_exited(tail):
+    """Its exit code is the reason, the end of stderr is shown as such, and what it caught prevents no restart."""
+    killed = of_process(None, 137, tail)
+    start = "killed by SIGKILL (exit code 137) on trainer host algo-2, rank 3; last lines of stderr:"
+    assert killed.reason.text.startswith(start)
+    assert killed.exit_code == 137
+    exited = of_process(None, 1, tail)
+    assert exited.reason.text.startswith("exit code 1 on trainer host algo-2, rank 3; last lines of stderr:")
+    assert not any((killed.is_permanent, exited.is_permanent))
+    assert of_process(None, 2, tail).is_permanent
+
+
+def test_an_exception_on_a_data_host_names_the_trainer_that_it_ended():
+    """Its lines begin with the user's exception and the data host; on the data host itself, the exit is enough."""
+    lines = ("ValueError: corrupt", "on data host algo-3, worker 0: index 40")
+    own = replace(_FAILURE, lines=lines, is_passed_on=True)
+    where = of_process(own).reason.text.splitlines()[:3]
+    assert where == [*lines, "passed on to trainer host algo-2, rank 3 (exit code 1)"]
+    assert of_process(own, place=Place("algo-3", Role.DATA)).reason.text.splitlines()[2] == "exit code 1"
+
+
 @pytest.mark.parametrize(
-    ("said", "is_one"),
+    ("said", "code", "is_permanent"),
     [
-        ("", False),
-        ("no traceback at all\n", False),
-        (_VALUE_ERROR, False),
-        (_PEER, True),
-        (_PEER + _VALUE_ERROR, False),
-        (_NCCL, True),
-        (_NCCL + _VALUE_ERROR, False),
-        (_VALUE_ERROR.replace("bad shape", "one line\nand one about SIGTERM"), False),
+        ("usage: train.py\ntrain.py: error: unrecognized arguments: --x\n", 2, True),
+        ("", 143, True),
+        ("", 130, True),
+        (_VALUE_ERROR.replace("ValueError", "ModuleNotFoundError"), 1, True),
+        ('  File "train.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax\n', 1, True),
+        (_VALUE_ERROR.replace("ValueError", "ImportError") + _VALUE_ERROR, 1, False),
+        (_VALUE_ERROR.replace("ValueError", "ImportError") + "step 100\n", 1, False),
+        (_VALUE_ERROR.replace("ValueError", "ImportError"), 137, False),
+        (_VALUE_ERROR, 1, False),
+        ("", 1, False),
+        ("", 7, False),
+        ("out of memory\n", 134, False),
     ],
 )
+def test_what_would_recur_in_a_script_without_failure_file(said, code, is_permanent):
+    """Usage errors, and what cannot be imported or compiled if that ended it; not what it caught."""
+    assert of_script(said, code).is_permanent is is_permanent
+
+
+@pytest.mark.parametrize(
+    ("said", "is_one"), [("", False), (_VALUE_ERROR, False), (_PEER, True), (_PEER + "x\n", False)]
+)
 def test_what_follows_from_another_host(said, is_one):
-    """A script that says nothing but that connections were closed is not what failed first."""
-    assert is_consequence(said) is is_one
+    """A script whose last word is that a connection was closed is not what failed first."""
+    assert of_script(said, 1).is_consequence is is_one
+
+
+def test_a_code_that_only_the_parent_knows():
+    """Torchrun may wait for its rank before the launcher has seen how it exited."""
+    gone = EndedProcess(7, 1, None, 2.0, has_reporter=True)
+    reason = script_failure(gone, 1, "x\n", _PLACE).reason.text
+    assert (
+        reason
+        == "exited with a code that only its parent knows on trainer host algo-2, rank 1; last lines of stderr:\nx"
+    )

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -14,6 +15,7 @@ from lightning_sm.launcher.hang import (
     HangRule,
     Watchdog,
     described,
+    innermost_calls,
     nccl_variables,
     save_nccl_traces,
     save_stacks,
@@ -85,22 +87,44 @@ def test_the_watchdog_calls_once():
     said = []
     known = threading.Event()
 
-    def note(where):
-        said.append(where)
+    def note(beats):
+        said.append(beats)
         known.set()
 
-    with Watchdog(lambda: [_training(0, 0.0, step=3)], 0.2, note, check_s=0.01):
+    beats = [_training(0, 0.0, step=3)]
+    with Watchdog(lambda: beats, 0.2, note, check_s=0.01):
         assert known.wait(10)
     with Watchdog(lambda: [_training(0, 0.0)], 0.0, said.append, check_s=0.01):
         pass
-    (where,) = said
-    assert where.startswith("rank 0 at step 3, training (")
+    assert said == [beats]
+
+
+def test_one_look_at_a_hang_is_not_enough():
+    """A launcher that was suspended together with its script sees old beats when it resumes, and then new ones."""
+    said, looks = [], []
+    looked = threading.Event()
+
+    def beats():
+        looks.append(len(looks))
+        if len(looks) > 6:
+            looked.set()
+        return [_training(len(looks), time.monotonic() if len(looks) % 2 == 0 else -1000.0)]
+
+    with Watchdog(beats, 60.0, said.append, check_s=0.01):
+        assert looked.wait(10)
+    assert said == []
+
+
+@pytest.mark.parametrize(("least_s", "check_s"), [(1200.0, 2.0), (8.0, 2.0), (4.0, 1.0), (0.0, 2.0)])
+def test_the_watchdog_looks_several_times_within_the_limit(least_s, check_s):
+    """A hang is noticed a quarter of the limit too late at most."""
+    assert Watchdog(list, least_s, print)._check_s == check_s
 
 
 def test_stacks_are_saved_for_each_process(tmp_path):
     """A process that does not know the signal is spared, and has no file."""
     script = "import os\nfrom lightning_sm.job.control_folder import announce\nannounce().beat(2)\n"
-    script += "def stuck():\n    print('ready', flush=True)\n    os.read(0, 1)\nstuck()"
+    script += "def stuck():\n    print('ready', flush=True); os.read(0, 1)\nstuck()"
     (tmp_path / "control").mkdir()
     with ControlFolder(tmp_path / "control") as control:
         env = {**os.environ, CONTROL_DIR.name: str(control.path)}
@@ -108,20 +132,52 @@ def test_stacks_are_saved_for_each_process(tmp_path):
         with child:
             assert child.stdout.readline() == b"ready\n"
             (control.path / f"process-{os.getpid()}").touch()
-            files = save_stacks(control, control.beats(), tmp_path / "output")
+            beats = control.beats()
+            (stacks,) = save_stacks(control, beats, tmp_path / "output")
             child.communicate(b"x")
-        assert files == [tmp_path / "output" / "stacks-rank2.txt"]
-        assert " in stuck\n" in files[0].read_text()
+        assert stacks.file == tmp_path / "output" / "stacks-rank2.txt"
+        assert " in stuck\n" in stacks.file.read_text()
+        assert stacks.calls == "stuck (<string>:5)"
+        assert described([beat for beat in beats if beat.rank == 2], 0.0, [stacks]).endswith(
+            " ago), in stuck (<string>:5)"
+        )
+
+
+_WAITS = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/opt/ml/code/log.py", line 3 in run
+
+Current thread 0x00007f00 (most recent call first):
+  File "/opt/conda/lib/python3.11/site-packages/torch/autograd/graph.py", line 865 in _engine_run_backward
+  File "/opt/conda/lib/python3.11/site-packages/torch/_tensor.py", line 648 in backward
+  File "/opt/ml/code/my model.py", line 12 in training_step
+  File "/opt/ml/code/train.py", line 40 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (_WAITS, "_engine_run_backward (autograd/graph.py:865) called from training_step (my model.py:12)"),
+        (_WAITS.partition("\n\n")[0], "wait (python3.11/threading.py:331) called from run (log.py:3)"),
+        ("Current thread 0x1 (most recent call first):\n  <no Python frame>\n", ""),
+        ("", ""),
+    ],
+)
+def test_the_call_in_which_a_rank_waits_and_where_it_comes_from(text, calls):
+    """That of the main thread, and the first one of the user's code around it."""
+    assert innermost_calls(text) == calls
 
 
 _RECORDER = """
 import os, sys
-pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "3.pipe"
+rank = sys.argv[1]
+pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + rank + ".pipe"
 os.mkfifo(pipe)
 reader = os.open(pipe, os.O_RDWR)
 print("ready", flush=True)
 assert os.read(reader, 2) == b"1\\n"
-trace = os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "3"
+trace = os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank
 with open(trace + ".part", "w") as file:
     file.write("the last collective calls")
 os.rename(trace + ".part", trace)
@@ -168,17 +224,17 @@ def test_the_installed_torch_warns_of_no_variable(tmp_path):
 
 
 def test_nccls_flight_recorder_is_asked_through_its_pipe(tmp_path):
-    """A process that does what torch does for NCCL is asked; a pipe whose process has ended is left alone."""
+    """Processes that do what torch does for NCCL are asked; a pipe whose process has ended is left alone."""
     (tmp_path / "control").mkdir()
     with ControlFolder(tmp_path / "control") as control:
         variables = nccl_variables(control, {})
         os.mkfifo(control.path / "nccl-rank0.pipe")
-        recorder = subprocess.Popen(
-            [sys.executable, "-c", _RECORDER], env={**os.environ, **variables}, stdout=subprocess.PIPE
-        )
-        with recorder:
-            assert recorder.stdout.readline() == b"ready\n"
+        env = {**os.environ, **variables}
+        commands = [[sys.executable, "-c", _RECORDER, rank] for rank in "23"]
+        first, second = (subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for command in commands)
+        with first, second:
+            assert [one.stdout.readline() for one in (first, second)] == [b"ready\n"] * 2
             files = save_nccl_traces(control, tmp_path / "output")
-        assert files == [tmp_path / "output" / "nccl-trace-rank3"]
-        assert files[0].read_text() == "the last collective calls"
-        assert recorder.returncode == 0
+        assert files == [tmp_path / "output" / f"nccl-trace-rank{rank}" for rank in "23"]
+        assert [file.read_text() for file in files] == ["the last collective calls"] * 2
+        assert (first.returncode, second.returncode) == (0, 0)

@@ -35,7 +35,7 @@ def test_what_happens_before_the_command_is_known_comes_after_the_head(tmp_path)
         with launcher.record.span("preparation"):
             assert not launcher.folder.exists()
         launcher.record.began(["train.py", "--lr=0.1"])
-    launcher.record.end(Outcome.of_exit_code(0), is_saved=False)
+    launcher.record.end(Outcome.of_exit_code(0), JobOutcome(OutcomeKind.SUCCESS), is_saved=False)
     head, span, use, end = launcher.lines()
     assert (head.command, head.who, head.role, head.attempt) == (["train.py", "--lr=0.1"], "launcher", "trainer", 1)
     assert head.hosts == {"algo-1": "trainers", "algo-2": "data"}
@@ -51,7 +51,7 @@ def test_a_script_that_was_never_found_leaves_a_record_too(tmp_path):
     launcher = Launcher(tmp_path)
     with launcher.record:
         pass
-    launcher.record.end(Outcome.of_exit_code(2, "there is no train.py"), is_saved=False)
+    launcher.record.end(Outcome.of_exit_code(2, "there is no train.py"), None, is_saved=False)
     head, _, end = launcher.lines()
     assert head.command == []
     assert end.reason == "there is no train.py"
@@ -75,11 +75,35 @@ def test_how_a_host_ends(tmp_path, exit_code, is_stopped, is_saved, outcome):
     with launcher.record:
         launcher.record.began([])
         launcher.stopped_by = signal.SIGTERM if is_stopped else None
-        launcher.record.end(Outcome.of_exit_code(exit_code, "why"), is_saved=is_saved)
+        launcher.record.end(Outcome.of_exit_code(exit_code, "why"), None, is_saved=is_saved)
     lines = launcher.lines()
-    assert lines[-1].outcome == outcome
+    assert (lines[-1].outcome, lines[-1].job_outcome) == (outcome, None)
     texts = [line.text for line in lines if isinstance(line, events.Event)]
     assert texts == (["SIGTERM: this host was told to stop"] if is_stopped else [])
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(
+    ("job", "exit_code", "is_saved", "expected"),
+    [
+        (JobOutcome(OutcomeKind.FAILURE, "algo-2", 1, Reason("ValueError: x")), 143, False, ("stopped", "failed")),
+        (JobOutcome(OutcomeKind.HANG, "algo-2", 1, Reason("no progress")), 1, False, ("failed", "failed")),
+        (JobOutcome.lost("algo-2", "silent"), 143, False, ("stopped", "failed")),
+        (JobOutcome(OutcomeKind.INTERRUPTION, "algo-2", 143, Reason("")), 143, True, ("interrupted", "interrupted")),
+        (JobOutcome(OutcomeKind.INTERRUPTION, "algo-2", 143, Reason("")), 0, False, ("succeeded", "stopped")),
+        (JobOutcome(OutcomeKind.SUCCESS), 0, False, ("succeeded", "succeeded")),
+    ],
+)
+def test_a_host_that_knows_how_the_job_ended_says_so_beside_its_own_end(
+    tmp_path, role, job, exit_code, is_saved, expected
+):
+    """A host that was ended because another one had failed is stopped; its job has failed, for the other reason."""
+    launcher = Launcher(tmp_path, role)
+    with launcher.record:
+        launcher.record.began([])
+        launcher.record.end(Outcome.of_exit_code(exit_code, "own"), job, is_saved=is_saved)
+    end = launcher.lines()[-1]
+    assert (end.outcome, end.job_outcome, end.reason) == (*expected, job.reason.text)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How long an interrupted host waits for the agent that uploads its checkpoint."""
+"""What a launcher knows of the agent that uploads checkpoints: while the script runs, and after an interruption."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lightning_sm.launcher import upload
-from lightning_sm.launcher.upload import wait_until_uploaded
+from lightning_sm.launcher.upload import UploadWatch, wait_until_uploaded
 
 
 @pytest.fixture
@@ -68,10 +68,66 @@ def test_a_marker_of_an_earlier_file_does_not_count(file, caplog):
 
 def test_the_first_marker_is_waited_for_in_a_job(file, monkeypatch):
     """The agent needs a moment to notice a job's first checkpoint; without one, the host leaves soon."""
-    monkeypatch.setattr(upload, "_FIRST_MARKER_S", 0.2)
+    monkeypatch.setattr(upload.timeline, "FIRST_MARKER_S", 0.2)
     assert wait_until_uploaded([file], has_agent=True, deadline=_never)
     thread = threading.Timer(0.05, lambda: (_mark(file, "uploading"), _mark(file, "uploaded")))
-    monkeypatch.setattr(upload, "_FIRST_MARKER_S", 60.0)
+    monkeypatch.setattr(upload.timeline, "FIRST_MARKER_S", 60.0)
     thread.start()
     assert wait_until_uploaded([file], has_agent=True, deadline=_never)
     thread.join()
+
+
+class TestWatch:
+    """The watch while the script runs, at times that the test states."""
+
+    @pytest.fixture
+    def watch(self, tmp_path):
+        """A watch of a folder that has a checkpoint of an earlier attempt, which has no marker."""
+        (tmp_path / "old.ckpt").touch()
+        return UploadWatch(tmp_path)
+
+    def test_a_checkpoint_that_is_not_uploaded_is_named_once(self, watch, tmp_path, file, caplog):
+        """The agent uploaded one, but not the next, a folder of shards: one warning has its name and the minutes."""
+        _mark(file, "uploaded")
+        watch.check(0.0)
+        (tmp_path / "next.ckpt").mkdir()
+        (shard := tmp_path / "next.ckpt" / "__0_0.distcp").touch()
+        for now in (60.0, 600.0, 659.0):
+            watch.check(now)
+        assert caplog.text == ""
+        watch.check(660.0)
+        assert f"SageMaker has not uploaded the checkpoint {shard} for 10 minutes" in caplog.text
+        watch.check(6000.0)
+        assert caplog.text.count("has not uploaded") == 1
+
+    def test_an_agent_that_keeps_up_is_not_mentioned(self, watch, file, caplog):
+        """A file that is written and uploaded again and again is never overdue, and other files do not count."""
+        (file.parent / "events.jsonl").touch()
+        for minute in range(30):
+            os.utime(file, ns=(minute, minute))
+            watch.check(60.0 * minute)
+            _mark(file, "uploaded")
+            watch.check(60.0 * minute + 30)
+        assert caplog.text == ""
+
+    def test_without_an_agent_it_is_silent(self, watch, file, caplog):
+        """Where nothing was ever uploaded, nobody expects it: an emulated job, or an agent without markers."""
+        for now in (0.0, 6000.0):
+            watch.check(now)
+        assert caplog.text == ""
+
+    def test_its_thread_ends_with_it(self, tmp_path, monkeypatch, file, caplog):
+        """It checks by itself, and ends at once."""
+        monkeypatch.setattr(upload, "_CHECK_S", 0.01)
+        monkeypatch.setattr(upload, "_OVERDUE_S", 0.0)
+        file.unlink()
+        with UploadWatch(tmp_path):
+            file.touch()
+            _mark(file, "uploaded")
+            file.with_name("next.ckpt").touch()
+            deadline = time.monotonic() + 20
+            while "has not uploaded" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert "next.ckpt for 0 minutes" in caplog.text
+        with UploadWatch(None):
+            pass

@@ -18,6 +18,26 @@ LINES = [
     events.Loader(2.0, is_remote=False, workers=4, cpus=8, ranks_of_host=2),
     events.Steps(3.0, 40, 10, 1.0, 0.2, samples=320, parts=dict.fromkeys(events.PARTS, 1 / 6)),
     events.Span(4.0, "validation", 3.0, 1.0),
+    events.TrainingPass(
+        4.5,
+        "1-1",
+        "train_dataloader()",
+        0,
+        "Digits of 20",
+        "d1",
+        "shuffled",
+        "",
+        5,
+        1,
+        0,
+        2,
+        num_steps=10,
+        num_samples=20,
+    ),
+    events.ReplacedSample(4.53, "1-1", "train_dataloader()", 0, 1, 0, 7, 3, 67, 316, "OSError: truncated"),
+    events.LocalPass(4.54, "1-1", 1, 0, "DistributedSampler", True, 20, 4, distributed={"seed": 7, "epoch": 1}),
+    events.TrainedBatches(4.55, "1-1", 1, 4, 3, 20, [20, 20, 21], {"0": "AAAAAAAAAAA="}, {"1": [[0, 3, 2]]}),
+    events.Reached(4.6, "1-1", 1, 7),
     events.Metrics(5.0, 40, 1, {"val_acc": 0.5}),
     events.DataService(6.0, [{"name": "algo-3", "workers": 4}], {"rank 0": {"wait_s": 1.0}}),
     events.Event(7.0, "restart", "restart 1 of 3"),
@@ -31,6 +51,16 @@ def make_job(base: Path, **facts) -> SageMakerJob:
     return SageMakerJob("algo-1", ("algo-1",), groups, "test", base_dir=base, **facts)
 
 
+def test_the_head_of_a_launcher_has_the_hyperparameters_without_secrets(tmp_path):
+    """Ranks do not repeat them."""
+    job = make_job(tmp_path, hyperparameters={"trainer.max_epochs": "3", "hub.token": "hf_abc"})
+    head = events.head_of(job, events.LAUNCHER, tmp_path / "1" / "algo-1-launcher.jsonl")
+    assert head.hyperparameters["trainer.max_epochs"] == "3"
+    assert "hf_abc" not in events.to_json(head)
+    assert "hub.token" in head.hyperparameters
+    assert events.head_of(job, "rank-0", tmp_path / "1" / "algo-1-rank-0.jsonl", rank=0).hyperparameters == {}
+
+
 def test_every_line_comes_back(tmp_path):
     """Each kind, with the precision of a microsecond."""
     path = tmp_path / "1" / "algo-1-rank-3.jsonl"
@@ -42,7 +72,7 @@ def test_every_line_comes_back(tmp_path):
     assert [type(line) for line in read] == [type(line) for line in LINES]
     assert [events.to_json(line) for line in read] == [events.to_json(line) for line in LINES]
     assert read[1] == LINES[1]
-    assert {type(line).kind for line in LINES} == set(events._KINDS)
+    assert {type(line) for line in LINES} == set(events.Line.__subclasses__())
 
 
 def test_a_torn_line_is_left_out(tmp_path):
@@ -58,7 +88,12 @@ def test_a_torn_line_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "null", "{}", '{"kind":"unknown"}', '{"kind":"span"}', '{"kind":["span"]}', '"span"', "{" * 9999]
+    "text",
+    [
+        *("", "[]", "null", "{}", '"span"', "{" * 9999, b"\xff"),
+        *('{"kind":"unknown"}', '{"kind":"span"}', '{"kind":["span"]}'),
+        '{"kind":"span","t":1.0,"name":"validation","begin":"yesterday","seconds":1.0}',
+    ],
 )
 def test_what_is_no_line_is_nothing(text):
     """Whatever a file holds, reading it raises nothing."""
@@ -75,6 +110,16 @@ def test_what_json_does_not_have_becomes_null(tmp_path):
     """A loss of NaN is no reason to write a file that only Python reads."""
     text = events.to_json(events.Metrics(1.0, 1, 0, {"loss": math.nan, "acc": math.inf}))
     assert json.loads(text, parse_constant=pytest.fail)["values"] == {"loss": None, "acc": None}
+
+
+def test_any_text_stays_on_its_line(tmp_path):
+    """Line breaks of Unicode, and names of files that are not Unicode, which get escapes."""
+    recorder = Recorder(tmp_path / "algo-1-rank-0.jsonl")
+    recorder.append(events.Event(1.0, "failure", "a\u2028b\nc"))
+    recorder.append(events.Event(2.0, "failure", "\udcff"))
+    recorder.close()
+    texts = [line.text for line in events.read_file(recorder.path)]
+    assert texts == ["a\u2028b\nc", "\\udcff"]
 
 
 def test_a_full_disk_is_said_once_and_raises_nothing(caplog):

@@ -57,7 +57,8 @@ def test_small_amounts_keep_two_digits(value, text):
     [
         ("per_hour: [1", "is not valid YAML"),
         ("- 1", r"(?s)file of prices .* is not a mapping .*\nper_hour:"),
-        ("ml.g5.xlarge: 1.41", "has no table per_hour"),
+        ("ml.g5.xlarge: 1.41", r"(?s)unknown key ml\.g5\.xlarge\. .*\nper_hour:"),
+        ("currency: $", "has no table per_hour"),
         ("{per_hour: {a: 1}, curency: $}", "unknown key curency"),
         ("per_hour: {a: cheap}", "per_hour.a: expected an hourly price.*'cheap'"),
         ("per_hour: {a: -1}", "price of 0 or more, got -1"),

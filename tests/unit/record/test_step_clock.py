@@ -15,9 +15,9 @@ from lightning_sm.record.step_clock import (
     OTHER,
     TO_DEVICE,
     StepClock,
-    Totals,
     exposed,
 )
+from lightning_sm.record.totals import Totals
 
 CALLS = st.lists(
     st.one_of(
@@ -36,28 +36,28 @@ def seconds():
 
 
 def test_a_step_has_its_parts():
-    """Each second goes to the part that was entered before it."""
+    """Each second goes to the part that was entered before it; the next step counts when it has ended."""
     clock = StepClock(seconds())
     for part in (DATA_WAIT, TO_DEVICE, FORWARD, OPTIMIZER, BACKWARD, OPTIMIZER):
         clock.enter(part)
     clock.end_step(4)
     clock.enter(DATA_WAIT)
     totals = clock.totals
-    assert (totals.num_steps, totals.samples, totals.wall_s) == (1, 4, 8)
+    assert (totals.num_steps, totals.samples, totals.wall_s, clock.unfinished_s) == (1, 4, 7, 1)
     assert totals.parts == {
         "data_wait": 1,
         "to_device": 1,
         "forward": 1,
         "backward": 1,
         "optimizer": 2,
-        "other": 2,
+        "other": 1,
     }
-    assert totals.share("optimizer", "other") == 0.5
+    assert totals.share("optimizer", "other") == pytest.approx(3 / 7)
     assert clock.longest_s == 7
 
 
 def test_spans_are_no_part_of_a_step():
-    """An inner span counts for itself; the outer one goes on after it; a step within a span is none."""
+    """An inner span counts for itself; the outer one goes on after it; a step within a span has no time."""
     clock = StepClock(seconds())
     clock.begin_span("validation")
     clock.begin_span("checkpoint")
@@ -67,7 +67,24 @@ def test_spans_are_no_part_of_a_step():
     outer = clock.end_span("checkpoint", "validation")
     assert (inner.seconds, outer.seconds) == (1, 3)
     assert clock.totals.spans == {"checkpoint": 1, "validation": 3}
-    assert (clock.totals.num_steps, clock.totals.wall_s) == (0, 1)
+    assert (clock.totals.num_steps, clock.totals.wall_s, clock.unfinished_s) == (0, 0, 1)
+    assert (clock.totals.num_untimed, clock.totals.num_trained) == (1, 1)
+
+
+def test_a_wait_is_blamed_on_what_its_batch_was_doing():
+    """A quarter of 4 s, and a half of 2 s, once their step has ended; the first wait is in a span: no step's."""
+    now = [0.0]
+    clock = StepClock(lambda: now[0])
+    clock.begin_span("first_batch")
+    for in_transit, seconds in ((1.0, 8.0), (0.25, 4.0), (0.5, 2.0)):
+        clock.enter(DATA_WAIT)
+        now[0] += seconds
+        clock.note_wait(in_transit)
+        clock.enter(FORWARD)
+        clock.end_span("first_batch")
+    assert clock.totals.in_transit_s == 0
+    clock.end_step(1)
+    assert (clock.totals.in_transit_s, clock.totals.parts["data_wait"]) == (2.0, 6.0)
 
 
 @given(CALLS)
@@ -80,7 +97,8 @@ def test_the_sum_is_the_time_that_has_passed(calls):
         getattr(clock, name)(argument)
     passed = (next(looks) - 1) ** 1.5
     open_spans = sum(span.seconds for span in clock._spans)
-    assert clock.totals.wall_s + sum(clock.totals.spans.values()) + open_spans == pytest.approx(passed)
+    steps_s = clock.totals.wall_s + clock.unfinished_s
+    assert steps_s + sum(clock.totals.spans.values()) + open_spans == pytest.approx(passed)
 
 
 def test_what_was_added_since_a_snapshot():

@@ -18,24 +18,21 @@ def test_only_what_is_new_is_read(tmp_path):
     recorder.append(steps(1.0))
     tail = RecordTail()
     (writer,) = tail.read({tmp_path, tmp_path / "missing"})
-    assert (tail.attempt, writer.head.host, [line.t for line in writer.steps]) == (1, "algo-1", [1.0])
+    assert (tail.attempt, writer.head.host, [line.t for line in writer.newest(Steps)]) == (1, "algo-1", [1.0])
     text = events.to_json(steps(2.0))
     with path.open("a") as file:
         file.write(text[:20])
         file.flush()
-        assert [line.t for line in tail.read({tmp_path})[0].steps] == [1.0]
+        assert [line.t for line in tail.read({tmp_path})[0].newest(Steps)] == [1.0]
         file.write(text[20:] + "\n")
     (writer,) = tail.read({tmp_path})
-    assert [line.t for line in writer.steps] == [1.0, 2.0]
+    assert [line.t for line in writer.newest(Steps)] == [1.0, 2.0]
     recorder.append(HostUse(t=3.0, cpu=0.5, memory_bytes=1, memory_total_bytes=2))
     recorder.append(Event(t=3.0, what="resumed"))
     recorder.append(End(t=4.0, outcome="succeeded"))
     (writer,) = tail.read({tmp_path})
-    assert (writer.use.cpu, [event.what for event in writer.recent_events], writer.end.outcome) == (
-        0.5,
-        ["resumed"],
-        "succeeded",
-    )
+    (use,), (event,), (end,) = (writer.newest(kind) for kind in (HostUse, Event, End))
+    assert (use.cpu, event.what, end.outcome) == (0.5, "resumed", "succeeded")
     recorder.close()
 
 
@@ -61,7 +58,7 @@ def test_another_attempt_starts_anew(tmp_path):
         recorder.close()
     tail = RecordTail()
     (writer,) = tail.read({tmp_path})
-    assert (tail.attempt, writer.head.host, writer.end) == (2, "algo-2", None)
+    assert (tail.attempt, writer.head.host, writer.newest(End)) == (2, "algo-2", [])
 
 
 def test_a_file_that_is_replaced_is_read_from_its_start(tmp_path):
@@ -76,4 +73,4 @@ def test_a_file_that_is_replaced_is_read_from_its_start(tmp_path):
             recorder.append(steps(t))
         recorder.close()
         (writer,) = tail.read({tmp_path})
-        assert [line.t for line in writer.steps] == list(times)
+        assert [line.t for line in writer.newest(Steps)] == list(times)

@@ -17,12 +17,33 @@ from lightning_sm.record.events import (
     Recorder,
     Span,
     Steps,
+    TrainingPass,
 )
 
 BEGIN = 1_700_000_000.0
 HOSTS = {"algo-1": "trainer", "algo-2": "data"}
 TYPES = {"trainer": "ml.g5.xlarge", "data": "ml.c5.xlarge"}
 PARTS = {"data_wait": 0.58, "to_device": 0.02, "forward": 0.1, "backward": 0.2, "optimizer": 0.05, "other": 0.05}
+
+# 20 samples on two ranks: steps of 8, and one of 4.
+PASS = TrainingPass(
+    t=0.0,
+    fit="1-1",
+    loader="train_dataloader()",
+    index=0,
+    dataset="Digits of 20",
+    data="d1",
+    order="shuffled",
+    digest="",
+    seed=5,
+    epoch=0,
+    pass_index=0,
+    first_step=0,
+    num_steps=3,
+    num_samples=20,
+    batch_size=4,
+    world_size=2,
+)
 
 
 def write(folder: Path, *lines: Line, host: str = "algo-1", who: str = "rank-0", attempt: int = 1) -> Path:
@@ -49,7 +70,7 @@ def head(t: float = 0.0, host: str = "algo-1", who: str = "rank-0", **values: ob
         "instance_type": TYPES[HOSTS[host]],
         "cpus": 4,
         "packages": {"torch": "2.9"},
-        "command": () if rank is not None else ("python", "train.py", "--lr=0.1"),
+        "command": () if rank is not None else ("train.py", "--lr=0.1"),
     }
     return FileHead(BEGIN + t, host, who, **(known | values))  # type: ignore[arg-type]
 
@@ -71,7 +92,15 @@ def use(t: float, cpu: float = 0.4) -> HostUse:
 
 
 def data(
-    t: float, num_steps: int, *, workers: int = 2, produce_s: float = 0.096, busy: float = 1.0, vary: float = 0.1
+    t: float,
+    num_steps: int,
+    *,
+    workers: int = 2,
+    produce_s: float = 0.096,
+    busy: float = 1.0,
+    vary: float = 0.1,
+    num_bytes: int = 1_000_000,
+    transfer_s: float = 0.0005,
 ) -> DataService:
     """What data hosts and rank 0 did since the start, at 50 ms a step."""
     seconds = 0.05 * num_steps
@@ -79,7 +108,7 @@ def data(
         "num_batches": num_steps,
         "num_steps": num_steps,
         "num_timed": num_steps,
-        "num_bytes": 1_000_000 * num_steps,
+        "num_bytes": num_bytes * num_steps,
         "first_wait_s": 0.5,
         "wait_s": 0.58 * seconds,
         "transfer_wait_s": 0.0,
@@ -88,7 +117,7 @@ def data(
         "queue_s": 0.1 * seconds,
         "produce_s": produce_s * num_steps,
         "produce_ms2": (1e3 * produce_s) ** 2 * (1 + vary**2) * num_steps,
-        "transfer_s": 0.01 * seconds,
+        "transfer_s": transfer_s * num_steps,
     }
     host = {
         "name": "algo-2",

@@ -1,15 +1,17 @@
 """Time and cost of two runs for the same work; both published comparisons, with the arithmetic right."""
 
 import json
+import re
 
 import pytest
 
 from lightning_sm.errors import JobConfigError
+from lightning_sm.record.events import Loader, Span
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.compare import FIGURES_FORMAT, as_json, as_text, compare, of_run, read_figures, sentence
 from lightning_sm.report.figures import Figures
-from tests.unit.report.recorded import input_bound
+from tests.unit.report.recorded import BEGIN, head, input_bound, steps, write
 
 
 @pytest.fixture
@@ -72,6 +74,79 @@ def test_the_tensorflow_example(measured, step_s, speed_up, less):
     assert as_json(comparison, prices)["a"]["cost_to_train"] == pytest.approx(37.7 * 5000 * step_s / 3600)
 
 
+def test_headline_and_table_compare_the_same_work(measured):
+    """What the runs take outside their steps counts in both: a start of 100 s makes twice as fast 1.3 times."""
+    prices = Prices({"a": 1.0, "b": 2.0})
+    first = measured("first", {"a": 1}, 1.0, steps=100, apart_s=100)
+    second = measured("second", {"b": 1}, 0.5, apart_s=100)
+    comparison = compare(first, second, prices)
+    assert comparison.speed_up == pytest.approx(200 / 150)
+    assert comparison.cost_ratio == pytest.approx(2 * 150 / 200)
+    text = as_text(comparison, prices)
+    assert text.startswith("B is 1.33 times as fast as A, but costs 50.0% more for the same work.")
+    assert text.count("50.0% more") == 2
+    assert "cost of 1,000 steps" not in text
+    longer = compare(first, second, prices, steps=100_000)
+    assert longer.speed_up == pytest.approx(2.0, rel=0.01)
+
+
+def test_what_a_training_does_again_and_again_grows_with_its_steps(tmp_path):
+    """Ten times the steps validate ten times as often, and start once; before, all of it counted once."""
+    run = of_run(Figures(read_run(input_bound(tmp_path))))
+    assert (run.apart_s, run.apart_step_s) == (pytest.approx(11.0), pytest.approx(1.0 / 1200))
+    comparison = compare(run, run, Prices(), steps=12_000)
+    assert comparison.apart_s == (pytest.approx(11.0 + 10 * 1.0),) * 2
+    assert comparison.seconds == (pytest.approx(21.0 + 600.0),) * 2
+    assert re.search("^outside the steps +21 s +21 s", as_text(comparison, Prices()), re.MULTILINE)
+
+
+def test_first_batches_grow_with_the_epochs_and_not_with_the_first_one(tmp_path):
+    """The first one starts workers and compiles; those of later epochs are as many as there are epochs."""
+    lines = [head(0), Loader(BEGIN + 5, is_remote=False), Span(BEGIN + 10, "first_batch", BEGIN + 5, 5.0)]
+    for epoch in range(1, 4):
+        lines += [steps(10.0 + 10 * epoch, n=100), Span(BEGIN + 11 + 10 * epoch, "first_batch", BEGIN, 1.0)]
+    write(tmp_path, *lines)
+    assert Figures(read_run(tmp_path)).growing_s == pytest.approx(3.0)
+
+
+def test_a_restart_is_not_part_of_the_work(tmp_path):
+    """A run that was interrupted, and trained steps again, is as fast as one that was not; the headline says so."""
+    input_bound(tmp_path / "again", outcome="interrupted")
+    again = of_run(Figures(read_run(input_bound(tmp_path / "again", attempt=2, begin=1000.0))))
+    once = of_run(Figures(read_run(input_bound(tmp_path / "once"))))
+    # The second attempt trains all steps again, after the end of the first one, its own start and its first batch.
+    assert (again.num_restarts, again.steps) == (1, once.steps)
+    assert again.restarts_s == pytest.approx(60.0 + 1.0 + 10.0, abs=2.0)
+    comparison = compare(once, again, Prices())
+    assert comparison.seconds[1] == pytest.approx(comparison.seconds[0], abs=2.0)
+    said = sentence(comparison, Prices())
+    assert re.match(r"B was restarted once: what that cost \(\S+ s\) is left out\. B (is|takes) ", said)
+    assert as_json(comparison, Prices())["b"]["restarts_s"] == again.restarts_s
+
+
+def test_a_run_that_has_not_succeeded_says_so(tmp_path):
+    """Before any digit of the comparison."""
+    stopped = of_run(Figures(read_run(input_bound(tmp_path / "stopped", outcome="interrupted"))))
+    once = of_run(Figures(read_run(input_bound(tmp_path / "once"))))
+    said = sentence(compare(stopped, once, Prices()), Prices())
+    assert said.startswith("A has not succeeded (interrupted). B is as fast as A.")
+
+
+def test_what_only_one_run_says_is_left_out(measured):
+    """A file of figures without start-up is not faster for that."""
+    first, second = measured("x", {"a": 1}, 1.0, steps=100, apart_s=100), measured("y", {"a": 1}, 0.5)
+    comparison = compare(first, second, Prices())
+    assert comparison.speed_up == pytest.approx(2.0)
+    assert "Only A says what it took outside the steps" in as_text(comparison, Prices())
+
+
+def test_a_run_of_a_few_steps_says_so(measured):
+    """Before any digit of the comparison."""
+    first, second = measured("x", {"a": 1}, 1.0, steps=3), measured("y", {"a": 1}, 0.5, steps=400)
+    said = sentence(compare(first, second, Prices()), Prices())
+    assert said.startswith("A has only 3 steps, whose times say little. B is 2 times as fast as A.")
+
+
 def test_steps_of_different_size_are_compared_by_samples(measured):
     """A step with twice the samples may take twice the time and be as fast."""
     small = measured("small", {"a": 1}, 0.1, samples_per_step=32, steps=100)
@@ -122,7 +197,7 @@ def test_a_recorded_run_is_compared_with_all_it_took(tmp_path):
     assert run.step_s == pytest.approx(0.05)
     assert run.samples_per_step == pytest.approx(32)
     assert (run.steps, run.waiting) == (1200, pytest.approx(0.58))
-    assert run.apart_s == pytest.approx(12.0)
+    assert run.apart_s + run.apart_step_s * run.steps == pytest.approx(12.0)
     assert run.hosts == (("trainer", "ml.g5.xlarge"), ("data", "ml.c5.xlarge"))
 
 
@@ -132,6 +207,7 @@ def test_the_documented_file_is_valid(tmp_path):
     file.write_text(FIGURES_FORMAT)
     run = read_figures(file)
     assert (run.name, run.step_s, run.steps, run.apart_s, len(run.hosts)) == ("two hosts", 0.1968, 4800, 90, 2)
+    assert run.apart_step_s == 0.01
 
 
 @pytest.mark.parametrize(
@@ -145,6 +221,7 @@ def test_the_documented_file_is_valid(tmp_path):
         ("{hosts: {a: 1}, step_s: 0}", "step_s is 0; expected a positive number"),
         ("{hosts: {a: 1}, step_s: fast}", "step_s is 'fast'"),
         ("{hosts: {a: 1}}", "step_s is None"),
+        ("{hosts: {a: 1}, step_s: 1, apart_step_s: 1}", "apart_step_s without apart_s"),
         ("{hosts: {a: 1}, step_s: .inf}", "step_s is inf"),
         ("{hosts: {a: 1}, step_s: 1, steps: true}", "steps is True"),
     ],

@@ -1,12 +1,30 @@
 """Numbers of a run, from what its processes wrote."""
 
-import pytest
+from pathlib import Path
 
-from lightning_sm.record.events import End, Event, Loader, Metrics, Span
+import pytest
+from msgspec.structs import replace
+
+from lightning_sm.record.events import FOLDER, DataService, End, Event, Loader, Metrics, Span, Steps
+from lightning_sm.record.limits import limits
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
-from lightning_sm.report import findings
-from lightning_sm.report.figures import OTHER, RUNNING, SHUTDOWN, STEPS, WAITING, Figures
+from lightning_sm.report import verdict
+from lightning_sm.report.compare import of_run
+from lightning_sm.report.figures import (
+    FIRST_BATCH,
+    FRUITLESS,
+    OTHER,
+    RESTARTS,
+    RUNNING,
+    SAVING,
+    SHUTDOWN,
+    STARTUP,
+    STEPS,
+    WAITING,
+    Figures,
+)
+from lightning_sm.report.sizing import measure
 from tests.unit.report.recorded import BEGIN, data, head, input_bound, steps, use, write
 
 
@@ -23,7 +41,7 @@ def test_the_time_of_a_job_is_told_apart(tmp_path):
     found = {name: round(seconds, 1) for name, seconds in run.shares.items() if seconds}
     assert found == {
         "start-up": 5,
-        "first batch": 4,
+        "first batches": 4,
         STEPS: 25.2,
         WAITING: 34.8,
         "validation": 1,
@@ -39,21 +57,62 @@ def test_time_between_attempts_costs_nothing(tmp_path):
     run = of(input_bound(tmp_path, attempt=2, begin=10_000.0))
     assert run.seconds == pytest.approx(144.0)
     assert run.outcome == "succeeded"
-    assert findings.ending(run) == "Succeeded after 2 min 24 s in 2 attempts."
+    assert verdict.ending(run) == "Succeeded after 2 min 24 s in 2 attempts."
     prices = Prices({"trainer": 3600.0, "data": 0.0})
-    assert findings.price(run, prices) == pytest.approx(144.0)
+    assert verdict.price(run, prices) == pytest.approx(144.0)
 
 
 def test_a_failure_says_its_reason(tmp_path):
     """Of the trainers: a data host that succeeded changes nothing."""
     run = of(input_bound(tmp_path, outcome="failed"))
     assert run.outcome == "failed"
-    assert findings.ending(run) == "Failed after 72 s: ValueError: <b>$x$</b> & so on."
+    assert verdict.ending(run) == "Failed after 72 s: ValueError: <b>$x$</b> & so on."
 
 
-def test_an_interruption_needs_no_reason(tmp_path):
-    """That a signal ended the processes is what the word says."""
-    assert findings.ending(of(input_bound(tmp_path, outcome="interrupted"))) == "Interrupted after 72 s."
+@pytest.mark.parametrize(
+    ("outcome", "ending"),
+    [
+        ("interrupted", "Interrupted after 72 s: the job can resume from the checkpoint that it saved."),
+        ("stopped", "Stopped after 72 s, without a checkpoint of the last step."),
+    ],
+)
+def test_an_interruption_reads_unlike_a_failure(tmp_path, outcome, ending):
+    """That a signal ended the processes is what the word says; what follows is whether the work is kept."""
+    assert verdict.ending(of(input_bound(tmp_path, outcome=outcome))) == ending
+
+
+_BROKEN = "ValueError: label 7\non trainer host algo-2, rank 1 (exit code 1)\ntrain.py, line 3"
+
+
+@pytest.mark.parametrize("host", ["algo-1", "algo-2"])
+def test_the_end_of_the_job_is_on_the_page_of_every_host(tmp_path, host):
+    """A host that was stopped because another one had failed shows the failure, also if it is the only record."""
+    hosts = {"algo-1": "trainer", "algo-2": "trainer"}
+    own = "stopped" if host == "algo-1" else "failed"
+    lines = head(0, host, "launcher", hosts=hosts), End(BEGIN + 50, own, 143, _BROKEN, "failed")
+    write(tmp_path, *lines, host=host, who="launcher")
+    run = of(tmp_path)
+    assert run.outcome == "failed"
+    place = "on trainer host algo-2, rank 1 (exit code 1)"
+    assert verdict.ending(run) == f"Failed after 50 s: ValueError: label 7 {place}."
+
+
+def test_a_data_host_knows_how_its_job_ended(tmp_path):
+    """Its own exit is a success whatever the trainers do, and its page says what they did."""
+    lines = head(0, "algo-2", "launcher"), End(BEGIN + 50, "succeeded", 0, "ValueError: x", "failed")
+    write(tmp_path, *lines, host="algo-2", who="launcher")
+    assert verdict.ending(of(tmp_path)) == "Failed after 50 s: ValueError: x."
+
+
+def test_a_host_that_knows_how_the_job_ended_is_believed_before_one_that_does_not(tmp_path):
+    """A trainer whose peer died first fails by itself, too, but the job had been interrupted."""
+    hosts = {"algo-1": "trainer", "algo-2": "trainer"}
+    for host, end in (
+        ("algo-1", End(BEGIN + 9, "failed", 1, "lost")),
+        ("algo-2", End(BEGIN + 10, "x", 143, "", "stopped")),
+    ):
+        write(tmp_path, head(0, host, "launcher", hosts=hosts), end, host=host, who="launcher")
+    assert of(tmp_path).outcome == "stopped"
 
 
 def test_a_killed_job_has_no_end(tmp_path):
@@ -61,7 +120,7 @@ def test_a_killed_job_has_no_end(tmp_path):
     write(tmp_path, head(1), Loader(BEGIN + 2, is_remote=False), steps(11), steps(12))
     run = of(tmp_path)
     assert run.outcome == RUNNING
-    assert "still running, or its hosts were killed" in findings.ending(run)
+    assert "still running, or its hosts were killed" in verdict.ending(run)
 
 
 def test_a_data_host_that_fails_alone_does_not_fail_the_job(tmp_path):
@@ -80,13 +139,67 @@ def test_hosts_without_a_record_are_listed(tmp_path):
     assert (other.name, other.role, other.instance_type, other.cpu) == ("algo-2", "data", "ml.c5.xlarge", None)
 
 
-def test_the_first_seconds_are_not_part_of_means(tmp_path):
-    """Caches fill; where there is little else, they count."""
+def test_a_mean_step_is_the_time_of_all_steps_by_their_number(tmp_path):
+    """On the page as in the log: also the first seconds, in which caches fill."""
     slow = [steps(11, step_s=1.0), *(steps(11 + second, step_s=0.05) for second in range(1, 5))]
-    write(tmp_path / "long", head(1), *slow)
-    assert of(tmp_path / "long").slowest.step_s == pytest.approx(0.05)
-    write(tmp_path / "short", head(1), *slow[:2])
-    assert of(tmp_path / "short").slowest.step_s == pytest.approx(0.525)
+    write(tmp_path, head(1), *slow)
+    run = of(tmp_path)
+    assert run.pace.step_s == pytest.approx(0.24)
+    assert run.pace.wall_s == pytest.approx(run.shares[STEPS] + run.shares[WAITING])
+
+
+def test_a_rank_on_another_host_may_wait_longer(tmp_path):
+    """The main host has no record of it, and sees its wait as a backward pass; the data hosts know better."""
+    line = data(16, 320)
+    own, other = ({**line.ranks["rank 0"], "wait_s": wait_s, "busy_s": 16 - wait_s} for wait_s in (1.6, 14.0))
+    write(
+        tmp_path, head(1, world_size=2), *(steps(10 + t, waiting=0.1) for t in range(16)),
+        DataService(line.t, line.hosts, {"rank 0": own, "rank 1": other}),
+    )  # fmt: skip
+    run = of(tmp_path)
+    assert run.ranks[0].waiting == pytest.approx(0.1)
+    assert run.pace.waiting == pytest.approx(14 / 16)
+    assert run.pace.parts["backward"] == 0
+    assert sum(run.pace.parts.values()) == pytest.approx(run.ranks[0].wall_s)
+
+
+def test_the_main_host_says_what_all_records_say(tmp_path):
+    """On SageMaker, the page of a job has the records of one host, and the one from the archive those of all.
+
+    Before, the first one planned with the steps of its own rank, in which that waits for the others: 54 ms without
+    waiting for data, where the second one had 6 ms.
+    """
+    sums = {"wait_s": 18.0, "busy_s": 2.0, "num_timed": 400, "num_steps": 400, "produce_s": 20.0, "num_bytes": 1}
+    host = data(31, 400).hosts[0]
+    figures = DataService(BEGIN + 31, [host], {"rank 0": {**sums, "wait_s": 4.0, "busy_s": 16.0}, "rank 1": sums})
+    main = [head(1, world_size=2), *(steps(10 + t, waiting=0.2) for t in range(1, 21)), figures]
+    write(tmp_path / "main", *main)
+    for place in ("main", "all"):
+        write(tmp_path / place, head(0, who="launcher"), use(5), who="launcher")
+    write(tmp_path / "all", *main)
+    other = [head(1, who="rank-1", world_size=2), *(steps(10 + t, waiting=0.9) for t in range(1, 21))]
+    write(tmp_path / "all", *other, who="rank-1")
+    one, both = of(tmp_path / "main"), of(tmp_path / "all")
+    assert (one.pace.waiting, both.pace.waiting) == (pytest.approx(0.9), pytest.approx(0.9))
+    assert measure(one).model.own_s == pytest.approx(measure(both).model.own_s) == pytest.approx(0.005)
+
+
+def test_ranks_that_take_turns_wait_as_long_as_training_does(tmp_path):
+    """Each waits in one of two seconds, and in the other one for the other rank, in its backward pass."""
+    sums = {"rank 0": dict.fromkeys(("wait_s", "busy_s"), 0.0), "rank 1": dict.fromkeys(("wait_s", "busy_s"), 0.0)}
+    lines = [head(1, world_size=2)]
+    for second in range(1, 21):
+        lines.append(steps(10 + second, waiting=0.9 * (second % 2)))
+        for number, rank in enumerate(sums.values()):
+            rank["wait_s"] += 0.9 * ((second + number) % 2)
+            rank["busy_s"] += 1.0 - 0.9 * ((second + number) % 2)
+        ranks = {name: {**values, "num_steps": 20 * second} for name, values in sums.items()}
+        lines.append(DataService(BEGIN + 10 + second, [], ranks))
+    write(tmp_path, *lines)
+    run = of(tmp_path)
+    assert run.ranks[0].waiting == pytest.approx(0.45)
+    assert run.longest_waits.wait_fraction == pytest.approx(0.9)
+    assert run.pace.waiting == pytest.approx(0.9)
 
 
 def test_the_rank_that_waits_the_longest_is_the_one_that_counts(tmp_path):
@@ -95,7 +208,7 @@ def test_the_rank_that_waits_the_longest_is_the_one_that_counts(tmp_path):
         who = f"rank-{rank}"
         write(tmp_path, head(1, who=who, world_size=2), *(steps(10 + t, waiting=waiting) for t in range(5)), who=who)
     run = of(tmp_path)
-    assert run.slowest.waiting == pytest.approx(0.6)
+    assert run.pace.waiting == pytest.approx(0.6)
     assert run.samples_per_step == pytest.approx(64)
 
 
@@ -117,10 +230,10 @@ def test_what_an_attempt_repeats_is_not_there_twice(tmp_path):
 
 
 def test_a_value_that_lines_repeat_is_one_point(tmp_path):
-    """Metrics of epochs stand in every line until the next epoch; a curve of them has a point for each change."""
+    """Metrics of epochs stand in every line until the next epoch; a curve has a point for each change, and the end."""
     lines = [Metrics(BEGIN + step, step, 0, {"acc": 0.5 if step < 30 else 0.7}) for step in (10, 20, 30, 40)]
     write(tmp_path, head(1), *lines)
-    assert of(tmp_path).metrics == {"acc": [(10, 0.5), (30, 0.7)]}
+    assert of(tmp_path).metrics == {"acc": [(10, 0.5), (30, 0.7), (40, 0.7)]}
 
 
 def test_sums_of_data_hosts_start_again_with_a_process(tmp_path):
@@ -142,27 +255,180 @@ def test_events_of_all_hosts_are_in_the_order_of_time(tmp_path):
     assert found == [(4.0, "algo-2", "signal"), (9.0, "algo-1", "checkpoint_saved"), (20.0, "algo-2", "stopped")]
 
 
-def test_the_verdict_is_that_of_the_log(tmp_path):
-    """The same sentences, for data hosts and for loaders on the host itself."""
-    remote = findings.bottleneck(of(input_bound(tmp_path / "remote")))
-    assert remote.startswith("Training waits 58% of the time for the transforms: the 2 workers")
+def test_the_headline_of_a_wait_says_where_the_batches_come_from(tmp_path):
+    """The same sentences as in the log, for data hosts and for loaders on the host itself."""
+    remote = verdict.headline(of(input_bound(tmp_path / "remote")))
+    assert remote.startswith(
+        "Limited by waiting for data (transforms), 48% of the time (34.8 s). Training waits 58% of"
+    )
+    assert "for the transforms: the 2 workers of the data hosts are busy 100% of the time" in remote
     own = [head(1, hosts={"algo-1": "trainer"}), Loader(BEGIN + 2, is_remote=False, workers=2, cpus=4)]
     write(tmp_path / "local", *own, *(steps(10 + t) for t in range(5)))
-    assert findings.bottleneck(of(tmp_path / "local")).startswith(
-        "Input-bound 58% of the time, limited by the loader's 2 workers"
-    )
+    assert verdict.headline(of(tmp_path / "local")).startswith("Limited by waiting for data (transforms), ")
     write(tmp_path / "fast", *own, *(steps(10 + t, waiting=0.01) for t in range(5)))
-    text = findings.bottleneck(of(tmp_path / "fast"))
-    assert text == "Not input-bound: a step takes 50 ms, 1% of it waiting for data."
+    assert verdict.headline(of(tmp_path / "fast")).startswith("Limited by the backward pass, ")
     write(tmp_path / "none", head(1))
     write(tmp_path / "none", use(3), who="rank-0")
-    assert findings.bottleneck(of(tmp_path / "none")) == "No training step is recorded."
+    assert verdict.headline(of(tmp_path / "none")) == "No training step is recorded."
 
 
 def test_a_long_start_is_said_with_its_cost(tmp_path):
-    """Advice names the seconds, the money and the share of the job."""
-    lines = [head(0), Span(BEGIN + 60, "startup", BEGIN, 60.0), *(steps(60 + t, waiting=0.0) for t in range(5))]
-    write(tmp_path, *lines)
+    """Changes name the seconds, the money and the share of the job."""
+    lines = [head(0), Loader(BEGIN + 60, is_remote=False), Span(BEGIN + 60, "startup", BEGIN, 60.0)]
+    write(tmp_path, *lines, *(steps(60 + t, waiting=0.0) for t in range(5)))
     prices = Prices({"trainer": 3600.0, "data": 0.0})
-    (text,) = findings.advice(of(tmp_path), prices)
-    assert text.startswith("Start-up took 60 s and $60.00, 94% of the job")
+    text, *_ = verdict.changes(of(tmp_path), prices)
+    assert text.startswith("Start-up, 47% of the time (30 s), $30.00: It took 60 s until training began")
+
+
+def _attempts(folder, *, gap):
+    """Two attempts of 20 s: the second one trains the last 40 of 200 steps again, after 6 s."""
+    for attempt, begin, first in ((1, 0.0, 0), (2, 20.0 + gap, 160)):
+        lines = [head(begin, attempt=attempt), Loader(BEGIN + begin + 5, is_remote=False, step=first)]
+        lines += [
+            Span(BEGIN + begin + 5, "startup", BEGIN + begin, 5.0),
+            Span(BEGIN + begin + 6, "first_batch", BEGIN + begin + 5, 1.0),
+        ]
+        lines += [steps(begin + 6 + second, n=20, waiting=0.0, step=first + 20 * second) for second in range(1, 11)]
+        write(folder, *lines, attempt=attempt)
+    return of(folder)
+
+
+def test_restarts_cost_their_starts_and_the_steps_that_are_trained_again(tmp_path):
+    """Not the time between attempts, in which no host costs anything."""
+    run = _attempts(tmp_path, gap=1000.0)
+    (restart,) = run.restarts
+    assert restart.num_repeated == 40
+    assert restart.seconds == run.shares[RESTARTS] == pytest.approx(6.0)
+    assert run.spans == {"start-up": [5.0], "first batches": [1.0]}
+    assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=0.1)
+    (limit,) = [limit for limit in limits(verdict.job_times(run)) if limit.name == "restarts"]
+    assert limit.seconds == pytest.approx(6.0 + 40 * 0.05)
+    assert limit.finding == (
+        "Training began 1 more time: 6 s from the end of the training before to the next step, the largest part of "
+        "it the start of the script until training begins (5 s), and 40 steps were trained again (2 s)."
+    )
+    assert limit.change == (
+        "Import less, and look at prepare_data and setup. Save checkpoints more often (every_n_train_steps)."
+    )
+
+
+def test_advice_on_restarts_is_what_their_numbers_support():
+    """An interruption that lost no step is no reason to save more often; before, each restart was."""
+    for name in ("restarts", "restart_within_job"):
+        run = of(Path(__file__).parents[2] / "records" / name)
+        change, *_ = verdict.changes(run, Prices())
+        assert change.startswith("Restarts, ")
+        assert "the largest part of it the start of the script until training begins (" in change
+        assert change.endswith("Import less, and look at prepare_data and setup.")
+
+
+@pytest.mark.parametrize("name", ["restarts", "restart_within_job"])
+def test_a_run_has_the_steps_of_the_training(name):
+    """The first one of each start, too, which means leave out, and those that a killed process did not write."""
+    run = of(Path(__file__).parents[2] / "records" / name)
+    (loader, *_), (*_, last) = (
+        [line for record in run.main_records for line in record.lines if isinstance(line, kind)]
+        for kind in (Loader, Steps)
+    )
+    assert run.num_steps == last.step - loader.step == 200
+    assert (run.pace.num_untimed, run.restarts[0].num_repeated) == (2, 0)
+    assert of_run(run).steps == 200
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_steps_that_are_trained_again_count_once(tmp_path, accumulated):
+    """Also where the Trainer counts a step for several batches; what was measured has them twice."""
+    first, second = 80 // accumulated, 40 // accumulated
+    for attempt, begin, resumed, last in ((1, 0.0, 0, first), (2, 100.0, second, second + first)):
+        begun = Loader(BEGIN + begin + 5, is_remote=False, step=resumed)
+        line = replace(steps(begin + 20, n=79, step=last), untimed=1)
+        write(tmp_path, head(begin, attempt=attempt), begun, line, attempt=attempt)
+    run = of(tmp_path)
+    assert (run.num_steps, run.pace.num_trained, run.pace.num_steps) == (120, 160, 158)
+    assert run.restarts[0].num_repeated == 40
+
+
+def test_a_process_that_waits_for_a_restart_takes_no_time_before_it(tmp_path):
+    """It may have begun with the first one, and all that it does until its first step is part of the restart."""
+    for begin in (0.0, 20.0):
+        lines = [
+            head(begin + 5),
+            Span(BEGIN + begin + 5, "startup", BEGIN, begin + 5),
+            Loader(BEGIN + begin + 5, False),
+        ]
+        write(tmp_path, *lines, Span(BEGIN + begin + 6, "first_batch", BEGIN + begin + 5, 1.0))
+        write(tmp_path, *(steps(begin + 6 + second, waiting=0.0, step=20 * second) for second in range(1, 11)))
+    run = of(tmp_path)
+    (restart,) = run.restarts
+    assert (restart.seconds, restart.num_repeated) == (pytest.approx(26.0 - 16.0), 200)
+    assert (restart.parts[STARTUP], restart.parts[FIRST_BATCH]) == (pytest.approx(9.0), pytest.approx(1.0))
+    assert run.spans == {"start-up": [5.0], "first batches": [1.0]}
+    assert sum(run.shares.values()) == pytest.approx(run.seconds) == pytest.approx(36.0)
+
+
+def test_attempts_that_never_trained_are_part_of_a_restart(tmp_path):
+    """A host that dies again before the first step costs as much as one that starts slowly."""
+    _attempts(tmp_path, gap=1000.0)
+    write(tmp_path, head(500, who="launcher", attempt=3), use(504), who="launcher", attempt=3)
+    for path in (tmp_path / FOLDER / "3", tmp_path / FOLDER / "2"):
+        path.rename(path.with_name({"3": "2.new", "2": "3"}[path.name]))
+    (tmp_path / FOLDER / "2.new").rename(tmp_path / FOLDER / "2")
+    (restart,) = of(tmp_path).restarts
+    assert restart.seconds == pytest.approx(4.0 + 6.0)
+    assert restart.parts[FRUITLESS] == pytest.approx(4.0)
+
+
+def test_the_use_of_a_host_is_that_of_all_attempts(tmp_path):
+    """The picture has the time before an interruption, too."""
+    input_bound(tmp_path, outcome="interrupted", seconds=10)
+    run = of(input_bound(tmp_path, attempt=2, begin=100.0, seconds=10))
+    seconds = [[use.t - BEGIN for use in host.uses] for host in run.hosts]
+    assert seconds == [[5.0, 10.0, 15.0, 105.0, 110.0, 115.0]] * 2
+
+
+def test_what_an_interruption_costs_belongs_together():
+    """In a real job: its checkpoint, the end of its attempt, the next start, and the first batch there."""
+    run = of(Path(__file__).parents[2] / "records" / "restarts")
+    (restart,) = run.restarts
+    assert restart.num_repeated == 0
+    before, after = ([line for line in record.lines if isinstance(line, Span)] for record in run.main_records)
+    (saved,) = [span for span in before if span.name == "checkpoint"]
+    (fetched,) = [span for span in after if span.name == "first_batch"]
+    ending_s, starting_s = run.attempts[0].end - saved.begin, fetched.t - run.attempts[1].begin
+    assert restart.seconds == pytest.approx(ending_s + starting_s, abs=0.01)
+    # The start of a process is known by the second.
+    assert sum(restart.parts.values()) == pytest.approx(restart.seconds, abs=1.0)
+    assert restart.parts[SAVING] == pytest.approx(saved.seconds)
+    assert {name: len(spans) for name, spans in run.spans.items()} == {
+        "start-up": 2,  # of the training process, and of its launcher
+        "first batches": 1,
+        "checkpoints": 1,  # at the end
+        "ends of epochs": 2,
+        "model export": 1,
+    }
+    assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=0.1)
+
+
+def test_a_wait_for_a_data_host_that_was_lost_is_counted_while_it_was(tmp_path):
+    """Between two lines in which the host lost its connection, or was not yet back."""
+
+    def figures(t, lost, state="up"):
+        line = data(t, 10)
+        host = {**line.hosts[0], "name": "algo-2 (10.0.0.2:9000)", "num_lost": lost, "state": state}
+        return DataService(line.t, [host], line.ranks)
+
+    lines = [steps(11), figures(11, 0), steps(16, waiting=0.9), figures(16, 1, "down"), steps(21), figures(21, 1)]
+    write(tmp_path, head(1), *lines, steps(26), figures(26, 1))
+    assert of(tmp_path).waits_for_lost_hosts == {"algo-2": pytest.approx(0.9 + 0.58)}
+
+
+def test_the_rank_that_comes_last_to_the_backward_pass_sets_the_pace(tmp_path):
+    """What it spends its time on is what limits the others."""
+    for rank, forward in ((0, 0.1), (1, 0.7)):
+        parts = {"data_wait": 0.0, "forward": forward, "backward": 0.9 - forward}
+        lines = [Steps(BEGIN + 10 + t, 20 * t, 20, 1.0, 0.06, 20, parts) for t in range(5)]
+        write(tmp_path, head(1, who=f"rank-{rank}", world_size=2), *lines, who=f"rank-{rank}")
+    run = of(tmp_path)
+    assert run.pace.parts["forward"] == pytest.approx(3.5)
+    assert [pace.own_s for pace in run.rank_paces] == [pytest.approx(0.005), pytest.approx(0.035)]

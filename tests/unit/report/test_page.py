@@ -5,13 +5,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lightning_sm.record.events import Metrics
+from lightning_sm.record.events import GpuUse, HostUse, Loader, Metrics
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report import page
-from lightning_sm.report.charts import thinned
+from lightning_sm.report.charts import thinned, top_of_steps
 from lightning_sm.report.figures import Figures
-from tests.unit.report.recorded import BEGIN, head, input_bound, steps, use, write
+from tests.unit.report.recorded import BEGIN, HOSTS, data, head, input_bound, steps, use, write
 
 PRICES = Prices({"ml.g5.xlarge": 1.41, "ml.c5.xlarge": 0.2}, source="--price")
 
@@ -41,12 +41,34 @@ class Text(HTMLParser):
         self.words.append(data)
 
 
+def test_a_host_whose_role_was_another_in_an_earlier_attempt(tmp_path):
+    """The service names hosts anew: the table says which role a name had when, as data hosts of all attempts follow."""
+    swapped = {"algo-1": "data", "algo-2": "trainer"}
+    for attempt, hosts, trainer in ((1, HOSTS, "algo-1"), (2, swapped, "algo-2")):
+        own = {"hosts": hosts, "attempt": attempt, "group": "trainer", "role": "trainer"}
+        begin = 100.0 * attempt
+        lines = [head(begin, trainer, **own), Loader(BEGIN + begin + 5, is_remote=True)]
+        lines += [steps(begin + 5 + second) for second in range(1, 6)]
+        lines += [data(begin + 5 + second, 20 * second) for second in range(1, 6)]
+        write(tmp_path, *lines, host=trainer, attempt=attempt)
+    run = Figures(read_run(tmp_path))
+    assert [(host.name, host.role, dict(host.earlier_roles)) for host in run.hosts] == [
+        ("algo-2", "trainer", {1: "data"}),
+        ("algo-1", "data", {1: "trainer"}),
+    ]
+    html = page.render([run], Prices())
+    assert "<td>algo-2</td><td>trainer (data in attempt 1)</td>" in html
+    assert "<td>algo-1</td><td>data (trainer in attempt 1)</td>" in html
+    assert "What each host did in all attempts; groups and types are those of attempt 2<" in html
+    assert "What the data hosts did, as rank 0 saw it, in all attempts<" in html
+
+
 def test_the_verdict_comes_first_and_then_four_numbers(tmp_path):
-    """What a phone's first screen shows answers whether it worked, how long, for how much, and whether it waited."""
+    """What a phone's first screen shows answers whether it worked, how long, for how much, and how well."""
     text = " ".join(" ".join(Text(rendered(input_bound(tmp_path)).partition("<body")[2]).words).split())
-    begin = "job Succeeded after 72 s. Training waits 58% of the time for the transforms"
+    begin = "job Succeeded after 72 s. Limited by waiting for data (transforms), 48% of the time (34.8 s)."
     assert begin in text
-    numbers = "outcome succeeded duration 72 s cost $0.032 waiting for data 58%"
+    numbers = "duration 72 s cost $0.032 steps wait for data 58% best val_acc 0.9"
     assert numbers in text
     titles = [
         "Time of a step",
@@ -69,6 +91,30 @@ def test_the_page_loads_nothing_and_runs_nothing(tmp_path):
     assert not {"script", "iframe", "object", "embed", "form"} & set(found.tags)
     assert "default-src 'none'" in html
     assert not re.search(r"url\((?!#)", html)
+
+
+def test_all_numbers_of_a_page_are_those_of_one_rank(tmp_path):
+    """The one that sets the pace, also if it is not the first: headline, box, pictures and tables agree.
+
+    Before, pictures and tables had the 12 % of rank 0 beside a headline with the 58 % of rank 1.
+    """
+    folder = input_bound(tmp_path)
+    for path in folder.rglob("*-rank-0.jsonl"):
+        other = path.with_name("algo-2-rank-1.jsonl")
+        other.write_text(path.read_text().replace('"rank":0', '"rank":1').replace('"host":"algo-1"', '"host":"algo-2"'))
+        own = [head(1, world_size=2), *(steps(10 + second, waiting=0.12) for second in range(1, 61))]
+        path.unlink()
+        write(folder, *own)
+    html = rendered(folder)
+    text = " ".join(" ".join(Text(html).words).split())
+    assert "48% of the time (34.8 s)" in text
+    assert "steps wait for data 58%" in text
+    assert "waiting for data 34.8 s (48%)" in text
+    assert "The steps are those of rank 1 on algo-2, for which the others wait" in text
+    assert "On average: waiting for data 58%" in html
+    assert "waiting for data 29 ms (58%)" in text
+    assert "12%" not in re.sub("<svg.*?</svg>", "", html, flags=re.DOTALL)
+    assert "rank 1 on algo-2 1,200 50 ms 29 ms" in text
 
 
 def test_text_of_users_is_text(tmp_path):
@@ -135,7 +181,38 @@ def test_a_run_without_anything_has_a_page(tmp_path):
     text = " ".join(Text(rendered(tmp_path, prices=Prices())).words)
     assert "The end is not recorded" in text
     assert "No training step is recorded." in text
-    assert "no prices" in text
+    assert " ".join(text.split()).count("outcome no end recorded") == 1
+
+
+def test_the_numbers_are_those_that_say_something_of_this_run(tmp_path):
+    """Without prices, waiting and metrics there is room for others, and none says that there is nothing."""
+    write(tmp_path, head(1), *(steps(10 + t, waiting=0.01) for t in range(5)))
+    text = " ".join(" ".join(Text(rendered(tmp_path, prices=Prices())).words).split())
+    assert "duration 13 s samples per second 640 time of a step 50 ms outcome no end recorded" in text
+    write(tmp_path, Metrics(BEGIN + 15, 100, 0, {"val_acc": 0.9}), Metrics(BEGIN + 16, 110, 0, {"val_acc": 0.8}))
+    text = " ".join(" ".join(Text(rendered(tmp_path, prices=Prices())).words).split())
+    assert "best val_acc 0.9 (last 0.8) samples per second 640" in text
+
+
+def test_the_use_of_each_host_is_drawn_over_time(tmp_path):
+    """CPUs and memory of each, and GPUs and their memory where there are any; hosts without a record have no axes."""
+    gpus = [GpuUse(0.7, 8 * 10**9, 16 * 10**9)]
+    lines = [HostUse(BEGIN + t, 0.5, 2 * 10**9, 16 * 10**9, gpus=gpus if t > 5 else []) for t in range(1, 9)]
+    write(tmp_path, head(0, who="launcher"), *lines, who="launcher")
+    html = rendered(tmp_path, prices=Prices())
+    (picture,) = re.findall('aria-label="Use of hosts over the run.*?</figure>', html, flags=re.DOTALL)
+    for name in ("CPUs", "memory", "GPUs (any kernel running)", "memory of GPUs", "algo-1 (trainer)"):
+        assert picture.count(f">{name}<") == 2, name  # for a page, and for a phone
+    assert "algo-2 (data)" not in picture
+
+
+def test_hyperparameters_are_on_the_page(tmp_path):
+    """Those that the record has, which hides secrets."""
+    assert "Hyperparameters" not in rendered(input_bound(tmp_path / "none"))
+    first = head(0, who="launcher", hyperparameters={"lr": "0.1", "hub.token": "(hidden)"})
+    write(tmp_path / "some", first, use(1), who="launcher")
+    text = " ".join(" ".join(Text(rendered(tmp_path / "some")).words).split())
+    assert "Hyperparameters of the job name value lr 0.1 hub.token (hidden)" in text
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
@@ -153,3 +230,17 @@ def test_long_curves_are_thinned_and_keep_their_end(number):
     assert len(thin) == min(number, 200) or 100 <= len(thin) <= 200
     assert thin[-1:] == points[-1:]
     assert [step for step, _ in thin] == sorted({step for step, _ in thin})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "top"),
+    [
+        ([0.1] * 39 + [9.0], 0.15),  # a first step
+        ([0.1] * 35 + [0.3] * 5, 0.3),  # a part of the run that was slow
+        ([0.1, 9.0], 9.0),
+        ([0.2], 0.2),
+    ],
+)
+def test_only_a_few_long_steps_are_cut(seconds, top):
+    """The picture of steps is cut above what most of the run stays below, if less than a tenth of it is longer."""
+    assert top_of_steps(seconds) == pytest.approx(top)

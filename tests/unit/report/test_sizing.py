@@ -54,9 +54,9 @@ def test_the_whole_job_has_more_than_steps(tmp_path):
     assert first.seconds[0] == pytest.approx(11 + 10 * 1 + 600)
     assert best.seconds[0] == pytest.approx(11 + 10 * 1 + 12_000 * 0.021)
     assert best.cost[0] == pytest.approx((1.41 + 3 * 0.2) * best.seconds[0] / 3600)
-    assert "6 workers on 3 data hosts would remove the wait: a step would take 21 ms instead of 50 ms" in sentence(
-        planned, PRICES
-    )
+    said = sentence(planned, PRICES)
+    assert "Use 3 data hosts instead of 1, with 6 workers in all, which would remove the wait: a step would" in said
+    assert "the job of 12,000 steps 4 min 33 s instead of 10 min 21 s. It would cost $0.15 instead of $0.28." in said
 
 
 def test_other_hosts_were_not_measured(tmp_path):
@@ -75,14 +75,28 @@ def test_other_hosts_were_not_measured(tmp_path):
 
 
 def test_the_network_is_the_next_limit(tmp_path):
-    """1 MB a step needs 80 ms at 0.1 Gbit/s, whatever the workers do."""
-    planned = plan(of(input_bound(tmp_path)), Prices(), Hosts(network_gbit=0.1))
-    assert planned.best.step_s == pytest.approx((0.08, 0.08))
+    """1 MB a step needs 32 ms at 0.25 Gbit/s, whatever the workers do."""
+    planned = plan(of(input_bound(tmp_path)), Prices(), Hosts(network_gbit=0.25))
+    assert planned.best.step_s == pytest.approx((0.032, 0.032))
     assert planned.best.limit == "network"
     assert planned.best.network == pytest.approx(1.0)
-    assert "is the most that the network can feed" in sentence(planned, Prices())
+    assert "the most that the network can feed" in sentence(planned, Prices())
     fast = plan(of(input_bound(tmp_path)), Prices(), Hosts(network_gbit=10.0))
-    assert fast.best.network == pytest.approx(0.0008 / 0.021)
+    assert fast.best.network == pytest.approx(0.0008 / fast.best.step_s[0])
+
+
+def test_the_measured_transfer_counts(tmp_path):
+    """Batches of 20 MB of which each took 30 ms to arrive do not come every 21 ms, however many workers there are."""
+    run = of(input_bound(tmp_path, num_bytes=20_000_000, transfer_s=0.03))
+    *_, last = plan(run, Prices()).lines
+    assert (last.limit, last.step_s[0]) == ("network", pytest.approx(0.03))
+
+
+def test_the_latency_of_small_batches_is_no_limit_of_the_network(tmp_path):
+    """They are in transit for 30 ms, too, but many at once."""
+    run = of(input_bound(tmp_path, num_bytes=1_000, transfer_s=0.03))
+    *_, last = plan(run, Prices()).lines
+    assert (last.limit, last.step_s[0]) == ("training", pytest.approx(0.021))
 
 
 def test_batches_that_vary_make_a_range(tmp_path):
@@ -111,15 +125,131 @@ def test_a_run_that_does_not_wait_needs_no_plan(tmp_path):
 
 def test_loaders_of_the_trainers_are_planned_for_too(tmp_path):
     """Two workers that are too slow work all the time: 2 x 50 ms a step, for 21 ms."""
-    run = local(tmp_path, waiting=0.58)
+    run = local(tmp_path, waiting=0.58, cpus=8)
     assert measure(run).model.cost_s == pytest.approx(0.1)
     planned = plan(run, Prices({"trainer": 3600.0}))
-    assert (planned.best.workers, planned.best.num_hosts) == (6, 1)
+    assert (planned.best.per_rank, planned.best.num_hosts) == (6, 1)
     assert planned.best.cost[0] == pytest.approx(planned.best.seconds[0])
+    assert "Set num_workers=6, which would remove the wait" in sentence(planned, Prices())
     data_hosts = plan(run, Prices({"trainer": 3600.0, "c5": 360.0}), Hosts(vcpus=4, kind="c5", speed=1.0))
     assert [(line.workers, line.num_hosts) for line in data_hosts.lines] == [(2, 1), (3, 1), (6, 2)]
     assert data_hosts.best.cost[0] == pytest.approx(1.2 * data_hosts.best.seconds[0])
-    assert sentence(data_hosts, Prices()).startswith("6 workers on 2 data hosts would remove the wait")
+    assert "Use 2 data hosts of c5, with 6 workers in all, which would remove the wait" in sentence(
+        data_hosts, Prices()
+    )
+
+
+def test_there_are_no_more_workers_than_cpus(tmp_path):
+    """Six would remove the wait, but four CPUs give 25 ms a step at best."""
+    planned = plan(local(tmp_path, waiting=0.58, cpus=4), Prices())
+    assert [line.per_rank for line in planned.lines] == [2, 3, 4]
+    said = sentence(planned, Prices())
+    assert "Make the transforms cheaper first, or do them beforehand: building a batch takes 4.8 times as long" in said
+    assert (
+        "to keep up would take 6 workers, each with a CPU of its own. Set num_workers=4: a step would take 25 ms"
+        in said
+    )
+
+
+def test_workers_are_those_of_each_rank(tmp_path):
+    """``num_workers`` is what one sets: of each of two ranks, which share the CPUs of their host."""
+    for rank in (0, 1):
+        who = f"rank-{rank}"
+        loader = Loader(BEGIN + 2, is_remote=False, workers=2, cpus=8, ranks_of_host=2)
+        own = head(1, who=who, hosts={"algo-1": "trainer"}, cpus=8, world_size=2)
+        write(tmp_path, own, loader, *(steps(10 + t, waiting=0.4) for t in range(10)), who=who)
+    planned = plan(of(tmp_path), Prices())
+    assert [(line.per_rank, line.workers) for line in planned.lines] == [(2, 4), (3, 6), (4, 8)]
+    assert "Set num_workers=4 for each of the 2 ranks" in sentence(planned, Prices())
+
+
+def test_hosts_whose_cpus_are_all_in_use_are_told_so(tmp_path):
+    """No number of workers helps there."""
+    said = sentence(plan(local(tmp_path, waiting=0.58, workers=4, cpus=4), Prices()), Prices())
+    assert said.endswith("Each CPU of these hosts has a worker: data hosts would add some.")
+
+
+def test_the_cheapest_number_of_hosts_is_proposed_and_not_the_last_one(tmp_path):
+    """A third host saves 2 ms a step, and costs more than that."""
+    run = of(input_bound(tmp_path))
+    dear = plan(run, Prices({"ml.g5.xlarge": 1.0, "ml.c5.xlarge": 1.0}), steps=100_000)
+    assert (dear.best.num_hosts, dear.lines[-1].num_hosts) == (2, 3)
+    assert dear.best.cost == min(line.cost for line in dear.lines)
+    cheap = plan(run, Prices({"ml.g5.xlarge": 10.0, "ml.c5.xlarge": 0.1}), steps=100_000)
+    assert cheap.best.num_hosts == 3
+    assert "(best)" in as_text(cheap, PRICES)
+
+
+def test_without_prices_all_hosts_count_as_equally_expensive(tmp_path):
+    """And it is said."""
+    planned = plan(of(input_bound(tmp_path)), Prices())
+    assert planned.best.num_hosts == 2
+    assert "This is the cheapest number if all hosts cost the same: give their prices (--price)." in sentence(
+        planned, Prices()
+    )
+
+
+@pytest.mark.parametrize("missing", ["ml.g5.xlarge", "ml.c5.xlarge", "ml.c5.4xlarge"])
+@pytest.mark.parametrize("kind", [None, "ml.c5.4xlarge"])
+def test_where_a_price_is_missing_no_cost_is_compared(tmp_path, missing, kind):
+    """Neither that of the measured hosts with none, nor a part of them; what is known stands in the table."""
+    prices = Prices({name: price for name, price in PRICES.per_hour.items() if name != missing}, source="--price")
+    planned = plan(of(input_bound(tmp_path)), prices, Hosts(vcpus=5, kind=kind) if kind else None)
+    first, *others = planned.lines
+    assert (first.cost is None) == (missing != "ml.c5.4xlarge")
+    used = {"ml.g5.xlarge", kind or "ml.c5.xlarge"}
+    assert {line.cost is None for line in others} == {missing in used}
+    assert ("instead of $" in sentence(planned, prices)) == (missing not in used | {"ml.c5.xlarge"})
+
+
+def test_hosts_that_cost_more_than_they_save_are_not_proposed(tmp_path):
+    """A job of a minute waits for its hosts to start; that they would be quicker is said with the price."""
+    prices = Prices({"ml.g5.xlarge": 0.1, "ml.c5.xlarge": 10.0}, source="--price")
+    said = sentence(plan(of(input_bound(tmp_path)), prices), prices)
+    assert "3 data hosts would shorten the job of 1,200 steps to 37.2 s from 72 s, but it would cost $0.31" in said
+
+
+def test_hosts_that_help_little_are_not_proposed_without_prices(tmp_path):
+    """Five times the data hosts for a step of 21 ms instead of 50: whether that pays, only prices say."""
+    said = sentence(plan(of(input_bound(tmp_path, produce_s=0.2)), Prices()), Prices())
+    assert said == (
+        "Training waits 58% of the time for data. If all hosts cost the same, more of them cost more than they save: "
+        "give their prices (--price)."
+    )
+
+
+def test_what_saves_next_to_nothing_is_not_proposed(tmp_path):
+    """Nobody adds a host for a hundredth of the job."""
+    run = of(input_bound(tmp_path, produce_s=0.0425, seconds=60))
+    prices = Prices({"ml.g5.xlarge": 1000.0, "ml.c5.xlarge": 0.001})
+    planned = plan(run, prices, steps=5)
+    assert planned.saved < 0.02
+    assert sentence(planned, prices).endswith("No other number of workers or hosts saves 2% of the job.")
+
+
+def test_transforms_that_take_most_of_the_time_come_before_hosts(tmp_path):
+    """A batch of 5 s is no reason to buy 530 workers: at most ten times the measured ones are proposed."""
+    planned = plan(of(input_bound(tmp_path, produce_s=5.0)), Prices())
+    said = sentence(planned, Prices())
+    assert "Make the transforms cheaper first, or do them beforehand: building a batch takes 2.4e+02 times" in said
+    assert planned.best.workers <= 20
+
+
+def test_vcpus_follow_from_the_instance_type(tmp_path):
+    """72 vCPUs have some 70 workers, not those of the measured host; what is no instance type has to be described."""
+    run = of(input_bound(tmp_path))
+    planned = plan(run, Prices(), Hosts(kind="ml.c5.18xlarge"))
+    assert planned.lines[1].num_hosts == 1
+    assert planned.lines[1].workers > 60
+    with pytest.raises(JobConfigError, match=r"--kind foo: the number of its vCPUs is not known.*--vcpus N"):
+        plan(run, Prices(), Hosts(kind="foo"))
+    assert plan(run, Prices(), Hosts(kind="ml.c5.xlarge")) == plan(run, Prices())  # the measured one
+
+
+def test_a_plan_for_the_measured_run_is_the_measured_run(tmp_path):
+    """Its time is that of the job on the same page, to the last digit."""
+    run = of(input_bound(tmp_path))
+    assert plan(run, Prices()).lines[0].seconds == (pytest.approx(run.seconds),) * 2
 
 
 def test_more_workers_than_cpus_do_not_work_more(tmp_path):
@@ -140,7 +270,10 @@ def test_a_run_that_says_nothing_is_refused(tmp_path):
     write(tmp_path / "a", head(1), use(3))
     with pytest.raises(JobConfigError, match="no training steps are recorded"):
         plan(of(tmp_path / "a"), Prices())
-    write(tmp_path / "b", head(1), steps(3))
+    write(tmp_path / "short", head(1), Loader(BEGIN + 2, is_remote=False), steps(3, n=49))
+    with pytest.raises(JobConfigError, match="49 steps are recorded; a plan takes at least 50"):
+        plan(of(tmp_path / "short"), Prices())
+    write(tmp_path / "b", head(1), steps(3, n=50))
     with pytest.raises(JobConfigError, match="how many workers built the batches"):
         plan(of(tmp_path / "b"), Prices())
 
@@ -152,4 +285,6 @@ def test_the_table_says_what_it_rests_on(tmp_path):
     assert "A step needs 96 ms of work by all workers together, which were busy 100% of the time while " in text
     assert "more than 4 workers, twice the measured number, say what is possible at best" in text
     assert "The network carried 20 MB/s and would carry 47.6 MB/s" in text
-    assert [line["workers"] for line in as_json(planned)["lines"]] == [2, 4, 6]
+    found = as_json(planned)
+    assert [line["workers"] for line in found["lines"]] == [2, 4, 6]
+    assert found["lines"][found["best"]]["num_hosts"] == planned.best.num_hosts

@@ -1,13 +1,12 @@
 """The command line of lightning-sm submit."""
 
+import os
+
 import pytest
 
-pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
-
 from lightning_sm.errors import SubmitError
+from lightning_sm.report.command import report_writer
 from lightning_sm.submit import command
-
-pytestmark = pytest.mark.sdk2
 
 
 @pytest.fixture
@@ -18,13 +17,44 @@ def job_file(tmp_path):
     return str(path)
 
 
-def test_follow_is_a_way_to_wait(job_file):
-    """So it contradicts --wait=false, before anything is checked."""
-    with pytest.raises(SubmitError, match="--wait=false and --follow contradict each other"):
-        command.main([job_file, "--cloud", "--follow", "--wait=false"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--chekpoints=s3://bucket/c"], "unknown option --chekpoints. Did you mean --checkpoints?"),
+        (["--dryrun"], "unknown option --dryrun. Did you mean --dry-run?"),
+        (["--dry_run"], "unknown option --dry_run. Did you mean --dry-run?"),
+        (["--instance_type=a"], "unknown option --instance_type. Did you mean --groups.NAME.instance_type?"),
+        (["--image-uri", "a"], "unknown option --image-uri. Did you mean --image?"),
+        (["--wiat=false"], "unknown option --wiat. Did you mean --wait?"),
+        (["--xyzzy"], "unknown option --xyzzy.\n"),
+        (["--wait=maybe"], "argument --wait: expected true or false, got 'maybe'"),
+        (["--max_run_s"], "--max_run_s: expected a value, as in --max_run_s=1."),
+        (["other.yaml"], "unexpected arguments: other.yaml"),
+        (["--local", "--dry-run"], "argument --dry-run: not allowed with argument --local"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_right(job_file, capsys, options, words):
+    """With the usage, and exit code 2."""
+    with pytest.raises(SystemExit) as ended:
+        command.main([job_file, *options], new_report_writer=report_writer)
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.split("\n", 1)
+    assert usage == "usage: lightning-sm submit JOB.yaml [--dry-run | --local] [--KEY=VALUE ...]"
+    assert words in error
 
 
-def test_a_misspelled_option_is_answered_with_a_similar_one(job_file):
-    """As in the file."""
-    with pytest.raises(SubmitError, match="Did you mean checkpoints"):
-        command.main([job_file, "--cloud", "--chekpoints=s3://bucket/c"])
+def test_a_job_file_is_needed(capsys):
+    """Unless options describe a job."""
+    with pytest.raises(SystemExit):
+        command.main(["--dry-run"], new_report_writer=report_writer)
+    assert "no job file is given" in capsys.readouterr().err
+
+
+def test_mistakes_are_reported_before_a_missing_region(job_file, monkeypatch):
+    """The checks of a job need neither region nor credentials."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    for mode in ("--dry-run", "--yes"):
+        with pytest.raises(SubmitError, match="--spot: spot is true; expected"):
+            command.main([job_file, mode, "--spot=true"], new_report_writer=report_writer)

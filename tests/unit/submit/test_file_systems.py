@@ -4,15 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
-
 from lightning_sm.submit.file_systems import FileSystemFolder, file_system_folder, file_system_problems
 from lightning_sm.submit.job_file import InputChannel, Vpc
 from lightning_sm.submit.preflight import check, with_placeholders
 from lightning_sm.submit.request import make_request
 from tests.unit.submit.test_preflight import JOB
-
-pytestmark = pytest.mark.sdk2
 
 FSX = "fsx://fs-0123456789abcdef0/abcdefgh/data"
 IN_NETWORK = replace(JOB, vpc=Vpc(["subnet-1"], ["sg-1"]))
@@ -52,14 +48,14 @@ def test_addresses_name_kind_id_and_folder(uri, folder):
 def test_what_a_file_system_does_not_have_is_a_problem(channel, words):
     """It is mounted by all hosts as it is, and only it can be written to."""
     (problem,) = problems(channel)
-    assert words in problem
+    assert words in problem.text
 
 
 def test_a_file_system_needs_its_network():
     """Hosts outside of a VPC do not reach it."""
     assert problems(InputChannel(FSX, access="rw")) == []
     (problem,) = problems(InputChannel(FSX), JOB)
-    assert "vpc is missing" in problem
+    assert "vpc is missing" in problem.text
 
 
 def test_a_file_system_passes_the_checks_of_addresses_and_keeps_no_groups():

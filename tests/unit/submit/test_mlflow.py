@@ -2,13 +2,9 @@
 
 import pytest
 
-pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
-
 from lightning_sm.submit.job_file import Group, Job
 from lightning_sm.submit.preflight import check
 from lightning_sm.submit.request import make_request
-
-pytestmark = pytest.mark.sdk2
 
 SERVER = "arn:aws:sagemaker:eu-west-1:111122223333:mlflow-tracking-server/team-a"
 APP = "arn:aws-us-gov:sagemaker:us-gov-west-1:111122223333:mlflow-app/app-ABC123"
@@ -44,4 +40,4 @@ def test_the_script_gets_the_address(uri):
 def test_what_cannot_work_is_said_before_anything_is_sent(keys, text):
     """Both kinds of ARN are known; values that contradict each other are both named."""
     (problem,) = check(job(**keys), "cloud").problems
-    assert text in problem
+    assert text in problem.text

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
-
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit.job_file import Group, InputChannel, Job, Spot, Tune
-from lightning_sm.submit.preflight import Findings, check, with_placeholders
-
-pytestmark = pytest.mark.sdk2
+from lightning_sm.submit.preflight import check, with_placeholders
+from lightning_sm.submit.problems import Findings
 
 GPU, CPU = Group("ml.g5.xlarge", 2), Group("ml.c5.xlarge")
 IMAGE = "111122223333.dkr.ecr.us-east-1.amazonaws.com/lightning-sm:latest"
+CODE = str(Path(__file__).parent)
 JOB = Job(
     image=IMAGE,
     role="arn:aws:iam::111122223333:role/training",
@@ -28,6 +26,23 @@ def test_a_good_job_has_neither_problems_nor_warnings():
     """Whatever is to be done with it."""
     assert check(JOB, "cloud", "us-east-1") == Findings()
     assert check(JOB, "local") == Findings()
+
+
+def test_the_longest_time_is_28_days():
+    """The service allows exactly so many."""
+    assert check(replace(JOB, max_run_s=28 * 24 * 60 * 60), "cloud", "us-east-1") == Findings()
+
+
+@pytest.mark.parametrize(
+    ("registry", "region"),
+    [("ecr-fips.us-east-1.amazonaws.com", "us-east-1"), ("ecr.cn-north-1.amazonaws.com.cn", "cn-north-1")],
+)
+def test_registries_of_every_partition_are_known(registry, region):
+    """Those with FIPS endpoints, and those in China, have other names."""
+    job = replace(JOB, image=f"111122223333.dkr.{registry}/lightning-sm:latest")
+    assert check(job, "cloud", region) == Findings()
+    (problem,) = check(job, "cloud", "eu-west-1").problems
+    assert f"image is in {region}" in problem.text
 
 
 @pytest.mark.parametrize(
@@ -47,7 +62,10 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"environment": {"LIGHTNING_SM_DATAGROUPS": "a"}}, ["_DATAGROUPS", "LIGHTNING_SM_DATA_GROUPS"]),
         ({"channels": {"a": InputChannel("s3://bucket/a", ["nix"])}}, ["channels.a.groups", "nix", "trainer"]),
         ({"channels": {"a": InputChannel("s3://bucket/a", [])}}, ["channels.a.groups", "empty"]),
-        ({"channels": {"lightning_sm_code": InputChannel("s3://bucket/a")}}, ["lightning_sm_code", "source_dir"]),
+        (
+            {"channels": {"code": InputChannel("s3://bucket/a")}, "source_dir": CODE, "script": "test_request.py"},
+            ["channels.code", "source_dir"],
+        ),
         ({"channels": {"a": InputChannel("/folder")}}, ["channels.a.uri", "/folder", "s3://"]),
         ({"channels": {"a": InputChannel("file:///folder")}}, ["channels.a.uri", "file:///folder"]),
         ({"output": "s3://UPPER/x"}, ["output", "s3://UPPER/x"]),
@@ -76,17 +94,52 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ),
         ({"script": "a.py", "hyperparameters": {"sagemaker_program": "b.py"}}, ["script", "a.py", "b.py"]),
         ({"subcommand": "fit", "hyperparameters": {"subcommand": "test"}}, ["subcommand", "fit", "test"]),
-        ({"source_dir": "/nix/nirgends"}, ["source_dir", "/nix/nirgends"]),
-        ({"source_dir": str(Path(__file__).parent), "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
+        ({"source_dir": "/nix/nirgends", "script": "a.py"}, ["source_dir", "/nix/nirgends"]),
+        ({"source_dir": CODE, "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
         ({"metrics": ["a"], "metric_patterns": {"a": "(x)"}}, ["'a'", "metric_patterns"]),
         ({"metric_patterns": {"a": "x="}}, ["metric_patterns.a", "x=", "group"]),
         ({"output": None, "output_kms_key": "alias/a"}, ["output_kms_key", "output is missing"]),
         ({"channels": {"a": InputChannel("fsx://fs-01234567/m/a")}}, ["channels.a.uri", "vpc is missing"]),
+        (
+            {"groups": {"a": Group("ml.g5.xlarge", 2, {"ml.g6.xlarge": 2}), "data": CPU}, "channels": {}},
+            ["groups.a.alternatives", "2 groups"],
+        ),
+        (
+            {
+                "groups": {"a": Group("ml.g5.xlarge", 2, {"ml.g6.xlarge": 2})},
+                "channels": {},
+                "spot": Spot(86400),
+                "checkpoints": "s3://bucket/c",
+            },
+            ["groups.a.alternatives", "spot"],
+        ),
+        (
+            {"groups": {"a": Group("ml.g5.xlarge", 2, {"ml.g5.xlarge": 2})}, "channels": {}},
+            ["groups.a.alternatives names ml.g5.xlarge"],
+        ),
+        (
+            {"groups": {"a": Group("ml.g5.xlarge", 1, {"ml.g6.xlarge": 0})}, "channels": {}},
+            ["groups.a.alternatives", "ml.g6.xlarge has 0 hosts"],
+        ),
+        ({"mlflow_experiment": "a"}, ["mlflow_experiment is set, but mlflow is missing"]),
+        ({"mlflow_run": "a", "mlflow": "https://x.y"}, ["mlflow_run is set, but mlflow is https://x.y", "ARN"]),
         ({"tune": Tune("val_acc", {}, "maximize"), "groups": {"a": GPU}, "channels": {}}, ["tune.ranges is empty"]),
         ({"role": None}, ["role"]),
         ({"role": "training"}, ["role", "training", "ARN"]),
         ({"image": "lightning-sm:latest"}, ["image", "lightning-sm:latest", "ecr"]),
         ({"image": IMAGE.replace("111122223333", "<account>")}, ["image", "<account>"]),
+        ({"image": IMAGE.replace("us-east-1", "eu-west-1")}, ["image is in eu-west-1", "runs in us-east-1"]),
+        ({"checkpoints": "s3://bucket/output/"}, ["output is s3://bucket/output", "equal to checkpoints"]),
+        ({"checkpoints": "s3://bucket"}, ["output is s3://bucket/output", "below checkpoints (s3://bucket)"]),
+        (
+            {"checkpoints": "s3://bucket/c", "tensorboard": "s3://bucket/c/t"},
+            ["tensorboard is s3://bucket/c/t", "below checkpoints"],
+        ),
+        (
+            {"groups": {"trainer": CPU, "data": GPU}},
+            ["data hosts (ml.g5.xlarge) have GPUs", "(ml.c5.xlarge) have none"],
+        ),
+        ({"source_dir": CODE}, ["source_dir is set, but script is missing", "script: train.py"]),
     ],
 )
 def test_every_contradiction_is_a_problem(changes, words):
@@ -94,7 +147,7 @@ def test_every_contradiction_is_a_problem(changes, words):
     findings = check(replace(JOB, **changes), "cloud", "us-east-1")
     (problem,) = findings.problems
     for word in words:
-        assert word in problem
+        assert word in problem.text
     with pytest.raises(SubmitError, match="1 problem; nothing was sent"):
         findings.report()
 
@@ -104,9 +157,19 @@ def test_every_contradiction_is_a_problem(changes, words):
     [
         ({"spot": Spot(86400)}, "us-east-1", ["spot without checkpoints"]),
         ({"max_restarts": 1}, "us-east-1", ["max_restarts without checkpoints"]),
+        ({"role": "arn:aws:iam::444455556666:role/a"}, None, ["account 111122223333", "444455556666", "policy"]),
+        (
+            {"groups": {"a": Group("ml.g5.xlarge", 2, {"ml.g5.12xlarge": 1})}, "channels": {}},
+            None,
+            ["groups.a.alternatives", "2 with 2 x ml.g5.xlarge, 4 with 1 x ml.g5.12xlarge"],
+        ),
+        (
+            {"groups": {"a": CPU}, "channels": {}, "max_pending_s": 1800},
+            None,
+            ["max_pending_s is 1800", "ml.c5.xlarge"],
+        ),
         ({"channels": {"a": InputChannel("s3://bucket/a", mode="Pipe")}}, "us-east-1", ["channels.a.mode", "pipe"]),
         ({"channels": {"a": InputChannel("s3://bucket/a", distribution="ShardedByS3Key")}}, None, ["ShardedByS3Key"]),
-        ({}, "eu-west-1", ["us-east-1", "eu-west-1"]),
     ],
 )
 def test_what_is_rarely_meant_is_a_warning(changes, region, words):
@@ -120,32 +183,40 @@ def test_what_is_rarely_meant_is_a_warning(changes, region, words):
 def test_packages_cannot_be_installed_without_a_network(tmp_path):
     """With network isolation they must be in the image."""
     (tmp_path / "requirements.txt").write_text("timm")
-    job = replace(JOB, source_dir=str(tmp_path))
+    (tmp_path / "train.py").touch()
+    job = replace(JOB, source_dir=str(tmp_path), script="train.py")
     assert check(job, "cloud").problems == []
     (problem,) = check(replace(job, network_isolation=True), "cloud").problems
-    assert "requirements.txt names packages" in problem
+    assert "requirements.txt names packages" in problem.text
 
 
 def test_code_that_cannot_be_uploaded_is_a_problem(tmp_path):
     """An empty folder, and each link that leads nowhere."""
-    job = replace(JOB, source_dir=str(tmp_path))
-    (problem,) = check(job, "cloud").problems
-    assert f"{str(tmp_path)!r}, which is empty" in problem
+    job = replace(JOB, source_dir=str(tmp_path), script="train.py")
+    problem, _ = check(job, "cloud").problems
+    assert f"{str(tmp_path)!r}, which is empty" in problem.text
+    (tmp_path / "train.py").touch()
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "gone.py").symlink_to("nowhere")
     (problem,) = check(job, "cloud").problems
-    assert "gone.py" in problem
-    assert "broken link" in problem
+    assert "gone.py" in problem.text
+    assert "broken link" in problem.text
 
 
 def test_what_is_not_meant_to_be_uploaded_is_a_warning(tmp_path):
-    """Secrets and repositories beside the code, and folders that the SDK leaves out."""
+    """Secrets and repositories beside the code, and large files."""
     (tmp_path / "train.py").touch()
     (tmp_path / ".env").touch()
-    (tmp_path / ".git").mkdir()
-    (tmp_path / "linked").symlink_to(tmp_path / ".git")
-    findings = check(replace(JOB, source_dir=str(tmp_path)), "cloud", "us-east-1")
-    assert [warning.split()[2].rstrip(",") for warning in findings.warnings] == [".env", ".git", "linked"]
+    for folder in (".aws", ".git", ".venv", "venv"):
+        (tmp_path / folder).mkdir()
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(123_000_000)
+    job = replace(JOB, source_dir=str(tmp_path), script="train.py")
+    assert check(job, "local").warnings == []
+    findings = check(job, "cloud", "us-east-1")
+    assert findings.warnings.pop(0).startswith("source_dir has 123 MB in 7 files and folders")
+    named = [warning.split()[2].rstrip(",") for warning in findings.warnings]
+    assert named == [".aws", ".env", ".git", ".venv", "venv"]
     findings.report()
 
 
@@ -156,7 +227,7 @@ def test_local_mode_needs_neither_role_nor_registry(tmp_path):
     assert check(local, "local") == Findings()
     for uri in ("file:///nix/nirgends", "relative", "file://relative"):
         (problem,) = check(replace(local, channels={"a": InputChannel(uri)}), "local").problems
-        assert uri in problem
+        assert uri in problem.text
 
 
 def test_all_problems_are_said_at_once():
@@ -164,11 +235,12 @@ def test_all_problems_are_said_at_once():
     findings = check(replace(JOB, role=None, image="x", name="_", max_run_s=10**9), "cloud")
     with pytest.raises(SubmitError) as caught:
         findings.report()
-    assert str(caught.value).startswith("4 problems; nothing was sent:\n")
-    assert str(caught.value).count("\n  - ") == 4
+    title, *lines = str(caught.value).split("\n")
+    assert title == "4 problems; nothing was sent:"
+    assert sorted(line.split()[0] for line in lines) == ["image", "max_run_s", "name", "role"]
 
 
-def test_what_the_sdk_would_stumble_over_has_a_stand_in():
+def test_what_is_reported_already_has_a_stand_in():
     """So that the request can be made and checked; what is good stays."""
     shown = with_placeholders(replace(JOB, role="training", name="a_b"))
     assert check(shown, "cloud").problems == []

@@ -1,9 +1,7 @@
 """What is filled in: groups of channels, hyperparameters, local mode."""
 
 import json
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -11,8 +9,8 @@ import yaml
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.hyperparameters import to_argv
 from lightning_sm.job.variables import JOB_SECRET, MODEL
-from lightning_sm.submit.job_file import Group, InputChannel, Job, Retries, Spot, Tune, Vpc
-from lightning_sm.submit.request import encode_hyperparameters, for_local_mode, make_request
+from lightning_sm.submit.job_file import Group, InputChannel, Job
+from lightning_sm.submit.request import encode_hyperparameters, make_request
 
 GPU, CPU = Group("ml.g5.xlarge", 2), Group("ml.c5.xlarge")
 JOB = Job(image="x", groups={"trainer": GPU, "data": CPU})
@@ -32,9 +30,9 @@ def test_groups_are_for_all_channels_or_for_none():
         "a": ["data"],
         "b": ["trainer", "data"],
     }
-    assert plan.with_code("s3://b/c").channels["lightning_sm_code"].groups == ["trainer", "data"]
+    assert plan.with_code_channel("s3://b/c").channels["code"].groups == ["trainer", "data"]
     plan = make_request(replace(JOB, channels={"b": InputChannel("s3://b/b")}), {})
-    assert {channel.groups for channel in plan.with_code("s3://b/c").channels.values()} == {None}
+    assert {channel.groups for channel in plan.with_code_channel("s3://b/c").channels.values()} == {None}
 
 
 def test_each_job_gets_a_secret_of_its_own():
@@ -62,25 +60,15 @@ def test_what_the_job_leaves_is_a_variable_of_all_hosts():
 
 
 @pytest.mark.parametrize(
-    ("output", "bucket", "folder"), [("s3://bucket/a/b/", "bucket", "a/b/digits/code/"), (None, None, "digits/code/")]
+    ("isolated", "directory", "channels"),
+    [(False, "s3://b/c.tar.gz", []), (True, "/opt/ml/input/data/code/sourcedir.tar.gz", ["code"])],
 )
-def test_code_goes_below_the_output(output, bucket, folder):
-    """Into the same bucket; into the SDK's own if there is no output."""
-
-    class Session:
-        """The SDK's session, of which only the upload is needed."""
-
-        def upload_data(self, path, bucket, key_prefix):
-            """Note where the code goes."""
-            self.uploaded = (path, bucket, key_prefix)
-            return "s3://b/code"
-
-    session = Session()
-    plan = make_request(replace(JOB, name="digits", output=output, source_dir="/src"), {})
-    assert plan.upload_code(session).channels["lightning_sm_code"].uri == "s3://b/code"
-    assert session.uploaded[:2] == ("/src", bucket)
-    assert re.fullmatch(rf"{folder}\d{{4}}(-\d\d){{5}}-[0-9a-f]{{4}}", session.uploaded[2])
-    assert make_request(JOB, {}).upload_code(None).channels == {}
+def test_the_launcher_is_told_where_the_code_is(isolated, directory, channels):
+    """In S3, from where it fetches it; hosts without a network find it in a channel."""
+    plan = make_request(replace(JOB, network_isolation=isolated), {"a": "1"}).with_code("s3://b/c.tar.gz")
+    assert plan.hyperparameters.keys() == {"a", "sagemaker_submit_directory"}
+    assert json.loads(plan.hyperparameters["sagemaker_submit_directory"]) == directory
+    assert list(plan.channels) == channels
 
 
 def test_a_single_group_is_an_ordinary_job():
@@ -122,7 +110,6 @@ def test_subcommand_and_code_are_told_to_the_launcher():
     job = replace(JOB, subcommand="validate", script="go.py", source_dir="/src")
     encoded = encode_hyperparameters(job)
     assert json.loads(encoded["sagemaker_program"]) == "go.py"
-    assert json.loads(encoded["sagemaker_submit_directory"]) == "/opt/ml/input/data/lightning_sm_code"
     assert to_argv(encoded) == ["validate"]
 
 
@@ -133,49 +120,3 @@ def test_a_config_file_that_is_none_is_an_error(tmp_path, content):
     path.write_text(content)
     with pytest.raises(JobConfigError, match=str(path)):
         encode_hyperparameters(replace(JOB, config=str(path)))
-
-
-@pytest.mark.parametrize(("cpus", "threads"), [(8, "2"), (2, "1")])
-def test_local_mode_shares_the_cpus_among_the_hosts(monkeypatch, cpus, threads):
-    """PyTorch starts no more threads than there are CPUs for its host, unless the job says otherwise."""
-    monkeypatch.setattr("os.cpu_count", lambda: cpus)
-    job = replace(JOB, groups={"trainer": Group("ml.g5.xlarge", 2), "data": Group("ml.c5.xlarge", 1)})
-    assert for_local_mode(job, Path("/out"))[0].environment == {**JOB.environment, "OMP_NUM_THREADS": threads}
-    own = replace(job, environment={"OMP_NUM_THREADS": "7"})
-    assert for_local_mode(own, Path("/out"))[0].environment == {"OMP_NUM_THREADS": "7"}
-
-
-def test_local_mode_leaves_out_what_it_has_not():
-    """With a warning for each thing that the script might miss; instance types stay, as roles follow from them."""
-    job = replace(
-        JOB,
-        spot=Spot(9),
-        checkpoints="s3://b/c",
-        tensorboard="s3://b/t",
-        vpc=Vpc(["s"], ["g"]),
-        volume_kms_key="alias/a",
-        output_kms_key="alias/b",
-        training_plan="arn:aws:sagemaker:us-east-1:111122223333:training-plan/plan",
-        network_isolation=True,
-        tune=Tune("val_acc", {}, "maximize"),
-        keep_alive_s=60,
-        channels={"a": InputChannel("s3://b/a", mode="FastFile")},
-        retries=Retries(1),
-    )
-    local, warnings = for_local_mode(job, Path("/out"))
-    assert (local.spot, local.checkpoints, local.tensorboard, local.vpc, local.keep_alive_s) == (None,) * 5
-    assert (local.channels["a"].mode, local.output, local.groups) == ("File", "file:///out", job.groups)
-    assert [warning.split()[0] for warning in warnings] == [
-        "spot",
-        "checkpoints",
-        "tensorboard",
-        "volume_kms_key",
-        "output_kms_key",
-        "training_plan",
-        "network_isolation",
-        "vpc",
-        "tune",
-        "channels.a",
-    ]
-    assert (local.tune, local.volume_kms_key, local.output_kms_key, local.training_plan) == (None,) * 4
-    assert not local.network_isolation

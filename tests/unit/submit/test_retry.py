@@ -3,15 +3,10 @@
 import itertools
 
 import pytest
-
-pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
-
 from botocore.exceptions import ClientError
 
 from lightning_sm.submit.job_file import Retries
 from lightning_sm.submit.retry import pause_after, submit_until_capacity
-
-pytestmark = pytest.mark.sdk2
 
 NO_CAPACITY = {
     "TrainingJobStatus": "Failed",

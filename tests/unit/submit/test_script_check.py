@@ -5,15 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
-
 from lightning_sm.submit import script_check
 from lightning_sm.submit.job_file import InputChannel, Range, Tune
-from lightning_sm.submit.preflight import Findings, check
+from lightning_sm.submit.preflight import check
+from lightning_sm.submit.problems import Findings
 from lightning_sm.submit.request import encode_hyperparameters
 from tests.unit.submit.test_preflight import JOB
-
-pytestmark = pytest.mark.sdk2
 
 ARGPARSE = """
 import argparse, os, sys
@@ -72,22 +69,22 @@ def test_what_the_parser_accepts_is_said(checked, script):
 def test_what_the_parser_refuses_is_a_problem(checked, script, hyperparameters, words):
     """In the parser's own words."""
     (problem,), _ = checked(script, hyperparameters)
-    assert words in problem
-    assert "train.py says: " in problem
+    assert words in problem.text
+    assert "train.py says: " in problem.text
 
 
 def test_ranges_of_a_tuning_job_are_checked_with_their_first_values(checked):
     """A value of a list, or the smallest one."""
     tune = Tune("val_acc", {"lr": Range(0.1, 1), "optimizer": Range(values=["lion", "adam"])}, "maximize")
     (problem,), _ = checked(ARGPARSE, {"data": "a b"}, tune=tune)
-    assert "invalid choice: 'lion'" in problem
+    assert "invalid choice: 'lion'" in problem.text
 
 
 def test_a_secret_is_not_repeated(checked):
     """The parser's message may quote it."""
     problems, log = checked(ARGPARSE, {"lr": 1, "hub_token": "hunter2"})
     assert len(problems) == 1
-    assert "hunter2" not in problems[0] + log
+    assert "hunter2" not in problems[0].text + log
 
 
 def test_files_of_the_hosts_cannot_be_checked_here(checked):
@@ -155,7 +152,7 @@ def test_the_script_is_that_of_the_code_that_is_sent(tmp_path, caplog):
     findings = Findings()
     script_check.check_hyperparameters(job, {}, findings)
     (problem,) = findings.problems
-    assert json.loads(problem.partition(" says: ")[2]) == [str(tmp_path), ["b", "c"], ["b", "c"], "trainer", 3]
+    assert json.loads(problem.text.partition(" says: ")[2]) == [str(tmp_path), ["b", "c"], ["b", "c"], "trainer", 3]
     with caplog.at_level("INFO", "lightning_sm"):
         script_check.check_hyperparameters(JOB, {}, findings)
     assert "it is in the image; to check them, set local_script" in caplog.text
@@ -164,4 +161,4 @@ def test_the_script_is_that_of_the_code_that_is_sent(tmp_path, caplog):
 def test_a_local_script_that_does_not_exist_is_a_problem():
     """Before anything is run."""
     (problem,) = check(replace(JOB, local_script="/nowhere/train.py"), "cloud", "us-east-1").problems
-    assert "local_script is '/nowhere/train.py', which does not exist" in problem
+    assert "local_script is '/nowhere/train.py', which does not exist" in problem.text

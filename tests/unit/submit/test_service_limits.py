@@ -3,14 +3,9 @@
 import copy
 
 import pytest
-
-pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
-
 from botocore.validate import ParamValidator
 
 from lightning_sm.submit import service_limits
-
-pytestmark = pytest.mark.sdk2
 
 REQUEST = {
     "TrainingJobName": "job-1",
@@ -64,6 +59,7 @@ def test_a_good_request_has_no_problems():
         (["RetryStrategy", "MaximumRetryAttempts"], 1, 31, "max_retry_attempts"),
         (["ResourceConfig", "KeepAlivePeriodInSeconds"], 21600, 21601, "keep_alive_s"),
         (["ResourceConfig", "InstanceType"], "ml.p5.48xlarge", "ml.g5.xlarg", "ml.g5.xlarge"),
+        (["ResourceConfig", "InstanceType"], "ml.g5.xlarge", "g5.xlarge", "'g5.xlarge'; SageMaker has ml.g5.xlarge"),
         (["ResourceConfig", "InstanceCount"], 1, -1, "InstanceCount"),
         (["ResourceConfig", "InstanceCount"], 1, "2", "InstanceCount"),
         (["TrainingJobName"], "a" * 63, "a" * 64, "name: "),
@@ -82,7 +78,7 @@ def test_every_limit_has_an_edge(path, good, bad, words):
         assert service_limits.request_problems(with_change(path, good)) == []
     problems = service_limits.request_problems(with_change(path, bad))
     assert problems
-    assert words in problems[0]
+    assert words in problems[0].text
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,23 @@ def test_lists_have_an_edge(path, entry, maximum):
     """40 metrics of 500 characters, 20 channels, 5 groups; one more is a problem."""
     assert service_limits.request_problems(with_change(path, [entry] * maximum)) == []
     (problem,) = service_limits.request_problems(with_change(path, [entry] * (maximum + 1)))
-    assert f"{maximum + 1} entries; the service allows {maximum}" in problem
+    assert f"{maximum + 1} entries; the service allows {maximum}" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "words"),
+    [
+        (["InfraCheckConfig2"], "infra_check", "infra_check: the installed botocore"),
+        (["ResourceConfig", "InstanceWishes"], "groups", "does not know ResourceConfig.InstanceWishes: pip install"),
+        (["InputDataConfig", 0, "Wish"], "channels", "does not know InputDataConfig[0].Wish"),
+    ],
+)
+def test_a_setting_that_an_older_botocore_does_not_know_is_a_problem(path, key, words):
+    """With the key that asks for it, and what to install; not botocore's list of all that it knows."""
+    (problem,) = service_limits.request_problems(with_change(path, True))
+    assert problem.key == key
+    assert words in problem.text
+    assert "must be one of" not in problem.text
 
 
 def test_all_problems_are_found_at_once():
@@ -122,7 +134,9 @@ def test_what_botocore_refuses_is_refused():
         request = with_change(path, value)
         report = ParamValidator().validate(request, service_limits._input_shape())
         assert report.has_errors()
-        assert set(report.generate_report().splitlines()) <= set(service_limits.request_problems(request))
+        assert set(report.generate_report().splitlines()) <= {
+            problem.text for problem in service_limits.request_problems(request)
+        }
 
 
 def _patterns(shape, seen):

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
-
 from lightning_sm.job.hyperparameters import to_argv
 from lightning_sm.submit.job_file import Range, Tune
 from lightning_sm.submit.request import encode_hyperparameters, make_request
@@ -14,8 +12,6 @@ from lightning_sm.submit.service_limits import request_problems
 from lightning_sm.submit.tuning import advice, count_problem, first_values, tuning_job, tuning_problems
 from tests.unit.submit.test_preflight import JOB
 from tests.unit.submit.test_service_limits import REQUEST
-
-pytestmark = pytest.mark.sdk2
 
 RANGES = {
     "model.learning_rate": Range(1e-4, 0.1, scale="log"),
@@ -186,7 +182,7 @@ def test_every_contradiction_is_a_problem(changed, words):
     """One problem, which names the key and both values."""
     (problem,) = problems(**changed)
     for word in words:
-        assert word in problem
+        assert word in problem.text
 
 
 def test_a_good_tuning_job_has_no_problems():
@@ -204,16 +200,16 @@ def test_hyperparameters_count_together():
     fixed = {f"x{index}": "1" for index in range(95)}
     assert count_problem(TUNE, {"HyperParameters": fixed}) is None
     problem = count_problem(TUNE, {"HyperParameters": {**fixed, "y": "1"}})
-    assert "96 fixed and 4 tuned" in problem
-    assert "101" in problem
+    assert "96 fixed and 4 tuned" in problem.text
+    assert "101" in problem.text
 
 
 def test_limits_of_the_service_name_the_keys_of_the_job_file():
     """A tuning job takes fewer variables than a training job."""
     arguments, _ = request(Environment={f"K{index}": "1" for index in range(49)})
     (problem,) = request_problems(arguments, "CreateHyperParameterTuningJob")
-    assert problem.startswith("environment: ")
-    assert "allows 48" in problem
+    assert problem.text.startswith("environment: ")
+    assert "allows 48" in problem.text
     arguments, _ = request(replace(TUNE, warm_start=["a_b"]))
     (problem,) = request_problems(arguments, "CreateHyperParameterTuningJob")
-    assert problem.startswith("tune.warm_start: ")
+    assert problem.text.startswith("tune.warm_start: ")

@@ -7,7 +7,9 @@ import time
 
 import pytest
 
-from lightning_sm.top.loop import _pauses
+from lightning_sm.top import loop
+from lightning_sm.top.loop import _pauses, _run
+from lightning_sm.top.snapshot import Snapshot
 
 LONG_S = 60.0
 
@@ -18,7 +20,6 @@ def _handler():
     before = signal.getsignal(signal.SIGINT)
     yield
     assert signal.getsignal(signal.SIGINT) is before
-    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_ctrl_c_between_two_pauses_ends_the_next_one():
@@ -41,3 +42,36 @@ def test_ctrl_c_ends_a_pause():
         assert pause(LONG_S)
     sender.join()
     assert time.monotonic() - began < LONG_S
+
+
+class _Looking:
+    """Looks at a job that does nothing."""
+
+    def look(self, hosts, others):
+        """Number the snapshots by the hosts."""
+        return Snapshot(hosts[0], "job")
+
+
+@pytest.mark.parametrize("is_once", [True, False])
+@pytest.mark.parametrize(("lives", "shown"), [([1.0, None], [1.0]), ([1.0, 2.0, None], [2.0]), ([None], [])])
+def test_a_job_that_ends_at_once_is_shown_all_the_same(monkeypatch, is_once, lives, shown):
+    """A script that asks for it once, as JSON too, gets a line, unless the job had ended before the first look."""
+    seen = iter(lives)
+
+    def running():
+        found = next(seen, None)
+        return {} if found is None else {"job": [found]}
+
+    monkeypatch.setattr(loop, "running_jobs", running)
+    monkeypatch.setattr(loop, "_GONE_S", -1.0)
+    written = []
+    _, was_left = _run(
+        _Looking(),
+        "job",
+        lambda snapshot: written.append(snapshot.t),
+        pause=lambda _: False,
+        every_s=0.0,
+        is_once=is_once,
+    )
+    assert written == shown
+    assert not was_left

@@ -67,7 +67,7 @@ def test_a_wide_terminal_shows_everything():
         *("HOST", "ROLE", "STATE", "STEP", "RATE", "WAIT", "BUSY", "QUEUED", "CPU", "MEMORY", "NETWORK", "TYPE")
     ]
     assert " ".join(first.split()) == (
-        "algo-1 trainer + training 1,234 12.3 steps/s 24% 50% 6.0 of 16 GiB in 120, out 0.00 MB/s ml.g5.xlarge"
+        "algo-1 trainer + training 1,234 12.3 steps/s 24% 50% 6.44 GB of 17.2 GB in 120, out 0.001 MB/s ml.g5.xlarge"
     )
     assert " ".join(second.split()) == "algo-2 data + serving 205 batches/s 3/4 7"
     assert (title, event) == ("events (UTC)", "01:46:40 algo-1 checkpoint saved: step 80 in ck")
@@ -132,3 +132,18 @@ def test_colour_is_not_needed(monkeypatch):
     lines = text_of(job(trainer(1)), force_terminal=True, color_system="truecolor")
     assert any("+ training" in line for line in lines)
     assert not any("\x1b[3" in line for line in lines)
+
+
+def test_nothing_that_a_host_says_reaches_the_terminal_as_a_command():
+    """Names of metrics and events hold text of other programs, which may set the clipboard or move the cursor."""
+    evil = "\x1b]52;c;cGF5bG9hZA==\x07\x9b2J"
+    shown = job(
+        trainer(1, state=f"training{evil}", instance_type=f"ml.g5{evil}"),
+        metrics={f"loss{evil}": 0.5},
+        events=[EventRow(1e9, "algo-1", f"failure{evil}", f"oh{evil}")],
+        others=[f"other{evil}"],
+    )
+    text = "\n".join(text_of(shown, width=300))
+    assert "loss 0.5" in text
+    assert not set("\x1b\x07\x9b") & set(text)
+    assert "52;c" not in text

@@ -4,13 +4,16 @@ import time
 
 import pytest
 
+from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.job.control_folder import OwnProcess, Phase
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.variables import CONTROL_DIR
 from lightning_sm.record.events import End, FileHead, HostUse, Recorder, Steps
+from lightning_sm.record.runs import read_run
+from lightning_sm.report.figures import Figures
 from lightning_sm.top import snapshot
-from lightning_sm.top.data_hosts import Answer
+from lightning_sm.top.data_hosts import HostAnswer
 from lightning_sm.top.running import RunningHost
 from lightning_sm.top.snapshot import Watch
 
@@ -20,12 +23,9 @@ GROUPS = (InstanceGroup("trainer", ("algo-1", "algo-2"), "ml.g5.xlarge"), Instan
 class FakeDataHosts:
     """Gives prepared answers."""
 
-    answers: dict[str, Answer] = {}  # noqa: RUF012 - replaced by each test
+    answers = {"algo-3": HostAnswer()}  # noqa: RUF012 - replaced by tests
 
-    def __init__(self, job, env):
-        """Take what the real one takes."""
-
-    def ask(self, timeout_s):
+    def ask(self, job, env):
         """Return the answers that the test has prepared."""
         return self.answers
 
@@ -45,7 +45,7 @@ def clock(monkeypatch):
 def watch(monkeypatch, clock):
     """Watches a job whose data host gives prepared answers."""
     monkeypatch.setattr(snapshot, "StatusPoller", FakeDataHosts)
-    monkeypatch.setattr(FakeDataHosts, "answers", {})
+    monkeypatch.setattr(FakeDataHosts, "answers", FakeDataHosts.answers)
     with Watch("digits") as looking:
         yield looking
 
@@ -63,11 +63,11 @@ def running(tmp_path, **env):
 
 def state(built, built_s, wait_s=0.0, busy_s=0.0, **facts):
     """What a data host answers, with the figures of a rank on each trainer host."""
-    figures = vars(RankFigures(num_batches=1, wait_s=wait_s, busy_s=busy_s))
+    figures = RankFigures(num_batches=1, wait_s=wait_s, busy_s=busy_s)
     ranks = {"rank 0 on algo-1": figures, "rank 1 on algo-2": figures}
-    known = {"workers": 4, "busy": 2, "queued": 5, "built": built, "built_s": built_s, "figures": ranks}
-    known["hosts"] = {"rank 0 on algo-1": "algo-1", "rank 1 on algo-2": "algo-2"}
-    return {"algo-3": Answer({**known, **facts})}
+    hosts = {"rank 0 on algo-1": "algo-1", "rank 1 on algo-2": "algo-2"}
+    known = {"workers": 4, "busy": 2, "queued": 5, "built": built, "built_s": built_s, "figures": ranks, "hosts": hosts}
+    return {"algo-3": HostAnswer(HostReport("algo-3", **{**known, **facts}))}
 
 
 def test_rates_of_data_hosts_and_waits_of_ranks(watch, clock, tmp_path):
@@ -98,11 +98,11 @@ def test_a_data_host_that_was_restarted_counts_from_zero(watch, clock, tmp_path)
 
 def test_a_data_host_that_does_not_answer(watch, tmp_path):
     """Before it has ever answered it is starting."""
-    FakeDataHosts.answers = {"algo-3": Answer(problem="does not answer")}
+    FakeDataHosts.answers = {"algo-3": HostAnswer(problem="does not answer")}
     assert watch.look(running(tmp_path)).hosts[2].state == "starting"
     FakeDataHosts.answers = state(1, 1.0)
     watch.look(running(tmp_path))
-    FakeDataHosts.answers = {"algo-3": Answer(problem="does not answer")}
+    FakeDataHosts.answers = {"algo-3": HostAnswer(problem="does not answer")}
     row = watch.look(running(tmp_path)).hosts[2]
     assert (row.state, row.note) == ("no answer", "does not answer")
 
@@ -118,7 +118,7 @@ def test_a_data_host_that_no_trainer_needs_has_not_failed(watch, tmp_path):
         FakeDataHosts.answers = state(1, 1.0)
         watch.look(hosts)
         process.beat(0, 7, 1, phase)
-        FakeDataHosts.answers = {"algo-3": Answer(problem="does not answer")}
+        FakeDataHosts.answers = {"algo-3": HostAnswer(problem="does not answer")}
         row = watch.look(hosts).hosts[2]
         assert row.state == expected
         assert bool(row.note) == (phase is Phase.TRAINING)
@@ -146,14 +146,18 @@ def test_a_rank_that_says_nothing_is_silent(watch, tmp_path, monkeypatch):
 
 
 def test_what_the_record_says(watch, clock, tmp_path):
-    """Rates and waits of the ranks, use of the hosts, and how a host has ended."""
+    """Use of the hosts, how a host has ended, and rates and waits: those of a report on the same lines.
+
+    Before, it showed the mean of the ranks' waits (35 %) where the report has that of the rank that sets the pace.
+    """
     folder = tmp_path / "ck" / "lightning-sm-record" / "2"
-    for rank, host in enumerate(("algo-1", "algo-2")):
+    for rank, (host, waiting) in enumerate((("algo-1", 0.1), ("algo-2", 0.6))):
         lines = Recorder(folder / f"{host}-rank-{rank}.jsonl")
-        lines.append(FileHead(t=clock[0], host=host, who=f"rank-{rank}", rank=rank))
-        parts = {"data_wait": 0.5, "forward": 1.5}
-        steps = 10 * (rank + 1)
-        lines.append(Steps(clock[0], step=steps, n=steps, wall_s=2.0, longest_s=0.1, samples=80, parts=parts))
+        lines.append(FileHead(t=clock[0], host=host, who=f"rank-{rank}", rank=rank, world_size=2))
+        parts = {"data_wait": 2.0 * waiting, "forward": 0.2, "backward": 1.8 - 2.0 * waiting}
+        for second in range(3):
+            t, steps = clock[0] + second, 10 * (second + 1)
+            lines.append(Steps(t, steps, 10, wall_s=2.0, longest_s=0.1, samples=80, parts=parts))
         lines.close()
     lines = Recorder(folder / "algo-1-launcher.jsonl")
     lines.append(FileHead(t=clock[0], host="algo-1", who="launcher"))
@@ -161,7 +165,10 @@ def test_what_the_record_says(watch, clock, tmp_path):
     lines.append(End(clock[0], "failed", 1, "out of memory"))
     lines.close()
     shown = watch.look(running(tmp_path))
-    assert (shown.attempt, shown.steps_per_s, shown.samples_per_s, shown.wait_share) == (2, 5.0, 80.0, 0.25)
+    assert (shown.attempt, shown.steps_per_s, shown.samples_per_s) == (2, pytest.approx(5.0), pytest.approx(80.0))
+    run = Figures(read_run(tmp_path / "ck"))
+    assert (shown.steps_per_s, shown.wait_share) == (1 / run.pace.step_s, run.pace.waiting)
+    assert shown.samples_per_s == run.samples_per_step / run.pace.step_s
     first, second, _ = shown.hosts
     assert (first.state, first.note, first.cpu, first.received_bytes_s) == ("failed", "out of memory", 0.5, 3.0)
-    assert (second.state, second.steps_per_s, second.cpu) == ("not seen from here", 10.0, None)
+    assert (second.state, second.cpu, second.wait_share) == ("not seen from here", None, pytest.approx(0.6))

@@ -26,7 +26,7 @@ _WANDB = ("_experiment", "_id", "_name", "_save_dir", "_wandb_init")
 _RESULT = f"{DISTRIBUTION}.trainer.connectors.logger_connector.result"
 # Owner in Lightning (a module, or a class after the colon), its private names, and the files that rely on them.
 LIGHTNING = [
-    (f"{FABRIC}.utilities.distributed", ["_InfiniteBarrier"], ["_lightning.py"]),
+    (f"{FABRIC}.utilities.distributed", ["_InfiniteBarrier", "_destroy_dist_connection"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.logger", ["_convert_params", "_flatten_dict"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.types", ["_PATH"], ["training/checkpoints/durable_io.py"]),
     (f"{DISTRIBUTION}.overrides.distributed", ["_IndexBatchSamplerWrapper"], ["_lightning.py"]),
@@ -46,6 +46,19 @@ LIGHTNING = [
         ["data/trainer/logged_values.py"],
     ),
     (f"{_RESULT}:_Sync", ["group", "rank_zero_only", "should"], ["data/trainer/logged_values.py"]),
+    (_RESULT, ["_Metadata", "_ResultMetric", "_Sync"], ["training/checkpoints/epoch_metrics.py"]),
+    (f"{_RESULT}:_Sync", ["_should"], ["training/checkpoints/epoch_metrics.py"]),
+    (f"{DISTRIBUTION}:Trainer", ["_logger_connector"], ["training/checkpoints/epoch_metrics.py"]),
+    (
+        f"{DISTRIBUTION}.trainer.connectors.logger_connector:_LoggerConnector",
+        ["_callback_metrics", "_first_loop_iter"],
+        ["training/checkpoints/epoch_metrics.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
+        ["_results"],
+        ["training/checkpoints/epoch_metrics.py"],
+    ),
     (f"{DISTRIBUTION}.utilities", ["_pytree"], ["training/known_warnings.py"]),
     (
         f"{DISTRIBUTION}.plugins.io.wrapper:_WrappingCheckpointIO",
@@ -56,7 +69,25 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}:Trainer",
         ["_checkpoint_connector"],
-        ["training/callbacks/failing_rank.py", "training/checkpoints/resume.py"],
+        [
+            "training/callbacks/failing_rank.py",
+            "training/callbacks/spot_checkpoint.py",
+            "training/checkpoints/resume.py",
+        ],
+    ),
+    (
+        f"{DISTRIBUTION}.trainer.connectors.checkpoint_connector:_CheckpointConnector",
+        ["_ckpt_path", "_loaded_checkpoint"],
+        ["training/checkpoints/resume.py"],
+    ),
+    (f"{DISTRIBUTION}.trainer.call", ["_call_lightning_module_hook"], ["training/callbacks/mid_epoch.py"]),
+    (f"{DISTRIBUTION}:LightningModule", ["_current_fx_name"], ["training/callbacks/mid_epoch.py"]),
+    (f"{DISTRIBUTION}.callbacks:BatchSizeFinder", ["_batch_arg_name"], ["training/checkpoints/searches.py"]),
+    (f"{DISTRIBUTION}.callbacks:LearningRateFinder", ["_attr_name"], ["training/checkpoints/searches.py"]),
+    (
+        f"{DISTRIBUTION}.callbacks:ModelCheckpoint",
+        ["_last_checkpoint_saved", "_last_global_step_saved"],
+        ["training/callbacks/spot_checkpoint.py", "training/checkpoints/model_checkpoints.py"],
     ),
     (f"{DISTRIBUTION}:Trainer", ["_signal_connector"], ["training/callbacks/spot_checkpoint.py"]),
     (
@@ -87,7 +118,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader"],
-        ["data/trainer/position.py", "training/callbacks/step_times.py"],
+        ["data/trainer/position.py", "training/callbacks/keep_last_step.py", "training/callbacks/step_times.py"],
     ),
     (
         f"{DISTRIBUTION}.loops.evaluation_loop:_EvaluationLoop",
@@ -99,6 +130,11 @@ LIGHTNING = [
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
         ["_batches_that_stepped"],
         ["data/trainer/reporter.py", "training/callbacks/step_times.py", "training/loggers.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
+        ["_batches_that_stepped", "_num_ready_batches_reached", "_should_accumulate", "_should_check_val_fx"],
+        ["data/trainer/skipped_steps.py"],
     ),
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
@@ -116,7 +152,11 @@ LIGHTNING = [
         ["data/trainer/position.py", "training/callbacks/local_position.py"],
     ),
     (f"{DISTRIBUTION}.utilities:CombinedLoader", ["_mode"], ["data/host/loader.py"]),
-    (f"{DISTRIBUTION}.utilities:CombinedLoader", ["_state_dicts"], ["training/callbacks/spot_checkpoint.py"]),
+    (
+        f"{DISTRIBUTION}.utilities:CombinedLoader",
+        ["_state_dicts"],
+        ["training/callbacks/keep_last_step.py", "training/callbacks/spot_checkpoint.py"],
+    ),
     (
         f"{DISTRIBUTION}:LightningModule",
         ["_compiler_ctx", "_on_before_batch_transfer"],
@@ -146,7 +186,8 @@ LIGHTNING = [
     (f"{DISTRIBUTION}.loggers:WandbLogger", _WANDB, ["training/loggers.py"]),
     (f"{DISTRIBUTION}.cli:LightningCLI", ["_get", "_parser", "_subcommand_parsers"], ["training/cli.py"]),
 ]
-JSONARGPARSE = {"_group_actions", "_links_group", "_skip_validation"}
+# The first two are argparse's, whose parser is the base of jsonargparse's.
+JSONARGPARSE = {"_action_groups", "_actions", "_group_actions", "_links_group", "_skip_validation"}
 # Private names of others in the same files.
 OF_OTHERS = {
     "data/host/iterable.py": {"_worker_info"},  # torch's DataLoader
@@ -155,10 +196,17 @@ OF_OTHERS = {
     "data/trainer/last_step.py": {"_getframe"},  # Python
     "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
+    "training/checkpoints/epoch_metrics.py": {"_computed", "_defaults", "_update_count"},  # torchmetrics
+    "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch
     "training/loggers.py": {"_file_name", "_get_file_writer"},  # tensorboard and torch's SummaryWriter
     "training/rank_barrier.py": {"_get_default_store"},  # torch
-    "training/strategies/pipeline/layers.py": {"_BatchNorm"},  # torch
+    "training/strategies/pipeline/effects.py": {"_forward_cache", "_version"},  # torchmetrics, torch
+    "training/strategies/pipeline/object_state.py": {"_update_count", "_version"},  # torchmetrics, torch
+    "training/strategies/pipeline/layers.py": {"_BatchNorm", "_reset_parameters"},  # torch
+    "training/strategies/pipeline/norm_watch.py": {"_foreach_norm"},  # torch
     "training/strategies/pipeline/rows.py": {"_fields"},  # named tuples
+    "training/strategies/pipeline/stage.py": {"_is_view"},  # torch
+    "training/strategies/pipeline/stand_ins.py": {"_buffers", "_modules", "_parameters"},  # torch
     "training/strategies/pipeline/steps.py": {"_modules"},  # torch
 }
 
@@ -220,7 +268,8 @@ def test_the_table_is_complete():
     files += (PACKAGE / "data" / "host").glob("*.py")
     sources = {file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8") for file in files}
     trees = {file: ast.parse(source) for file, source in sources.items()}
-    ours = {"_hosts"}  # RemoteDataModule's, which data/trainer/position.py reads
+    # RemoteDataModule's, which data/trainer/position.py reads, and those of Stage, which PretrainedStage reads.
+    ours = {"_hosts", "_is_first", "_names"}
     listed = {(file, name) for _, names, of in LIGHTNING for file in of for name in names}
     listed |= {(file, name) for file, names in OF_OTHERS.items() for name in names}
     listed |= {("training/cli.py", name) for name in JSONARGPARSE}

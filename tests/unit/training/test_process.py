@@ -13,9 +13,10 @@ import pytest
 
 from lightning_sm._lightning import rank_zero_only
 from lightning_sm._untested import GPUS
-from lightning_sm.job.control_folder import ControlFolder
+from lightning_sm.job.failure_file import read_failures
 from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.variables import CONTROL_DIR, RANK_ZERO_PID
+from lightning_sm.training import group_exit
 from lightning_sm.training.process import PreparedProcess, prepare_process
 from tests.fakes.environments import MIXED, make_environment, mpi, torchrun
 
@@ -40,18 +41,18 @@ def _prepared(*args, **kwargs):
     return environment
 
 
-def test_what_is_said_of_an_unused_environment_is_left_to_the_launcher(caplog, monkeypatch, tmp_path):
-    """A script that failed before its Trainer was made has another reason: the launcher, if any, says this or not."""
-    monkeypatch.setattr(logging.getLogger("lightning_sm"), "propagate", True)
+def test_an_exception_that_ends_the_process_is_reported_with_its_rank(monkeypatch, tmp_path, exit_handlers):
+    """The launcher reads which rank failed; at its exit, the rank does not wait for the others."""
     monkeypatch.setenv(CONTROL_DIR.name, str(tmp_path))
-    process = prepare_process(make_environment())
-    process.report_if_unused()
-    (said,) = ControlFolder(tmp_path).warnings()
-    assert "trained alone" in said
-    assert said not in caplog.messages
-    monkeypatch.delenv(CONTROL_DIR.name)
-    process.report_if_unused()
-    assert said in caplog.messages
+    hook = sys.excepthook
+    process = prepare_process(make_environment("algo-2", variables={**torchrun(1), "LOCAL_RANK": "1"}))
+    assert group_exit._leave in exit_handlers
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert group_exit._leave not in exit_handlers
+    (failure,) = read_failures(tmp_path).values()
+    assert (failure.rank, failure.lines) == (3, ("ValueError: x",))
+    process.undo()
+    assert sys.excepthook is hook
 
 
 def test_lightning_logs_from_rank_zero_only():
@@ -271,12 +272,3 @@ def test_marks_have_the_rank_of_the_last_environment():
     _prepared("algo-2", variables={**torchrun(0), "LOCAL_RANK": "0"})
     _prepared("algo-2", variables={**torchrun(1), "LOCAL_RANK": "1"})
     assert warnings.formatwarning("soon", UserWarning, "x.py", 7, "f()").count("[rank3]: ") == 2
-
-
-def test_the_end_is_watched_once_and_only_where_the_trainer_is_the_users_own(exit_handlers):
-    """Where our own classes make the Trainer, an end before that has another reason."""
-    process = prepare_process(make_environment(), warn_if_unused=False)
-    assert process.report_if_unused not in exit_handlers
-    prepare_process(make_environment())
-    prepare_process(make_environment())
-    assert exit_handlers.count(process.report_if_unused) == 1

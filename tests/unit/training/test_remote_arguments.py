@@ -1,5 +1,7 @@
 """Which loaders a Trainer fetches from data hosts, by the arguments of its methods."""
 
+import pickle
+
 import pytest
 import torch
 from pytorch_lightning import LightningModule, Trainer
@@ -9,7 +11,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
-from lightning_sm.training.trainer import remote_arguments
+from lightning_sm.training.fetching_trainer import remote_arguments
 
 STAGES = ("train", "val", "test", "predict")
 
@@ -58,6 +60,39 @@ def test_after_fit_the_hooks_of_the_model_count(trainer, method):
     trainer.datamodule = RemoteDataModule(BoringDataModule(), ["algo-2:1"])
     assert fetched(trainer, method, model=BoringModel()) == list(STAGES)
     assert fetched(trainer, method, model=LightningModule()) is None
+
+
+class Stated(BoringDataModule):
+    """Has hyperparameters, an attribute and a state of its own."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.save_hyperparameters()
+        self.vocabulary = ["a"]
+
+    def state_dict(self):
+        """Return the attribute."""
+        return {"vocabulary": self.vocabulary}
+
+
+def test_a_datamodule_stays_attached_in_calls_with_loaders(trainer):
+    """As in Lightning: ``trainer.datamodule`` is what ``fit`` got, for the model and for checkpoints."""
+    data = Stated()
+    trainer.datamodule = RemoteDataModule(data, ["algo-2:1"])
+    connection = ServiceConnection(["algo-2:1"], DataServiceSettings(), "job")
+    for _ in range(2):  # the second call follows one with loaders
+        given = {"model": BoringModel(), "dataloaders": [1]}
+        trainer.datamodule = remote_arguments(trainer, "validate", given, connection, {})["datamodule"]
+        assert trainer.datamodule.vocabulary is data.vocabulary
+        assert trainer.datamodule.hparams == {"width": 3}
+        assert trainer.datamodule.state_dict() == {"vocabulary": data.vocabulary}
+        assert type(trainer.datamodule).__qualname__ == "Stated"
+        trainer.datamodule.vocabulary = [*data.vocabulary, "b"]
+    assert data.vocabulary == ["a", "b", "b"]
+    with pytest.raises(AttributeError, match="Stated has no attribute 'labels' on a trainer"):
+        _ = trainer.datamodule.labels
+    copied = pickle.loads(pickle.dumps(trainer.datamodule))  # noqa: S301  # pickled right here
+    assert (copied.vocabulary, type(copied).__qualname__) == (data.vocabulary, "Stated")
 
 
 @pytest.mark.parametrize("given", [{}, {"model": None}])

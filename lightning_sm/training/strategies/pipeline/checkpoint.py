@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sm._lightning import LightningModule
+from lightning_sm._lightning import LightningModule, TorchCheckpointIO, WrappingCheckpointIO
 from lightning_sm.errors import CheckpointError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.sharding import like
+from lightning_sm.training.strategies.pipeline.tied import TiedNames
+
+if TYPE_CHECKING:
+    from lightning_fabric.plugins import CheckpointIO
 
 _SHOWN = 5  # names in a message
 
@@ -22,15 +30,19 @@ class LogicalCheckpoint:
     Args:
         module: The LightningModule before it is cut.
         replica: The ranks of this replica.
+        tied: Its tied parameters; each is stored once, under all of its names.
         is_written: Whether this replica's first rank writes checkpoints; the others need not gather anything.
     """
 
-    def __init__(self, module: LightningModule, replica: Replica, *, is_written: bool) -> None:
+    def __init__(
+        self, module: LightningModule, replica: Replica, tied: Sequence[TiedNames], *, is_written: bool
+    ) -> None:
         self._module = module
         self._replica = replica
         self._is_written = is_written
         self._entries = list(module.state_dict())
         self._parameters = {name: i for i, (name, _) in enumerate(module.named_parameters())}
+        self._first_name = {name: one.names[0] for one in tied for name in one.names}
 
     def weights(self) -> dict[str, Any]:
         """Return the state dict of the whole module on the replica's first rank, elsewhere that of this rank's stages.
@@ -38,10 +50,12 @@ class LogicalCheckpoint:
         A collective call of the replica.
         """
         own = self._module.state_dict()
-        parts = self._replica.gather(own) if self._is_written else None
+        sent = {name: value for name, value in own.items() if name == self._first_name.get(name, name)}
+        parts = self._gather(sent)
         if parts is None:
             return dict(own)
         merged = {name: value for part in reversed(parts) for name, value in part.items()}
+        merged.update({name: merged[first] for name, first in self._first_name.items() if first in merged})
         added = [name for name in merged if name not in self._entries]  # such as states of a callback's module
         return {name: merged[name] for name in (*self._entries, *added) if name in merged}
 
@@ -62,7 +76,7 @@ class LogicalCheckpoint:
                 f"The checkpoint does not fit {type(self._module).__name__}: it lacks {_few(missing)}, and has "
                 f"{_few(unknown)} that the model lacks. Load this model's checkpoint, or set its strict_loading=False."
             )
-        own = {name: weights[name] for name in self._module.state_dict() if name in weights}
+        own = {name: like(weights[name], value) for name, value in self._module.state_dict().items() if name in weights}
         self._module.load_state_dict(own, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -78,7 +92,7 @@ class LogicalCheckpoint:
         groups = self._names_by_group(optimizer)
         names = dict(zip((i for group in state["param_groups"] for i in group["params"]), _flat(groups), strict=True))
         named = {names[i]: entry for i, entry in state["state"].items()}
-        parts = self._replica.gather((named, groups)) if self._is_written else None
+        parts = self._gather((named, groups))
         if parts is None:
             return state
         members = self._joined([groups for _, groups in parts])
@@ -119,9 +133,16 @@ class LogicalCheckpoint:
             for number, name in zip(group["params"], names, strict=True)
         }
         own = {name: i for i, name in enumerate(_flat(groups))}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         optimizer.load_state_dict(
             {
-                "state": {own[name]: whole["state"][numbers[name]] for name in own if numbers[name] in whole["state"]},
+                "state": {
+                    i: {
+                        key: _copied(like(value, parameters[i])) for key, value in whole["state"][numbers[name]].items()
+                    }
+                    for name, i in own.items()
+                    if numbers[name] in whole["state"]
+                },
                 "param_groups": [
                     {**group, "params": [own[name] for name in names]}
                     for group, names in zip(whole["param_groups"], groups, strict=True)
@@ -129,8 +150,15 @@ class LogicalCheckpoint:
             }
         )
 
+    def _gather(self, part: Any) -> list[Any] | None:
+        """Return the parts of all stages on the rank that writes them; whole tensors, where parts are sharded."""
+        if self._is_written:
+            return self._replica.gather(part)
+        self._replica.join(part)
+        return None
+
     def _names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        names = {id(parameter): self._first_name.get(name, name) for name, parameter in self._module.named_parameters()}
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def _all_groups(self, groups: list[list[str]]) -> list[list[list[str]]]:
@@ -140,7 +168,7 @@ class LogicalCheckpoint:
     def _joined(self, parts: Sequence[list[list[str]]]) -> list[list[str]]:
         """Return the names in each of the optimizer's groups, of all stages."""
         return [
-            sorted((name for part in parts for name in part[i]), key=self._parameters.__getitem__)
+            sorted({name for part in parts for name in part[i]}, key=self._parameters.__getitem__)
             for i in range(len(parts[0]))
         ]
 
@@ -155,6 +183,34 @@ def synchronize(module: nn.Module, group: dist.ProcessGroup, source: int) -> Non
     """
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), source, group=group)
+
+
+def mapped_checkpoint(
+    checkpoint_io: CheckpointIO, path: str | os.PathLike[str], weights_only: bool | None = False
+) -> Any:
+    """Map a checkpoint into memory that ranks of a host share, if that is where and how Lightning itself wrote it.
+
+    Each rank reads the part of its own stages. If each had a copy of the file, a host with 8 ranks would need 96 bytes
+    of main memory for each parameter of the model (weights and the states of Adam).
+
+    Args:
+        checkpoint_io: What reads the checkpoints of the training.
+        path: Path or address of the checkpoint.
+        weights_only: As for ``torch.load``. Lightning 2.5 does not say it, and reads all that it has written.
+
+    Returns:
+        The checkpoint, whose tensors change if the file is changed in place; None if ``checkpoint_io`` has to read it.
+    """
+    while isinstance(checkpoint_io, WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
+        checkpoint_io = checkpoint_io.checkpoint_io
+    if type(checkpoint_io) is not TorchCheckpointIO or not os.path.isfile(path) or not zipfile.is_zipfile(path):
+        return None
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+
+def _copied(value: Any) -> Any:
+    """Return a value of its own: an optimizer on the CPU takes tensors as they are, and the file may be removed."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _flat(groups: Iterable[Iterable[str]]) -> list[str]:

@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sm.training.strategies.pipeline.exchange import Replica
-from lightning_sm.training.strategies.pipeline.layers import as_tuple
 from lightning_sm.training.strategies.pipeline.placement import Placement
+from lightning_sm.training.strategies.pipeline.random_state import drawn_seed, stage_stream
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches
+from lightning_sm.training.strategies.pipeline.sharding import free_gathered
+from lightning_sm.training.strategies.pipeline.stage import as_tuple
 
 _Tensors = tuple[Tensor, ...]
 
 
 class Evaluation:
-    """A forward pass through the network's stages, whose output every rank of the replica gets.
+    """A forward pass through the network's stages.
 
     torch's schedules cannot run it for every number of rows, and the V-shaped ones not at all. Here, the microbatches
     pass through the stages in waves: in wave t, stage s has microbatch t - s. All transfers between two ranks in a wave
@@ -55,7 +57,35 @@ class Evaluation:
         Returns:
             The network's output, on every rank.
         """
-        batches = self._split(inputs)
+        output = self.output_of_last(inputs, self.num_microbatches(inputs), drawn_seed())
+        return self._replica.broadcast(output, self._placement.last_position)
+
+    def num_microbatches(self, inputs: tuple[Any, ...]) -> int:
+        """Return how many microbatches pass through the stages.
+
+        Args:
+            inputs: The network's inputs.
+        """
+        rows = {len(value) for value in inputs if isinstance(value, Tensor) and value.ndim}
+        # Inputs of different lengths cannot be split by rows.
+        return num_microbatches(rows.pop(), self._microbatches) if len(rows) == 1 and 0 not in rows else 1
+
+    def output_of_last(self, inputs: tuple[Any, ...], number: int, seed: int) -> Any:
+        """Run the network; a collective call of the replica.
+
+        Args:
+            inputs: The network's inputs; used on the rank of the first stage.
+            number: How many microbatches they are split into, the same on all ranks of the replica.
+            seed: The seed of the stages' random numbers, also the same.
+
+        Returns:
+            The network's output on the rank of the last stage, None elsewhere.
+        """
+        with stage_stream(seed, self._replica.position):
+            return self._output_of_last(inputs, number)
+
+    def _output_of_last(self, inputs: tuple[Any, ...], number: int) -> Any:
+        batches = _split(inputs, number)
         last = self._placement.num_stages - 1
         arrived: dict[int, _Tensors] = {}
         shapes: dict[int, _Tensors] = {}
@@ -65,23 +95,18 @@ class Evaluation:
             for stage, module in self._stages.items():
                 if 0 <= wave - stage < len(batches):
                     values = batches[wave - stage] if stage == 0 else arrived.pop(stage)
-                    made[stage] = as_tuple(module(*values))
+                    # Lightning evaluates in inference mode (but on gloo), in which the buffers for gathered shards
+                    # would become inference tensors, which a later training step cannot fill.
+                    with torch.inference_mode(mode=False), torch.no_grad():
+                        made[stage] = as_tuple(module(*values))
             if last in made:
                 outputs.append(made.pop(last))
             self._pass_on(wave, len(batches), made, arrived, shapes)
-        joined = None
-        if outputs:
-            joined = tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True))
-        joined = self._replica.broadcast(joined, self._placement.position_of(last))
+        free_gathered(self._stages)
+        if not outputs:
+            return None
+        joined = tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True))
         return joined[0] if len(joined) == 1 else joined
-
-    def _split(self, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        tensors = [value for value in inputs if isinstance(value, Tensor) and value.ndim]
-        rows = {len(tensor) for tensor in tensors}
-        # Inputs of different lengths cannot be split by rows.
-        number = num_microbatches(rows.pop(), self._microbatches) if len(rows) == 1 and 0 not in rows else 1
-        split = {id(tensor): tensor.chunk(number) for tensor in tensors}
-        return [tuple(split[id(value)][i] if id(value) in split else value for value in inputs) for i in range(number)]
 
     def _pass_on(
         self,
@@ -115,3 +140,8 @@ class Evaluation:
 
     def _transfer(self, call: Any, tensor: Tensor, position: int) -> dist.P2POp:
         return dist.P2POp(call, tensor, self._replica.ranks[position], group=self._replica.group)
+
+
+def _split(inputs: tuple[Any, ...], number: int) -> list[tuple[Any, ...]]:
+    split = {id(value): value.chunk(number) for value in inputs if isinstance(value, Tensor) and value.ndim}
+    return [tuple(split[id(value)][i] if id(value) in split else value for value in inputs) for i in range(number)]

@@ -10,6 +10,11 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.sharding import whole
 
 
 @dataclass(frozen=True)
@@ -23,14 +28,21 @@ class _Gap:
 class Replica:
     """The process group of a replica of the model.
 
+    Structures travel over a group of their own on CPUs: over NCCL, each would be copied to the device and back, and the
+    process would wait for the device's queue.
+
     Args:
-        group: The group.
+        group: The group for tensors.
+        objects: The group for structures: the same ranks on Gloo.
         ranks: Its global ranks, by position in the pipeline.
         device: This rank's device.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: list[int], device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, objects: dist.ProcessGroup, ranks: list[int], device: torch.device
+    ) -> None:
         self.group = group
+        self._objects = objects
         self.ranks = ranks
         self.position = ranks.index(dist.get_rank())
         self._device = device
@@ -45,7 +57,8 @@ class Replica:
         source = self.ranks[position]
         tensors: list[Tensor] = []
         around = [self._without_tensors(value, tensors) if self.position == position else None]
-        dist.broadcast_object_list(around, source, group=self.group, device=self._device)
+        dist.broadcast_object_list(around, source, group=self._objects)
+        tensors = [tensor.contiguous() for tensor in tensors]
         return self._with_tensors(around[0], tensors, lambda tensor: dist.broadcast(tensor, source, group=self.group))
 
     def send(self, value: Any, position: int) -> None:
@@ -53,36 +66,87 @@ class Replica:
         target = self.ranks[position]
         tensors: list[Tensor] = []
         around = [self._without_tensors(value, tensors)]
-        dist.send_object_list(around, target, group=self.group, device=self._device)
+        dist.send_object_list(around, target, group=self._objects)
         for tensor in tensors:
-            dist.send(tensor, target, group=self.group)
+            dist.send(whole(tensor).contiguous(), target, group=self.group)
 
-    def receive(self, position: int) -> Any:
-        """Return the value that a position sends."""
+    def receive(self, position: int, *, to_host: bool = False) -> Any:
+        """Return the value that a position sends.
+
+        Args:
+            position: The position in the pipeline.
+            to_host: Whether to move each tensor to main memory before the next one arrives.
+        """
         source = self.ranks[position]
         around: list[Any] = [None]
-        dist.recv_object_list(around, source, group=self.group, device=self._device)
-        return self._with_tensors(around[0], [], lambda tensor: dist.recv(tensor, source, group=self.group))
+        dist.recv_object_list(around, source, group=self._objects)
+
+        def transfer(tensor: Tensor) -> None:
+            dist.recv(tensor, source, group=self.group)
+
+        return self._with_tensors(around[0], [], transfer, to_host=to_host)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all positions at position 0, one after the other in host memory, and None elsewhere."""
+        """Return the values of all positions at position 0, in main memory, and None elsewhere.
+
+        Tensors are gathered and moved one by one, so that a device needs room for one tensor more. The ranks that have
+        the other parts of sharded tensors call ``join`` with theirs.
+
+        Args:
+            value: This rank's value.
+        """
         if self.position != 0:
             self.send(value, 0)
             return None
-        others = [self.receive(position) for position in range(1, len(self.ranks))]
-        return [value, *apply_to_collection(others, Tensor, lambda tensor: tensor.cpu())]
+        own = apply_to_collection(value, Tensor, lambda tensor: whole(tensor).cpu())
+        return [own, *(self.receive(position, to_host=True) for position in range(1, len(self.ranks)))]
+
+    @staticmethod
+    def join(value: Any) -> None:
+        """Take part in the ``gather`` of another replica, with this rank's parts of sharded tensors.
+
+        Args:
+            value: This rank's value, of the same structure.
+        """
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, DTensor):
+                whole(tensor)
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on all ranks of the replica if one of them has an error; a collective call.
+
+        Args:
+            error: This rank's error.
+
+        Raises:
+            Exception: On ranks that have one.
+            StrategyError: On the others; it has the rank and the text of the first.
+        """
+        failed = torch.tensor(int(error is not None))
+        dist.all_reduce(failed, group=self._objects)
+        if not failed:
+            return
+        texts: list[str | None] = [None] * len(self.ranks)
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(texts, text, group=self._objects)
+        if error is not None:
+            raise error
+        first = next(position for position, text in enumerate(texts) if text is not None)
+        raise StrategyError(f"Rank {self.ranks[first]} of this replica failed: {texts[first]}")
 
     def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
         def take(tensor: Tensor) -> Any:
             # NCCL sends tensors of its device only; others travel in the pickled rest.
             if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
                 return tensor.cpu()
-            tensors.append(tensor.detach().contiguous())
+            tensors.append(tensor.detach())
             return _Gap(tensor.shape, tensor.dtype)
 
         return apply_to_collection(value, Tensor, take)
 
-    def _with_tensors(self, around: Any, tensors: list[Tensor], transfer: Callable[[Tensor], Any]) -> Any:
+    def _with_tensors(
+        self, around: Any, tensors: list[Tensor], transfer: Callable[[Tensor], Any], *, to_host: bool = False
+    ) -> Any:
         own = iter(tensors)
 
         def fill(gap: _Gap) -> Tensor:
@@ -90,6 +154,6 @@ class Replica:
             if tensor is None:
                 tensor = torch.empty(gap.shape, dtype=gap.dtype, device=self._device)
             transfer(tensor)
-            return tensor
+            return tensor.cpu() if to_host else tensor
 
         return apply_to_collection(around, _Gap, fill)

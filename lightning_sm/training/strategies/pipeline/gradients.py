@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 # DDP's default: large enough for the network, small enough to be sent while the next one is filled.
 _BUCKET_BYTES = 25 * 1024 * 1024
+# Copies of buckets at a time: one is sent while the next one is filled.
+_IN_FLIGHT = 2
 
 
 class _Deliver(torch.autograd.Function):
@@ -88,30 +94,58 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, size: 
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    pending = []
+    pending: deque[_Sent] = deque()
     for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        if len(pending) == _IN_FLIGHT:
+            pending.popleft().receive(size)
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for bucket, flat, work in pending:
-        work.wait()
-        means = torch.split(flat.div_(size), [gradient.numel() for gradient in bucket])
-        for gradient, mean in zip(bucket, means, strict=True):
+        pending.append(_Sent(bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for sent in pending:
+        sent.receive(size)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A bucket of gradients whose sum is on its way.
+
+    Attributes:
+        gradients: The gradients.
+        flat: A copy of them, which becomes the sum.
+        work: The call that sends it.
+    """
+
+    gradients: Sequence[Tensor]
+    flat: Tensor
+    work: Any
+
+    def receive(self, size: int) -> None:
+        """Wait for the sum, and replace the gradients by their means over so many replicas."""
+        self.work.wait()
+        means = torch.split(self.flat.div_(size), [gradient.numel() for gradient in self.gradients])
+        for gradient, mean in zip(self.gradients, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
 
 
-def clip_by_norm(parameters: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup) -> None:
-    """Clip gradients by the norm of all stages' gradients.
+def total_norm(
+    parameters: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, norm_type: float = 2.0
+) -> Tensor:
+    """Return the norm of the gradients of all stages, a scalar; a collective call of the replica.
 
     Args:
-        parameters: This rank's parameters.
-        max_norm: Highest norm.
+        parameters: This rank's parameters; each parameter of the model must be one rank's only.
         group: The ranks of the replica.
+        device: This rank's device.
+        norm_type: The p of the p-norm; may be infinite.
     """
-    owned = [parameter for parameter in parameters if parameter.grad is not None]
-    squared = torch.nn.utils.get_total_norm([parameter.grad for parameter in owned]).square()  # type: ignore[misc]
-    squared = squared.to(parameters[0].device)  # that of no gradients at all is on the CPU
-    dist.all_reduce(squared, group=group)
-    torch.nn.utils.clip_grads_with_norm_(owned, max_norm, squared.sqrt())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(device)  # that of none is on the CPU
+    if math.isinf(norm_type):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    powers = norm.pow(norm_type)
+    dist.all_reduce(powers, group=group)
+    return powers.pow(1 / norm_type)
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

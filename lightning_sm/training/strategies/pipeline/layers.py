@@ -6,15 +6,21 @@ import copy
 import logging
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sm._lightning import LightningModule, rank_zero_only
 from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.calls import NetworkCalls, PositionalCalls
+from lightning_sm.training.strategies.pipeline.pretrained import PretrainedParts, find_parts, is_pretrained
+from lightning_sm.training.strategies.pipeline.pretrained_calls import PretrainedCalls
+from lightning_sm.training.strategies.pipeline.pretrained_stage import PretrainedStage
+from lightning_sm.training.strategies.pipeline.stage import Stage
+from lightning_sm.training.strategies.pipeline.stand_ins import strip
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +30,9 @@ _TRIALS = 3
 
 
 class Network:
-    """The part of a LightningModule that is cut: an ``nn.Sequential``, or a module with ``pipeline_layers()``.
+    """The part of a LightningModule that is cut.
+
+    It is an ``nn.Sequential``, a module with ``pipeline_layers()``, or a model of transformers.
 
     Args:
         module: The LightningModule.
@@ -36,42 +44,84 @@ class Network:
 
     def __init__(self, module: LightningModule, name: str | None) -> None:
         self.name, self.module = _find(module, name)
-        self.layers: list[nn.Module] = list(
-            self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
-        )
-        paths = {id(child): path for path, child in self.module.named_modules()}
-        # A layer that pipeline_layers() makes, such as nn.Flatten, has no path.
-        self.names = [paths.get(id(layer), type(layer).__name__) for layer in self.layers]
+        self._check_whole(module)
+        caller = f"{type(module).__name__} calls self.{self.name}"
+        self.calls: NetworkCalls = PositionalCalls(caller)
+        self.pretrained: PretrainedParts | None = None
+        self._paths: list[tuple[str, ...]]
+        if _lists_layers(self.module):
+            listed: Any = self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
+            self.layers: list[nn.Module] = list(listed)
+            paths = {id(child): path for path, child in self.module.named_modules()}
+            # A layer that pipeline_layers() makes, such as nn.Flatten, has no path.
+            self.names = [paths.get(id(layer), type(layer).__name__) for layer in self.layers]
+            self._paths = [(paths[id(layer)],) if id(layer) in paths else () for layer in self.layers]
+        else:
+            self.pretrained = find_parts(self.module, type(module).__name__, self.name)
+            self.calls = self._pretrained_calls = PretrainedCalls(self.pretrained, caller)
+            # The first and the last layer are several modules.
+            self._paths = self.pretrained.layers
+            found = [[self.module.get_submodule(path) for path in layer] for layer in self._paths]
+            self.layers = [layer[0] if len(layer) == 1 else nn.ModuleList(layer) for layer in found]
+            self.names = [*(layer[0] for layer in self._paths[:-1]), self.pretrained.head]
         self._check(module)
 
-    def stage(self, layers: range) -> Stage:
-        """Return the layers of a stage as one module."""
+    def stage(self, layers: range, *, copies_views: bool = False, recompute_every: int = 0) -> Stage:
+        """Return the layers of a stage as one module.
+
+        Args:
+            layers: Their indices.
+            copies_views: See ``Stage``.
+            recompute_every: n, for the network's layers 0, n, 2n, ... to keep no activations; 0 for none.
+        """
         names = [f"{self.name}.{self.names[i]}" for i in layers]
-        return Stage([self.layers[i] for i in layers], names, is_first=layers.start == 0)
+        own = [self.layers[i] for i in layers]
+        recomputed = {i for i in layers if recompute_every and i % recompute_every == 0}
+        if self.pretrained is not None:
+            return PretrainedStage(
+                self.pretrained, self._pretrained_calls, layers, self.name, copies_views, frozenset(recomputed)
+            )
+        return Stage(
+            own,
+            names,
+            is_first=layers.start == 0,
+            copies_views=copies_views,
+            recomputed=frozenset(i - layers.start for i in recomputed),
+        )
 
-    def remove(self, layers: Sequence[range]) -> None:
-        """Replace the layers that other ranks hold by placeholders, which keeps the names of the remaining layers."""
-        for i in (i for part in layers for i in part):
-            path = self.names[i]
-            if any(child is self.layers[i] for child in self.module.modules()):
+    def remove(self, layers: Sequence[range], holders: Sequence[str]) -> None:
+        """Replace the layers that other ranks hold by placeholders, which keeps the names of the remaining layers.
+
+        Args:
+            layers: Their indices, by stage.
+            holders: For each of these stages, what holds it, for messages.
+        """
+        for i, holder in ((i, holder) for part, holder in zip(layers, holders, strict=True) for i in part):
+            for path in self._paths[i]:
                 parent, _, child_name = path.rpartition(".")
-                setattr(self.module.get_submodule(parent), child_name, RemoteLayerPlaceholder())
+                placeholder = RemoteLayerPlaceholder(f"{self.name}.{path}", holder)
+                setattr(self.module.get_submodule(parent), child_name, placeholder)
+        if self.pretrained is not None:
+            # Stand-ins have attributes of what is removed, but no need of its values.
+            strip([self.layers[i] for part in layers for i in part], keep=self.module)
 
-    def _check(self, module: LightningModule) -> None:
+    def _check_whole(self, module: LightningModule) -> None:
         if any(isinstance(layer, RemoteLayerPlaceholder) for layer in self.module.modules()):
             raise StrategyError(
                 f"{type(module).__name__}.{self.name} was cut by the strategy of another Trainer, and this rank has "
                 "only a part of it. Use the same Trainer again, or a new model with ckpt_path."
             )
+
+    def _check(self, module: LightningModule) -> None:
         owner: dict[int, int] = {}
         for i, layer in enumerate(self.layers):
-            for parameter in layer.parameters():
-                if owner.setdefault(id(parameter), i) != i:
-                    first = self.names[owner[id(parameter)]]
-                    raise StrategyError(
-                        f"The layers {self.name}.{first} and {self.name}.{self.names[i]} share a parameter, so that "
-                        "two stages would each train their own. Untie the weights, or use strategy=fsdp."
-                    )
+            if any(layer is other for other in self.layers[:i]) and next(layer.parameters(), None) is not None:
+                raise StrategyError(
+                    f"The layer {self.name}.{self.names[i]} occurs twice among the layers, and two stages could not "
+                    "both have it. Use two layers; they may share parameters."
+                )
+            owner.update(dict.fromkeys(map(id, layer.parameters()), i))
+        _initializers(self.layers)  # here, where all ranks have all layers, so that all of them raise
         outside = [name for name, parameter in module.named_parameters() if id(parameter) not in owner]
         if outside:
             raise StrategyError(
@@ -87,61 +137,46 @@ class Network:
 
 
 class RemoteLayerPlaceholder(nn.Module):
-    """A placeholder for a layer that another rank holds."""
+    """A placeholder for a layer that another rank holds.
 
-    def forward(self, *_: Any) -> Any:
+    Args:
+        name: The layer's name.
+        holder: What holds it.
+    """
+
+    def __init__(self, name: str, holder: str) -> None:
+        super().__init__()
+        self._where = f"The layer {name} is in {holder}"
+
+    def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse to run.
 
         Raises:
             StrategyError: Always.
         """
-        raise StrategyError(
-            "This layer of the network is on another rank of the pipeline. Call the whole network, not its layers."
-        )
+        raise StrategyError(f"{self._where}, not on this rank. Call the whole network, not its layers.")
 
-
-class Stage(nn.Module):
-    """Layers that run one after the other, each on the output of the one before, as in an ``nn.Sequential``.
-
-    Args:
-        layers: The layers.
-        names: Their names, for messages.
-        is_first: Whether it gets the network's inputs.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], names: Sequence[str], *, is_first: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self._names = names
-        self._is_first = is_first
-        # Autograd forbids changing a stage's input in place, as a layer that is not the network's first may do.
-        self._copies_input = not is_first and any(getattr(part, "inplace", False) for part in layers[0].modules())
-
-    def forward(self, *inputs: Any) -> Any:
-        """Run the layers.
+    def __getattr__(self, name: str) -> Any:
+        """Say where the layer is, whose attributes this rank does not have.
 
         Args:
-            inputs: The output of the stage before, or the network's inputs.
-
-        Returns:
-            A tensor, or a tuple of at least two.
+            name: The attribute.
 
         Raises:
-            StrategyError: The last layer returns something else, which stages cannot exchange.
+            AttributeError: It is none of ``nn.Module``.
         """
-        if self._copies_input:
-            inputs = tuple(tensor.clone() for tensor in inputs)
-        value: Any = inputs if len(inputs) > 1 else inputs[0]
-        for i, layer in enumerate(self.layers):
-            # Only the network's own inputs come as several arguments; a tuple between layers is one.
-            value = layer(*inputs) if i == 0 and self._is_first else layer(value)
-        is_tuple = isinstance(value, tuple) and len(value) > 1 and all(isinstance(item, Tensor) for item in value)
-        if not isinstance(value, Tensor) and not is_tuple:
-            raise StrategyError(
-                f"{self._names[-1]}, the last layer of its stage, returns {_described(value)}. Stages exchange a "
-                "tensor or a tuple of at least two tensors: change what it returns, or cut elsewhere (split=[...])."
-            )
-        return value
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            where = vars(self).get("_where")
+            if where is None or name.startswith("__"):  # copying and pickling look for these
+                raise
+        raise AttributeError(
+            f"{where}, so that this rank has none of its attributes, such as {name!r}. "
+            "self.trainer.strategy.lightning_module_state_dict() returns the weights of all stages on rank 0: call it "
+            "on all ranks, in a hook such as on_train_epoch_end. To use a layer's weights in a step, use strategy=ddp "
+            "or fsdp."
+        )
 
 
 def _find(module: LightningModule, name: str | None) -> tuple[str, nn.Module]:
@@ -161,13 +196,17 @@ def _find(module: LightningModule, name: str | None) -> tuple[str, nn.Module]:
         have = ", ".join(f"{child} ({type(network).__name__})" for child, network in children.items())
         raise StrategyError(
             f"{type(module).__name__} has {len(found) or 'no'} networks that can be cut into stages; its children are "
-            f"{have}. A network is an nn.Sequential, or a module with a method {_LAYERS}() that returns its layers in "
-            "order. Say which with network=NAME."
+            f"{have}. A network is an nn.Sequential, a module with a method {_LAYERS}() that returns its layers in "
+            "order, or a model of transformers. Say which with network=NAME."
         )
     return next(iter(found.items()))
 
 
 def _can_be_cut(network: nn.Module) -> bool:
+    return _lists_layers(network) or is_pretrained(network)
+
+
+def _lists_layers(network: nn.Module) -> bool:
     return isinstance(network, nn.Sequential) or callable(getattr(network, _LAYERS, None))
 
 
@@ -178,19 +217,41 @@ def _needed(network: nn.Module) -> str:
     )
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
-    return f"a {type(value).__name__}" if isinstance(value, Mapping) else type(value).__name__
+def materialize(layers: Sequence[nn.Module], device: torch.device) -> None:
+    """Give layers on the meta device memory and initial values.
 
-
-def as_tuple(output: Any) -> tuple[Any, ...]:
-    """Return the output of a stage as the arguments of the next one.
+    Modules are initialized by their ``reset_parameters``, inner ones first, as by torch's FSDP.
 
     Args:
-        output: A tensor, or a tuple of tensors.
+        layers: The layers.
+        device: The device that gets them.
+
+    Raises:
+        StrategyError: A module with parameters or buffers on the meta device cannot initialize itself.
     """
-    return output if isinstance(output, tuple) else (output,)
+    for module, reset in _initializers(layers):
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            reset()
+
+
+def _initializers(layers: Sequence[nn.Module]) -> list[tuple[nn.Module, Callable[[], Any]]]:
+    """Return the modules that have tensors of their own on the meta device, inner ones first, and what fills them."""
+    found = []
+    for module in (module for layer in layers for module in reversed(list(layer.modules()))):
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        # torch's MultiheadAttention has a private one.
+        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None:
+            raise StrategyError(
+                f"{type(module).__name__} has parameters or buffers on the meta device, and no method "
+                "reset_parameters() that gives them their initial values. Add one, or build the module outside of "
+                'torch.device("meta").'
+            )
+        found.append((module, reset))
+    return found
 
 
 def num_trainable(layers: Sequence[nn.Module]) -> int:
@@ -208,7 +269,9 @@ def measured_seconds(network: Network, inputs: tuple[Any, ...], device: torch.de
     """
     seconds = []
     for layer in network.layers:
-        trial = copy.deepcopy(layer).to(device)
+        trial = copy.deepcopy(layer)
+        materialize([trial], device)
+        trial.to(device)
         seconds.append(statistics.median(_seconds(trial, inputs, device) for _ in range(_TRIALS)))
         # The input of the next layer, with a gradient to compute.
         detached = tree_map(lambda one: one.detach().requires_grad_(one.is_floating_point()), trial(*inputs))

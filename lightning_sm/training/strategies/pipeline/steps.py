@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-import random
+import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,45 +15,59 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.layers import as_tuple
+from lightning_sm.training.strategies.pipeline.calls import CallForm, NetworkCall, NetworkCalls, PositionalCalls
+from lightning_sm.training.strategies.pipeline.random_state import random_state
+from lightning_sm.training.strategies.pipeline.stage import as_tuple
+
+_OF_LIGHTNING = vars(LightningModule()).keys()
+# Attributes of these classes are copied or compared item by item.
+CONTAINERS = (list, dict, set, deque)
 
 
 class _NetworkCalled(BaseException):
     """The exception that carries the network's inputs out of ``training_step``, past the user's exception handlers."""
 
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, call: NetworkCall) -> None:
         super().__init__()
-        self.inputs = inputs
+        self.call = call
 
 
 class UserSteps:
     """The caller of ``training_step``, with another network in place: one that captures inputs, or has a given output.
 
-    The LightningModule is left as the user wrote it. The first rank runs ``training_step`` up to the network's call,
-    the last one runs it for each microbatch to get the loss, and all ranks run it once with the output for the whole
-    batch, so that what it logs, adds to metrics and keeps is that of a batch, and the same on all ranks of a replica.
+    The LightningModule is left as the user wrote it. The first rank runs ``training_step`` up to the network's call.
+    The last one runs it for each microbatch to get the loss, and once more with the output for the whole batch: only
+    this replay logs, adds to metrics and keeps anything, so that all of it is that of a batch. Other ranks have a
+    replay of their own, or repeat the effects of the last one's (see ``EffectRecorder``).
 
     Args:
         module: The LightningModule.
         network: Its network.
         name: The network's name.
-        evaluate: Called in place of ``network.forward`` outside of training steps.
+        evaluate: Called with the tensors of a call in place of ``network.forward`` outside of training steps.
         group: The ranks over which metrics are reduced: the replicas.
+        calls: How the network is called; None: with tensors in their order.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # what a step needs
         self,
         module: LightningModule,
         network: nn.Module,
         name: str,
         evaluate: Callable[..., Any],
         group: dist.ProcessGroup,
+        calls: NetworkCalls | None = None,
     ) -> None:
         self._module = module
         self._name = name
-        self._forward = self._evaluate = evaluate
+        self._calls = calls or PositionalCalls(f"{type(module).__name__} calls self.{name}")
+        self._captured = NetworkCall(())
+        self._forward: Callable[[NetworkCall], Any] = self._evaluated
+        self._evaluate = evaluate
         self._is_loss_checked = False
         self._spares = _spare_metrics(module)
+        inner = {id(child) for child in network.modules()}
+        self._around = [child for child in module.modules() if id(child) not in inner and not isinstance(child, Metric)]
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.process_group = group
@@ -72,26 +85,64 @@ class UserSteps:
             StrategyError: ``training_step`` does not call the network, calls it with other rows, or first draws random
                 numbers, which would differ between the ranks that run it.
         """
-        before = _random_states()
+        before = random_state()
         try:
             with self._quiet(self._stop), torch.no_grad():
                 self._module.training_step(*arguments)
         except _NetworkCalled as called:
-            inputs = called.inputs
+            self._captured = called.call
+            self._calls.form = called.call.form
+            inputs = called.call.tensors
         else:
-            raise StrategyError(f"{self._where} does not call self.{self._name}(...), the network that is cut.")
+            raise StrategyError(f"{self.where} does not call self.{self._name}(...), the network that is cut.")
         if any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
             shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in inputs)
             raise StrategyError(
-                f"{self._where} calls self.{self._name}(...) with ({shown}), but the batch has {rows} rows. "
+                f"{self.where} calls self.{self._name}(...) with ({shown}), but the batch has {rows} rows. "
                 "Microbatches are rows of both: pass tensors with one row (dimension 0) for each sample."
             )
-        if before != _random_states():
+        if before != random_state():
             raise StrategyError(
-                f"{self._where} draws random numbers before it calls self.{self._name}(...). Several ranks run it, "
+                f"{self.where} draws random numbers before it calls self.{self._name}(...). Several ranks run it, "
                 "each with different numbers. Draw them in on_after_batch_transfer, which runs once for all stages."
             )
         return inputs
+
+    def settle_form(self, known: CallForm) -> StrategyError | None:
+        """Return an error if the call that was captured has another form than an earlier one; then keep the earlier.
+
+        Args:
+            known: The form with which a batch of the same shapes passed through the stages.
+        """
+        now = self._calls.form
+        if (now.names, now.unsent) == (known.names, known.unsent):
+            return None
+        self._calls.form = known
+        return StrategyError(
+            f"{self.where} calls self.{self._name}(...) with {', '.join(now.names)}, but with {', '.join(known.names)} "
+            "for an earlier batch of the same shapes. The ranks exchange tensors whose number follows from the shapes "
+            "of the batch: pass the same ones for each batch."
+        )
+
+    def counts(self) -> Tensor | None:
+        """Return how many values of each row the loss averages over, if the call that was captured says so."""
+        return self._calls.counts(self._captured)
+
+    def changed_inputs(self, inputs: tuple[Tensor, ...], known: tuple[Tensor, ...]) -> StrategyError | None:
+        """Return an error if the network's inputs are not as in an earlier step with a batch of the same shapes.
+
+        Args:
+            inputs: The inputs for a microbatch.
+            known: Those of the earlier step; their shapes are those of the schedule on all ranks.
+        """
+        now, before = ([(tuple(value.shape), value.dtype) for value in values] for values in (inputs, known))
+        if now == before:
+            return None
+        return StrategyError(
+            f"{self.where} calls self.{self._name}(...) with microbatches of {now}, but with {before} for an earlier "
+            "batch of the same shapes. The ranks exchange tensors whose shapes follow from those of the batch: change "
+            "them, such as by removing padding, in on_after_batch_transfer."
+        )
 
     def loss(self, arguments: tuple[Any, ...], output: Any) -> Tensor:
         """Return the loss of a microbatch, from the network's output.
@@ -106,8 +157,8 @@ class UserSteps:
         if not self._is_loss_checked:
             self._check_loss(arguments, output)
             self._is_loss_checked = True
-        with self._quiet(_Once(output, self._where)):
-            return _loss_of(self._module.training_step(*arguments), self._where)
+        with self._quiet(_Once(output, self.where)):
+            return _loss_of(self._module.training_step(*arguments), self.where)
 
     def replay(self, arguments: tuple[Any, ...], output: Any) -> Any:
         """Run ``training_step`` on the whole batch without gradients, and return what it returns.
@@ -116,9 +167,9 @@ class UserSteps:
             arguments: Those of ``training_step``.
             output: The network's output for the batch.
         """
-        with torch.no_grad(), self._with(_Once(output, self._where)):
+        with torch.no_grad(), self.network_as(_Once(output, self.where)):
             result = self._module.training_step(*arguments)
-        _loss_of(result, self._where)
+        _loss_of(result, self.where)
         return result
 
     @staticmethod
@@ -133,71 +184,92 @@ class UserSteps:
         Raises:
             StrategyError: ``forward`` does not call the network.
         """
-        handle = network.register_forward_pre_hook(lambda _, inputs: UserSteps._stop(*inputs))
+        handle = network.register_forward_pre_hook(lambda _, inputs: UserSteps._stop(NetworkCall(inputs)))
         try:
             with torch.no_grad():
                 arguments = example if isinstance(example, (tuple, list)) else (example,)
                 module(**example) if isinstance(example, Mapping) else module(*arguments)
         except _NetworkCalled as called:
-            return called.inputs
+            return called.call.tensors
         finally:
             handle.remove()
         raise StrategyError(f"{type(module).__name__}.forward does not call the network that is cut.")
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """The step's name for messages."""
         return f"{type(self._module).__name__}.training_step"
 
     def _call(self, *inputs: Any, **keywords: Any) -> Any:
-        if keywords:
-            raise StrategyError(
-                f"{type(self._module).__name__} calls self.{self._name}({', '.join(keywords)}=...). Stages get "
-                "positional arguments only: remove the names."
-            )
-        return self._forward(*inputs)
+        call = self._calls.bind(inputs, keywords)
+        return self._calls.result(self._forward(call), call)
+
+    def _evaluated(self, call: NetworkCall) -> Any:
+        self._calls.form = call.form
+        return self._evaluate(*call.tensors)
 
     @staticmethod
-    def _stop(*inputs: Any) -> Any:
-        raise _NetworkCalled(inputs)
+    def _stop(call: NetworkCall) -> Any:
+        raise _NetworkCalled(call)
 
     def _check_loss(self, arguments: tuple[Any, ...], output: Any) -> None:
         leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in as_tuple(output)]
         with (
             torch.enable_grad(),
-            self._quiet(_Once(leaves[0] if isinstance(output, Tensor) else tuple(leaves), self._where)),
+            self._quiet(_Once(leaves[0] if isinstance(output, Tensor) else tuple(leaves), self.where)),
         ):
-            loss = _loss_of(self._module.training_step(*arguments), self._where)
+            loss = _loss_of(self._module.training_step(*arguments), self.where)
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         used = sorted(names[id(leaf)] for leaf in _leaves(loss) if id(leaf) in names)
         if used:
             raise StrategyError(
-                f"The loss of {self._where} uses the parameters {', '.join(used)} outside of the call of "
+                f"The loss of {self.where} uses the parameters {', '.join(used)} outside of the call of "
                 f"self.{self._name}(...). Each rank has only its own stage's parameters: for decay, use the optimizer's"
                 f" weight_decay; layers belong in self.{self._name}."
             )
         if loss.grad_fn is None:
-            raise StrategyError(f"The loss of {self._where} does not depend on the output of self.{self._name}(...).")
+            raise StrategyError(f"The loss of {self.where} does not depend on the output of self.{self._name}(...).")
 
     @contextmanager
-    def _with(self, forward: Callable[..., Any]) -> Iterator[None]:
+    def network_as(self, forward: Callable[[NetworkCall], Any]) -> Iterator[None]:
+        """Have calls of the network answered by a function.
+
+        Args:
+            forward: Returns the network's output for a call.
+        """
         self._forward = forward
         try:
             yield
         finally:
-            self._forward = self._evaluate
+            self._forward = self._evaluated
 
     @contextmanager
-    def _quiet(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Keep a part of a step out of logs and metrics."""
+    def _quiet(self, forward: Callable[[NetworkCall], Any]) -> Iterator[None]:
+        """Keep a part of a step out of logs, metrics, and the module's attributes: a counter counts in the replay."""
         module: Any = self._module
+        attributes = vars(module)
+        kept = dict(attributes)
+        for name in kept.keys() - _OF_LIGHTNING:
+            if isinstance(kept[name], CONTAINERS):
+                attributes[name] = copy.copy(kept[name])
+        # Copies take part in the step, as autograd forbids changing back in place what a loss depends on.
+        buffers = [
+            (child, name, buffer) for child in self._around for name, buffer in child.named_buffers(recurse=False)
+        ]
+        for owner, name, buffer in buffers:
+            setattr(owner, name, buffer.clone())
         module.log = module.print = _nothing
         for parent, name, _, spare in self._spares:
             parent._modules[name] = spare
         try:
-            with self._with(forward):
+            with self.network_as(forward):
                 yield
         finally:
-            del module.log, module.print
+            for name in attributes.keys() - kept.keys():
+                del attributes[name]
+            attributes.update(kept)
+            for owner, name, buffer in buffers:
+                setattr(owner, name, buffer)
             for parent, name, metric, spare in self._spares:
                 parent._modules[name] = metric
                 spare.reset()
@@ -211,7 +283,7 @@ class _Once:
         self._where = where
         self._is_called = False
 
-    def __call__(self, *_: Any) -> Any:
+    def __call__(self, call: NetworkCall) -> Any:
         if self._is_called:
             raise StrategyError(
                 f"{self._where} calls the network several times. A pipeline runs it once for each step: join the "
@@ -246,14 +318,6 @@ def _spare_metrics(module: LightningModule) -> list[tuple[nn.Module, str, Any, A
             if isinstance(child, (Metric, MetricCollection)):
                 spares.append((parent, name, child, child.clone()))
     return spares
-
-
-def _random_states() -> tuple[Any, ...]:
-    legacy: Any = np.random.get_state(legacy=False)  # the generator that mixup code uses
-    states = [random.getstate(), pickle.dumps(legacy), torch.get_rng_state().numpy().tobytes()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state().numpy().tobytes())
-    return tuple(states)
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -22,6 +25,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from app.model import ResNet18Classifier
 from app.transformer import TransformerLanguageModel
 from lightning_sm import PipelineParallelStrategy
+from lightning_sm.errors import StrategyError
+from lightning_sm.training.group_exit import leave_at_exit
+from tests.integration.training.strategies.pipeline_models import LAYERS, LOSSES
+from tests.integration.training.strategies.pretrained_models import PRETRAINED
 
 ROWS = 16  # of all replicas together, in a step
 CLASSES = 5
@@ -37,6 +44,7 @@ class Fit:
         trainer: Arguments of the Trainer.
         resume: Name of the fit whose checkpoint it starts from.
         rows: Rows of the training data.
+        refused: Whether it fails; its result is then the error that the rank raises.
     """
 
     strategy: Mapping[str, Any] | None = None
@@ -44,6 +52,7 @@ class Fit:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     resume: str | None = None
     rows: int = 6 * ROWS
+    refused: bool = False
 
 
 class TokenClassifier(pl.LightningModule):
@@ -57,6 +66,8 @@ class TokenClassifier(pl.LightningModule):
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         self.val_accuracy = MulticlassAccuracy(CLASSES)
         self.losses: list[float] = []
+        self.val_rows: list[int] = []
+        self.extra: dict[str, Any] = {}
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss and the logits."""
@@ -71,15 +82,43 @@ class TokenClassifier(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the loss of the step, of all replicas."""
+        try:
+            outputs["logits"] + 1
+        except StrategyError as error:
+            self.extra["refused in training"] = str(error)
         loss = self.trainer.strategy.reduce(outputs["loss"].clone())
         self.losses.append(float(loss) * self.trainer.accumulate_grad_batches)
 
-    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        """Log the loss and the accuracy."""
-        logits = self.network(batch[0])
-        self.val_accuracy(logits, batch[1])
-        self.log("val_loss", functional.cross_entropy(logits, batch[1]), sync_dist=True)
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Log the loss and the accuracy of two calls of the network, the second on what follows from the first."""
+        tokens, labels = batch
+        logits = self.network(tokens)
+        logits = logits + self.network((tokens + logits.argmax(1, keepdim=True)) % 32)
+        self.val_accuracy(logits, labels)
+        self.val_rows.append(len(tokens))
+        loss = functional.cross_entropy(logits, labels)
+        self.log("val_loss", loss, sync_dist=True)
         self.log("val_accuracy", self.val_accuracy)
+        return {"loss": loss, "logits": logits}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep what the step has returned."""
+        self.extra["val_outputs"] = sorted(outputs)
+        try:
+            outputs["logits"].argmax(1)
+        except StrategyError as error:
+            self.extra["refused"] = str(error)
+        self.extra["val_rows"] = self.val_rows
+
+    def test_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Log the loss, and return the logits."""
+        logits: Tensor = self.network(batch[0])
+        self.log("test_loss", functional.cross_entropy(logits, batch[1]))
+        return logits
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep what the step has returned."""
+        self.extra["tested"] = outputs if isinstance(outputs, Tensor) else None
 
     def predict_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         """Return the logits."""
@@ -158,6 +197,9 @@ MODELS: dict[str, Any] = {
     "adamw": (lambda: TokenClassifier("adamw"), _tokens),
     "transformer": (AppTransformer, _text),
     "resnet": (AppResNet, _images),
+    **LOSSES,
+    **LAYERS,
+    **PRETRAINED,
 }
 
 
@@ -203,11 +245,22 @@ def _main(rank: int, world_size: int, port: str, folder: Path) -> None:
     fits = {name: Fit(**fit) for name, fit in json.loads((folder / "fits").read_text()).items()}
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    leave_at_exit()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), NODE_RANK="0")
+    if any((fit.strategy or {}).get("process_group_backend") == "staged" for fit in fits.values()):
+        importlib.import_module("tests.gpu.staged")  # registers it
     for name, fit in fits.items():
-        torch.save(_run(fit, world_size, folder, name), folder / f"{name}.{rank}")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        seen = _refusal(fit, world_size, folder, name) if fit.refused else _run(fit, world_size, folder, name)
+        torch.save(seen, folder / f"{name}.{rank}")
+
+
+def _refusal(fit: Fit, world_size: int, folder: Path, name: str) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        _run(fit, world_size, folder, name)
+    except StrategyError as error:
+        return {"error": str(error), "seconds": time.monotonic() - began}
+    raise AssertionError(f"{name} was not refused")
 
 
 def _run(fit: Fit, world_size: int, folder: Path, name: str) -> dict[str, Any]:
@@ -222,6 +275,7 @@ def _run(fit: Fit, world_size: int, folder: Path, name: str) -> dict[str, Any]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
+        "default_root_dir": folder,
         **fit.trainer,
     }
     trainer = pl.Trainer(
@@ -240,10 +294,28 @@ def _run(fit: Fit, world_size: int, folder: Path, name: str) -> dict[str, Any]:
         "weights": trainer.strategy.lightning_module_state_dict(),
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
         "step": trainer.global_step,
+        "extra": getattr(module, "extra", {}),
+        "held": _held(trainer),
     }
-    if fit.model == "tokens":
+    if fit.model == "tokens" and not fit.trainer.get("max_steps"):
+        seen["tested"] = trainer.test(module, DataLoader(_tokens(13, 7), 5), verbose=False)[0]
         seen["predictions"] = torch.cat(trainer.predict(module, DataLoader(_tokens(13, 7), 5)))
     return seen
+
+
+def _held(trainer: pl.Trainer) -> dict[str, int]:
+    """Numbers that this rank holds: of parameters, and of the optimizer's states."""
+    states = [
+        value for optimizer in trainer.optimizers for state in optimizer.state.values() for value in state.values()
+    ]
+    tensors = {
+        "parameters": list(trainer.lightning_module.parameters()),
+        "states": [value for value in states if isinstance(value, Tensor) and value.ndim],
+    }
+    return {
+        name: sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in some)
+        for name, some in tensors.items()
+    }
 
 
 class _Loaders(pl.LightningDataModule):

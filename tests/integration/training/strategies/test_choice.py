@@ -6,15 +6,19 @@ import sys
 from types import ModuleType
 
 import pytest
+from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_sm import SageMakerTrainer, SMDDPStrategy
+from lightning_sm import PipelineParallelStrategy, SageMakerFabric, SageMakerTrainer, SMDDPStrategy
 from lightning_sm.errors import StrategyError
 from tests.fakes.job_folder import resource_config
 from tests.fakes.small_app import TWO_HOSTS
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 ASKED = {"sagemaker_distributed_dataparallel_enabled": "true"}
+SPLIT = {"mp_parameters": json.dumps({"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": "simple"})}
+# Of seed 003: SMP with one partition.
+NOT_SPLIT = {"mp_parameters": json.dumps({"partitions": 1, "placement_strategy": "spread", "ddp": True})}
 CPU = ("--trainer.accelerator=cpu", "--trainer.logger=false")
 
 
@@ -81,3 +85,51 @@ def test_smddp_on_other_hosts_is_an_error_that_names_ddp(host):
     configure(host, "ml.g5.48xlarge")
     with pytest.raises(StrategyError, match=r"strategy=smddp cannot be used: .* ml\.g5\.48xlarge .* Use strategy=ddp"):
         host.make(*CPU, "--trainer.strategy=smddp")
+
+
+def options_of(strategy):
+    """Those that distribution sets."""
+    assert type(strategy) is PipelineParallelStrategy
+    return strategy._sizes, strategy._num_microbatches, strategy._schedule
+
+
+def test_modelparallel_chooses_the_pipeline_with_its_options(host):
+    """With the CLI and without it, where the script says nothing, and where it names the same strategy."""
+    configure(host, "ml.p3.16xlarge", SPLIT)
+    expected = ((2, 1), 8, "gpipe")
+    assert options_of(host.make(*CPU).trainer.strategy) == expected
+    assert options_of(host.make(*CPU, "--trainer.strategy=pipeline").trainer.strategy) == expected
+    assert options_of(SageMakerTrainer(accelerator="cpu", logger=False).strategy) == expected
+    plain = Trainer(strategy="pipeline", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    assert options_of(plain.strategy) == expected
+
+
+def test_modelparallel_with_one_partition_is_ddp(host):
+    """Also if the script says so."""
+    configure(host, "ml.p3.16xlarge", NOT_SPLIT)
+    assert type(host.make(*CPU).trainer.strategy) is DDPStrategy
+    assert type(host.make(*CPU, "--trainer.strategy=ddp").trainer.strategy) is DDPStrategy
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "strategy"),
+    [
+        (SPLIT, "ddp"),
+        (NOT_SPLIT, "pipeline"),
+        (NOT_SPLIT, "fsdp"),
+        (SPLIT, '{"class_path": "lightning_sm.PipelineParallelStrategy"}'),
+    ],
+)
+def test_a_strategy_beside_modelparallel_is_an_error_that_names_both(host, hyperparameters, strategy):
+    """They state the same things, and none is ignored."""
+    configure(host, "ml.p3.16xlarge", hyperparameters)
+    name = strategy.rpartition(".")[2].rstrip('"}')
+    with pytest.raises(StrategyError, match=rf"smdistributed.modelparallel .* but the script has strategy={name}\."):
+        host.make(*CPU, f"--trainer.strategy={strategy}")
+
+
+def test_fabric_refuses_a_split_model(host):
+    """It has no pipeline, and would train without one."""
+    configure(host, "ml.p3.16xlarge", SPLIT)
+    with pytest.raises(StrategyError, match=r"smdistributed.modelparallel .* but SageMakerFabric has no pipeline"):
+        SageMakerFabric(accelerator="cpu")

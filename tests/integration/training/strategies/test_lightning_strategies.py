@@ -82,7 +82,7 @@ def check_interruption(folder, output):
     codes = re.findall(r"^ *(\d) *algo-\d+ +\S+ +trainer +(\d+) ", output, re.MULTILINE)
     assert sorted(codes) == [("1", "143"), ("1", "143"), ("2", "0"), ("2", "0")], output
     (checkpoint,) = (folder / "checkpoints").glob("interrupted-epoch=0-step=*.ckpt")
-    assert f"Resuming from {checkpoint}, the latest valid checkpoint of the job." in output
+    assert f"/ml/checkpoints/{checkpoint.name}, the latest valid checkpoint of the job." in output
     steps = {int(step) for step in re.findall(r"Interrupted: step (\d+) is saved in", output)}
     assert steps == {int(re.search(r"step=(\d+)", checkpoint.name)[1])}
     return checkpoint

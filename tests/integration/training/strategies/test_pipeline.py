@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes.reserved_job import reserve_job
 from tests.integration.hosts import run_together
 from tests.integration.training.strategies.pipeline_runs import ROWS, Fit, command
 
@@ -32,13 +32,15 @@ Seen = Mapping[str, list[dict[str, Any]]]
 def ranks_of(folder: Path, world_size: int, fits: Mapping[str, Fit]) -> Seen:
     """Run fits in new processes; returns what each rank of each fit saw."""
     (folder / "fits").write_text(json.dumps({name: asdict(fit) for name, fit in fits.items()}))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    # Not a free port of the kernel's choice: until rank 0 has imported torch, it would give it to others, too.
+    _, topology, ports = reserve_job({"group": ["algo-1"]})
     commands = {
-        f"rank {rank} of {world_size}": (command(rank, world_size, port, folder), os.environ)
+        f"rank {rank} of {world_size}": (command(rank, world_size, topology.main_port, folder), os.environ)
         for rank in range(world_size)
     }
-    for name, ended in run_together(commands, timeout_s=TIMEOUT_S).items():
+    with ports:
+        ends = run_together(commands, timeout_s=TIMEOUT_S)
+    for name, ended in ends.items():
         assert ended.code == 0, f"{name}: {ended.output}"
     return {name: [torch.load(folder / f"{name}.{rank}") for rank in range(world_size)] for name in fits}
 
@@ -62,6 +64,7 @@ FOUR = {
     "cluster": Fit({"pipeline_parallel_size": 2}),
     "spread": Fit({"pipeline_parallel_size": 2, "placement": "spread"}),
     "interleaved": Fit({"pipeline_parallel_size": 2, "schedule": "interleaved", "chunks": 2}),
+    "all outputs": Fit({"pipeline_parallel_size": 4, "outputs": "all"}),
     "clipped": Fit({"pipeline_parallel_size": 2}, trainer={"gradient_clip_val": 0.1}),
     "accumulating": Fit({"pipeline_parallel_size": 2}, trainer={"accumulate_grad_batches": 2}),
     "odd": Fit({"pipeline_parallel_size": 4}, rows=4 * ROWS + 6),
@@ -76,6 +79,7 @@ SAME = {
     "cluster": "one",
     "spread": "one",
     "interleaved": "one",
+    "all outputs": "one",
     "clipped": "one-clipped",
     "accumulating": "one-accumulating",
     "odd": "one-odd",
@@ -118,6 +122,27 @@ def test_a_pipeline_trains_as_one_process_does(fits: Seen, name: str):
         assert difference({"metrics": synchronized}, alone, "metrics") <= TOLERANCE
     assert list(fits[name][0]["weights"]) == list(alone["weights"])
     assert difference(fits[name][0], alone, "weights") <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["pipeline 4", "interleaved", "spread", "all outputs"])
+def test_a_pipeline_evaluates_as_one_process_does(fits: Seen, name: str):
+    """With several calls of the network in a step, and the outputs on the ranks of the last stage, or on all."""
+    (alone,) = fits["one"]
+    assert alone["extra"]["val_outputs"] == ["logits", "loss"]
+    assert alone["extra"]["val_rows"][-3:] == [10, 10, 2]
+    with_outputs = 0
+    for seen in fits[name]:
+        assert difference(seen, alone, "tested") <= TOLERANCE
+        assert seen["extra"]["val_rows"] == alone["extra"]["val_rows"]
+        if seen["extra"]["tested"] is None:
+            for key, step in (("refused", "validation_step"), ("refused in training", "training_step")):
+                assert f"outputs['logits'] of {step}, a tensor of shape " in seen["extra"][key]
+        else:
+            with_outputs += 1
+            assert difference(seen["extra"], alone["extra"], "tested") <= TOLERANCE
+            assert not any("refused" in key for key in seen["extra"])
+        assert seen["extra"]["val_outputs"] == ["logits", "loss"]
+    assert with_outputs == {"pipeline 4": 1, "interleaved": 2, "spread": 2, "all outputs": 4}[name]
 
 
 @pytest.mark.parametrize("name", ["pipeline 4", "interleaved", "spread"])
@@ -189,6 +214,29 @@ def test_other_schedules_models_and_numbers_train_as_one_process_does(tmp_path: 
             (same,) = (one for one, other in plain.items() if replace(fits_of[name], strategy=None) == other)
             for key in ("losses", "weights"):
                 assert difference(seen[0], alone[same][0], key) <= TOLERANCES.get(name, TOLERANCE), (name, key)
+
+
+# As NCCL takes them: tests/gpu/staged.py.
+STRICT = {"process_group_backend": "staged"}
+AS_FOR_NCCL = {
+    "hybrid": Fit({"pipeline_parallel_size": 2, **STRICT}, trainer={"gradient_clip_val": 0.1}),
+    "interleaved": Fit({"pipeline_parallel_size": 2, "schedule": "interleaved", "chunks": 2, **STRICT}),
+    "all outputs": Fit({"pipeline_parallel_size": 4, "outputs": "all", **STRICT}),
+    "odd rows": Fit({"pipeline_parallel_size": 4, **STRICT}, rows=4 * ROWS + 6),
+    "shards": Fit({"pipeline_parallel_size": 2, "shard": True, **STRICT}, trainer={"gradient_clip_val": 0.1}),
+    "transformer": Fit({"pipeline_parallel_size": 4, **STRICT}, model="transformer"),
+}
+
+
+@pytest.mark.proof
+def test_ranks_make_only_calls_that_nccl_takes(tmp_path: Path):
+    """Contiguous tensors, and in each collective call the same sizes on all ranks, in the same order."""
+    plain = {name: replace(fit, strategy=None) for name, fit in AS_FOR_NCCL.items()}
+    (tmp_path / "alone").mkdir()
+    alone = ranks_of(tmp_path / "alone", 1, plain)
+    for name, seen in ranks_of(tmp_path, 4, AS_FOR_NCCL).items():
+        for key in ("losses", "weights"):
+            assert difference(seen[0], alone[name][0], key) <= TOLERANCE, (name, key)
 
 
 def _shapes(value: Any) -> Any:

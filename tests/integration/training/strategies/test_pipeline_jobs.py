@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -101,6 +102,20 @@ def test_own_loaders_resume_as_if_nothing_had_happened(tmp_path: Path):
     whole = model_of(tmp_path / "whole")
     for name, weight in model_of(tmp_path / "interrupted").items():
         assert torch.equal(weight, whole[name]), name
+
+
+def test_distribution_of_the_sdk_makes_the_pipeline(tmp_path: Path):
+    """The parameters of SageMaker's model parallel library, with the number of processes of its mpi, and no option."""
+    parameters = {"partitions": 2, "microbatches": 8, "placement_strategy": "spread", "ddp": True}
+    hyperparameters = {"mp_parameters": parameters, "sagemaker_mpi_enabled": True}
+    path = tmp_path / "hyperparameters.json"
+    path.write_text(json.dumps({**hyperparameters, "sagemaker_mpi_num_of_processes_per_host": 2}))
+    output = train(
+        tmp_path, f"--group trainer=2 --env LIGHTNING_SM_DEVICES= --hyperparameters {path}", "--trainer.max_steps=4"
+    )
+    assert "Pipeline over 2 ranks, 2 replicas (spread), schedule 1f1b, up to 8 microbatches" in output
+    assert re.search(r"\| 0 +0 \(algo-\d\), 1 \(algo-\d\) ", output)
+    assert " step=4 " in output
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=[pytest.mark.mpi, NEEDS_MPIRUN])])

@@ -3,7 +3,7 @@
 import copy
 import random
 import warnings
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 
 import numpy as np
 import pytest
@@ -116,6 +116,11 @@ DIFFERENT = {
     "length": ([1, 2], [1, 2, 3]),
     "list and tuple": ([1], (1,)),
     "keys": ({"a": 1}, {"b": 1}),
+    "ordered dict": ({"a": 1}, OrderedDict({"a": 1})),
+    "types of keys": ({1: 0}, {True: 0}),
+    "keys of tuples": ({(1, "a"): 0}, {(1.0, "a"): 0}),
+    "NumPy keys": ({np.int64(1): 0}, {np.int64(2): 0}),
+    "types in a set": ({1}, {True}),
     "order of keys": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "set": ({1, 2}, {1, 3}),
     "enum": (Colour.RED, "RED"),

@@ -1,36 +1,42 @@
 """Answers go to slots, come out in order, and slots are never lost."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.scheduler import StepRange
-from lightning_sm.data.ipc.feeder_messages import EndOfBlock
+from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfBlock, EndOfPass, Position
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import SamplePlan, Tail
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.frames import EncodedBatch, StepRangeHeader, pack_batches
-from lightning_sm.data.protocol.spec import BatchSpec, StepRangeSpec
+from lightning_sm.data.protocol.spec import StepRangeSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
+from tests.unit.data.feeder.passes import start_pass
 
 NUM_SLOTS = 3
 
 
 @pytest.fixture
-def buffer():
-    """A pass over ten steps of two samples, from step 4 on, with three slots."""
+def make():
+    """A function that makes a pass over ten steps of two samples, by default from step 4 on, with three slots."""
     ring = Ring.create(NUM_SLOTS, 4096)
-    plan = SamplePlan(np.arange(20), 2, drop_last=False, rank=0, world_size=1)
-    request = StepRangeSpec("o", 1, ())
-    batch = BatchSpec(2, 3, 0, 0, 0, np.empty(0, np.int64))
-    free = list(range(NUM_SLOTS))
-    yield PassBuffer(
-        1, "train_dataloader()", ring, 1, free, request, batch, plan, 4, 10, window_batches=8, window_bytes=5000
-    )
+
+    def make_buffer(plan=None, tail=None, first_step=4, stop_step=None, mode="exact", **options):
+        plan = plan or SamplePlan(np.arange(20), 2, drop_last=False, rank=0, world_size=1)
+        position = Position(3, 0, first_step, stop_step, tail=mode)
+        request = start_pass(index=1, seed=2, position=position, **options)
+        return PassBuffer(request, ring, list(range(NUM_SLOTS)), plan, tail or Tail())
+
+    yield make_buffer
     ring.close()
+
+
+@pytest.fixture
+def buffer(make):
+    """A pass with the usual limits."""
+    return make()
 
 
 def announce(buffer, request_id, num_bytes, produce_s=1.0, num_batches=None):
@@ -42,9 +48,20 @@ def announce(buffer, request_id, num_bytes, produce_s=1.0, num_batches=None):
 
 def receive(buffer, request_id, offset, data):
     """Let a piece of an answer come in."""
-    piece = buffer.begin_piece(request_id, offset, len(data), is_compressed=False)
-    piece.write(memoryview(data))
-    buffer.end_piece(piece)
+    piece = begin_piece(buffer, request_id, offset, len(data))
+    piece.memory[:] = data
+    piece.end(True)
+
+
+def begin_piece(buffer, request_id, offset, size):
+    """Reserve the place of a piece that is not compressed."""
+    answer = buffer.in_flight[request_id]
+
+    def ended(piece, is_complete):
+        piece.decompress()
+        buffer.end_piece(answer, piece, is_complete=is_complete)
+
+    return answer.begin_piece(offset, size, is_compressed=False, ended=ended)
 
 
 def answer(buffer, request_id, data, produce_s=1.0):
@@ -83,9 +100,11 @@ def test_the_last_range_can_be_held(buffer):
     for request_id, step_range in ((7, StepRange(4, 4)), (8, StepRange(8, 2))):
         assert buffer.reserve(request_id, step_range)
         answer(buffer, request_id, b"batches")
-    assert [one.first_step for one in buffer.deliveries(holds_last=True)] == [4]
-    assert [one.first_step for one in buffer.deliveries(holds_last=True)] == []
-    assert [one.first_step for one in buffer.deliveries()] == [8]
+    assert [one.first_step for one in buffer.deliveries(holds_end=True)] == [4]
+    assert [one.first_step for one in buffer.deliveries(holds_end=True)] == []
+    last, end = buffer.deliveries()
+    assert (last.first_step, end) == (8, EndOfPass(1, None))
+    assert list(buffer.deliveries()) == []
 
 
 def test_slots_are_bounded_and_dropped_answers_give_theirs_back(buffer):
@@ -103,12 +122,26 @@ def test_a_slot_is_not_given_away_while_a_piece_is_written_to_it(buffer):
     buffer.reserve(0, StepRange(4, 1))
     announce(buffer, 0, 3)
     slot = buffer.in_flight[0].slot
-    piece = buffer.begin_piece(0, 0, 3, is_compressed=False)
+    piece = begin_piece(buffer, 0, 0, 3)
     buffer.drop(0)
     assert slot not in buffer.free
-    piece.write(memoryview(b"abc"))
-    buffer.end_piece(piece)
+    assert piece.memory is None
+    piece.end(True)
     assert slot in buffer.free
+
+
+def test_a_piece_that_is_cut_off_counts_nothing(buffer):
+    """The connection is lost within it: the request is dropped later, and its slot is free then, once."""
+    buffer.reserve(0, StepRange(4, 1))
+    announce(buffer, 0, 3)
+    slot = buffer.in_flight[0].slot
+    piece = begin_piece(buffer, 0, 0, 3)
+    piece.memory[:2] = b"ab"
+    piece.end(False)
+    assert buffer.in_flight[0].received == 0
+    assert slot not in buffer.free
+    buffer.drop(0)
+    assert buffer.free.count(slot) == 1
 
 
 def test_a_batch_without_bytes_is_complete_at_once(buffer):
@@ -168,9 +201,9 @@ def test_the_size_of_batches_without_bytes_is_known(buffer):
     assert buffer.window == 8
 
 
-def test_quick_small_batches_are_requested_together(buffer):
+def test_quick_small_batches_are_requested_together(make):
     """Runs double, up to what makes 10 ms of work or 8 MiB; the window then counts requests, not batches."""
-    buffer.window_bytes = 1 << 30
+    buffer = make(window_bytes=1 << 30)
     lengths = []
     for number, step in enumerate((4, 5, 6, 7)):
         buffer.reserve(number, StepRange(step, 1))
@@ -184,10 +217,10 @@ def test_quick_small_batches_are_requested_together(buffer):
     assert buffer.range_length == 1
 
 
-@pytest.mark.parametrize(("window_bytes", "num_bytes", "most"), [(1 << 30, 400, 4), (800, 20, 2)])
-def test_runs_fit_into_slots_and_window(buffer, window_bytes, num_bytes, most):
+@pytest.mark.parametrize(("window_bytes", "num_bytes", "most"), [(1 << 30, 400, 4), (900, 20, 2)])
+def test_runs_fit_into_slots_and_window(make, window_bytes, num_bytes, most):
     """A range has at most half of a slot of 4096 bytes, and an eighth of the window."""
-    buffer.window_bytes = window_bytes
+    buffer = make(window_bytes=window_bytes)
     for number, step in enumerate((4, 5, 6, 7)):
         buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, bytes(num_bytes), produce_s=0.0001)
@@ -195,20 +228,18 @@ def test_runs_fit_into_slots_and_window(buffer, window_bytes, num_bytes, most):
     assert buffer.range_length == most
 
 
-def test_a_limit_of_the_users_counts_batches(buffer):
+def test_a_limit_of_the_users_counts_batches(make):
     """Where the user limits the batches ahead, requests are for so few that all workers have one."""
-    buffer.is_window_fixed = True
-    buffer.window_bytes = 1 << 30
-    buffer.window_batches = 16
+    buffer = make(is_window_fixed=True, window_bytes=1 << 30, window_batches=16)
     for number, step in enumerate((4, 5)):
         buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, b"tiny", produce_s=0.0001)
     assert (buffer.range_length, buffer.window) == (2, 16)
 
 
-def test_a_delivery_describes_its_range(buffer):
+def test_a_delivery_describes_its_range(make):
     """The training process learns where the batches lie, how long they took, and how many more are ready."""
-    buffer.tells_keys = True
+    buffer = make(tells_keys=True)
     buffer.reserve(0, StepRange(4, 2))
     buffer.reserve(1, StepRange(6, 1))
     answer(buffer, 1, b"six")
@@ -228,9 +259,9 @@ def test_another_number_of_batches_than_requested_is_refused(buffer, num_batches
         announce(buffer, 0, 10, num_batches=num_batches)
 
 
-def test_a_shard_may_end_within_a_range(buffer):
+def test_a_shard_may_end_within_a_range(make):
     """What it has is delivered, its other steps are skipped, and the batches of the block come in rows."""
-    buffer.plan, buffer.next_step, buffer.taken = ShardSteps(2, 0, 1), 0, 0
+    buffer = make(ShardSteps(2, 0, 1))
     buffer.plan.range_length = 3
     for number, first in enumerate((0, 3)):
         buffer.reserve(number, StepRange(first, 3))
@@ -254,21 +285,21 @@ def test_a_shard_may_end_within_a_range(buffer):
         pytest.param(4, None, False, None, id="it is even"),
     ],
 )
-def test_an_uneven_last_step_is_held_back(buffer, next_step, stop_step, is_uneven, held_step):
+def test_an_uneven_last_step_is_held_back(make, next_step, stop_step, is_uneven, held_step):
     """The pass ends before it, if it would have had it, and says so."""
     tail = Tail(1.2, is_uneven)
-    held = replace(buffer, next_step=next_step, stop_step=stop_step, tail=tail, holds_tail=True)
+    held = make(tail=tail, first_step=next_step, stop_step=stop_step, mode="hold")
     assert held.held_step == held_step
     assert held.stop_step == (held_step or stop_step or 10)
-    asked = replace(buffer, next_step=next_step, stop_step=stop_step, tail=tail)
+    asked = make(tail=tail, first_step=next_step, stop_step=stop_step)
     assert (asked.held_step, asked.stop_step) == (None, stop_step or 10)
 
 
-def test_the_last_batch_has_the_weight_of_the_last_step(buffer):
+def test_the_last_batch_has_the_weight_of_the_last_step(make):
     """The batches before have that of a full batch."""
-    buffer.tail = Tail(1.2, is_uneven=True)
-    buffer.next_step = 6
+    buffer = make(tail=Tail(1.2, is_uneven=True), first_step=6)
     for request_id, step_range in enumerate((StepRange(6, 3), StepRange(9, 1))):
         buffer.reserve(request_id, step_range)
         answer(buffer, request_id, b"batch")
-    assert [delivery.tail_weight for delivery in buffer.deliveries()] == [1.0, 1.2]
+    weights = [one.tail_weight for one in buffer.deliveries() if isinstance(one, DeliveredRange)]
+    assert weights == [1.0, 1.2]

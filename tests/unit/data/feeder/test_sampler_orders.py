@@ -48,10 +48,9 @@ class Hosts:
         keys = np.ascontiguousarray(keys, "<i8")
         parts = [keys] if offsets is None else [keys, np.asarray(offsets, "<i8")]
         num_batches = len(keys) if offsets is None else len(offsets) - 1
-        size = OrderSize(len(keys), num_batches, digest(np.concatenate(parts)))
+        self.size = OrderSize(len(keys), num_batches, digest(np.concatenate(parts)))
         self.fd = os.memfd_create("order")
         with os.fdopen(os.dup(self.fd), "wb") as file:
-            file.write(size.encode() + b"\n")
             for part in parts:
                 file.write(part.data)
         self.links = {f"h{name}": Link(self, f"h{name}") for name in range(number)}
@@ -78,7 +77,7 @@ class Link:
 
     def _run(self, loader_pass, timeout_s):
         self._hosts.num_calls += 1
-        message = SamplerOutput(loader_pass, "", (os.dup(self._hosts.fd),))
+        message = SamplerOutput(loader_pass, self._hosts.size, (os.dup(self._hosts.fd),))
         threading.Thread(target=self.orders.take, args=(message,)).start()
 
     def sampler_order(self, request):
@@ -238,7 +237,7 @@ def test_a_late_host_that_disagrees_is_reported():
             WireError,
             r"host h0 for the sampler of train_dataloader\(\) has an unknown error",
         ),
-        (OrderSize(-1, 1, "d"), WireError, "num_samples is -1; 0 to .* allowed"),
+        (OrderSize(-1, 1, "d"), WireError, r"`int` >= 0 - at `\$.num_samples`"),
         (OrderSize(1, 1, "d", num_keys=1), WireError, "malformed"),
     ],
 )
@@ -276,7 +275,7 @@ def test_hosts_share_the_counting():
     [
         (ShardSizes([1] * 4, first=9), DataHostMismatchError, r":\n  h0: batches in shard 0 of 8: 10\n  h1: .* 9\n"),
         (ShardSizes([1] * 3, first=1), WireError, "count from data host h1 is malformed"),
-        (ShardSizes([1, 2, 3, True], first=1), WireError, "'sizes' must be of type int, not True"),
+        (ShardSizes([1, 2, 3, True], first=1), WireError, r"`int`, got `bool` - at `\$.sizes"),
         (
             Problem("RemoteTransformError", "KeyError", "worker 3"),
             RemoteTransformError,

@@ -18,7 +18,7 @@ def test_requests_of_a_lost_host_go_elsewhere_at_once(is_silent):
     scheduler.completed(1, 2.0)
     again = scheduler.next_requests(2.0)
     assert asked(again) == [("b", 0)]
-    assert not scheduler.completed(0, 2.0).is_accepted
+    assert scheduler.completed(0, 2.0) is None
     status = host_status(scheduler, "a")
     assert status.state is (Liveness.SUSPECT if is_silent else Liveness.DOWN)
     assert (status.num_retries, status.num_in_flight) == (2, 0)
@@ -33,6 +33,19 @@ def test_host_may_be_down_before_it_was_ever_up():
     assert scheduler.next_requests(1.0) == []
     assert scheduler.next_wakeup(1.0) is None
     assert host_status(scheduler, "c").state is Liveness.DOWN
+
+
+def test_a_step_that_was_changed_is_requested_again():
+    """After the failure that would have ended the pass, it begins anew: it may fail as often as any other."""
+    scheduler = make("a", window=1)
+    for again in (True, True, False):
+        for is_last in (False, True):
+            (request,) = scheduler.next_requests(0.0)
+            assert request.first_step == 0
+            assert scheduler.failed(request.request_id, 0.0, retry=Retry.ONCE).is_fatal is is_last
+        assert scheduler.next_requests(0.0) == []
+        if again:
+            scheduler.request_again(request.pass_id, 0)
 
 
 def test_failed_request_is_asked_of_another_host():
@@ -160,7 +173,7 @@ def test_a_failed_range_is_requested_again_step_by_step(retry):
         "as many as there are slots"
     )
     assert scheduler.failed(requests[1].request_id, 11.0, retry=Retry.NEVER, reason="step 5").failures == ("step 5",)
-    assert scheduler.completed(requests[0].request_id, 11.0).is_accepted
+    assert scheduler.completed(requests[0].request_id, 11.0) is not None
     scheduler.advance(1, 5)
     assert scheduler.passes()[0].waiting_for == 5
 
@@ -180,4 +193,4 @@ def test_the_duplicate_of_a_failed_range_may_still_answer():
     assert hedge.is_hedge
     assert not scheduler.failed(first.request_id, 51.0, retry=Retry.ONCE).is_fatal
     assert scheduler.next_requests(51.0) == []
-    assert scheduler.completed(hedge.request_id, 52.0).is_accepted
+    assert scheduler.completed(hedge.request_id, 52.0) is not None

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_sm.data.feeder import scheduler as scheduler_module
 from lightning_sm.data.feeder.scheduler import Retry
-from tests.fakes.schedulers import asked, host_status, make, warm
+from tests.fakes.schedulers import NO_END, asked, host_status, make, warm
 
 
 def hedged():
@@ -37,11 +37,9 @@ def test_late_request_is_sent_to_another_host():
 def test_first_answer_wins(winner):
     """The loser of a hedge is returned to be cancelled, frees its credit at once, and is refused when it comes late."""
     scheduler, now, *pair = hedged()
-    completion = scheduler.completed(pair[winner].request_id, now + 1.0)
-    assert completion.is_accepted
-    assert completion.cancel == (pair[1 - winner],)
+    assert scheduler.completed(pair[winner].request_id, now + 1.0) == (pair[1 - winner],)
     assert host_status(scheduler, pair[1 - winner].host).num_in_flight == 0
-    assert not scheduler.completed(pair[1 - winner].request_id, now + 1.0).is_accepted
+    assert scheduler.completed(pair[1 - winner].request_id, now + 1.0) is None
 
 
 @pytest.mark.parametrize("loser", [0, 1])
@@ -60,7 +58,7 @@ def test_fatal_failure_cancels_the_duplicate():
     scheduler, now, first, hedge = hedged()
     decision = scheduler.failed(first.request_id, now, retry=Retry.NEVER)
     assert decision.cancel == (hedge,)
-    assert not scheduler.completed(hedge.request_id, now).is_accepted
+    assert scheduler.completed(hedge.request_id, now) is None
     assert host_status(scheduler, "b").num_in_flight == 0
 
 
@@ -69,7 +67,7 @@ def test_hedge_of_a_lost_host_is_not_sent_twice():
     scheduler, now, _, hedge = hedged()
     scheduler.host_lost("a", is_silent=False)
     assert scheduler.next_requests(now) == []
-    assert scheduler.completed(hedge.request_id, now).cancel == ()
+    assert scheduler.completed(hedge.request_id, now) == ()
 
 
 def test_nothing_is_late_without_samples():
@@ -113,6 +111,20 @@ def test_hedge_goes_to_a_host_where_the_step_has_not_failed():
     assert asked(scheduler.next_requests(now + 9.0)) == [("b", 0)]
 
 
+def test_no_duplicate_goes_where_the_user_code_has_raised():
+    """A late second attempt is never duplicated on the host whose files are lost, which would end the pass."""
+    scheduler, now = warm({"a": 1.0, "b": 1.0})
+    scheduler.open_pass(2, 0, 1, 1)
+    (first,) = scheduler.next_requests(now)
+    scheduler.failed(first.request_id, now, retry=Retry.ONCE)
+    (second,) = scheduler.next_requests(now)
+    assert (first.host, second.host) == ("a", "b")
+    assert scheduler.next_requests(now + 1000.0) == []
+    scheduler.host_up("c", 1)
+    (hedge,) = scheduler.next_requests(now + 1000.0)
+    assert (hedge.host, hedge.is_hedge) == ("c", True)
+
+
 def test_only_what_the_consumer_will_wait_for_is_hedged():
     """A late request for a step that is needed only after some more answers may still be in time."""
     scheduler, now = warm({"a": 1.0, "b": 1.0}, num_credits=2)
@@ -139,7 +151,7 @@ def test_frozen_worker_of_the_only_host_is_hedged_on_it():
 def test_hedges_cost_a_part_of_the_work():
     """Beyond the burst, what hedged batches cost is at most a twentieth of the work, also where they are heavy."""
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 1.0}, num_credits=4)
-    scheduler.open_pass(2, 0, None, 64)
+    scheduler.open_pass(2, 0, NO_END, 64)
     work_s = hedged_s = 0.0
     slow = set()
     for _ in range(400):
@@ -151,9 +163,9 @@ def test_hedges_cost_a_part_of_the_work():
         for request in list(in_flight.values()):
             cost_s = 10.0 if request.request_id in slow else 1.0
             if now - request.sent_at >= cost_s:
-                completion = scheduler.completed(request.request_id, now, cost_s)
+                superfluous = scheduler.completed(request.request_id, now, cost_s)
                 work_s += cost_s
-                hedged_s += cost_s * len(completion.cancel)
+                hedged_s += cost_s * len(superfluous)
         scheduler.advance(2, scheduler.passes()[0].waiting_for)
     assert hedged_s > 0
     assert hedged_s <= 0.05 * work_s + (4 + 4) * 10.0
@@ -170,7 +182,7 @@ def test_small_budget_stops_hedges(monkeypatch):
     assert scheduler.next_requests(now + 29.0) == []
     (hedge,) = scheduler.next_requests(now + 30.0)
     assert (hedge.first_step, hedge.is_hedge, hedge.host) == (0, True, second.host)
-    assert scheduler.completed(hedge.request_id, now + 31.0).cancel == (first,)
+    assert scheduler.completed(hedge.request_id, now + 31.0) == (first,)
 
 
 def test_a_withdrawn_hedge_costs_nothing():
@@ -179,3 +191,67 @@ def test_a_withdrawn_hedge_costs_nothing():
     scheduler.withdraw(hedge)
     assert host_status(scheduler, "a").num_hedges == 0
     assert host_status(scheduler, "b").num_in_flight == 0
+
+
+def answer_one_by_one(scheduler, now, latency_s, number):
+    """Answer requests of pass 1, one at a time; return the time."""
+    for _ in range(number):
+        (request,) = scheduler.next_requests(now)
+        now += latency_s
+        scheduler.completed(request.request_id, now)
+        scheduler.advance(1, request.first_step + 1)
+    return now
+
+
+def test_three_answers_are_enough_to_know_what_is_late():
+    """From the third on there is a median."""
+    scheduler = make("a", "b", window=1)
+    now = answer_one_by_one(scheduler, 0.0, 1.0, 2)
+    scheduler.next_requests(now)
+    assert scheduler.next_wakeup(now) is None
+    scheduler = make("a", "b", window=1)
+    now = answer_one_by_one(scheduler, 0.0, 1.0, 3)
+    scheduler.next_requests(now)
+    assert scheduler.next_wakeup(now) == now + 3.0
+
+
+@pytest.mark.parametrize(
+    ("latencies_s", "median_s"),
+    [((1.0, 2.0, 32), 1.0), ((1.0, 2.0, 33), 2.0), ((2.0, 1.0, 31), 2.0), ((2.0, 1.0, 32), 1.0)],
+)
+def test_the_median_is_that_of_the_last_64_answers(latencies_s, median_s):
+    """Older ones are forgotten, one by one."""
+    before_s, after_s, number = latencies_s
+    scheduler = make("a", "b", window=1, stop=NO_END)
+    now = answer_one_by_one(scheduler, 0.0, before_s, 70)
+    now = answer_one_by_one(scheduler, now, after_s, number)
+    scheduler.next_requests(now)
+    assert scheduler.next_wakeup(now) == pytest.approx(now + 3.0 * median_s)
+
+
+def test_shards_are_never_hedged_on_the_only_host():
+    """It would read the shard a second time from its beginning, behind the first."""
+    scheduler = make(window=1)
+    scheduler.host_up("a", 4)
+    scheduler.close_pass(1)
+    scheduler.open_pass(1, 0, NO_END, 1, shard_of=lambda step: step % 4)
+    now = answer_one_by_one(scheduler, 0.0, 1.0, 5)
+    scheduler.next_requests(now)
+    assert scheduler.next_wakeup(now) is None
+    assert scheduler.next_requests(now + 10_000.0) == []
+
+
+@pytest.mark.parametrize("latency_s", [0.5, 4.0])
+def test_as_many_hedges_as_the_burst_are_open_at_a_time(latency_s, monkeypatch):
+    """Without a budget for more: so many late batches have a second request, however heavy they are; then none."""
+    monkeypatch.setattr(scheduler_module, "HEDGE_BUDGET", 0.0)
+    monkeypatch.setattr(scheduler_module, "HEDGE_BURST", -1)
+    scheduler, now = warm({"a": latency_s, "b": latency_s}, num_credits=3)
+    scheduler.open_pass(2, 0, 100, 3)
+    scheduler.set_window(2, 3)
+    first = scheduler.next_requests(now)
+    assert asked(first) == [("a", 0), ("b", 1), ("a", 2)]
+    hedges = scheduler.next_requests(now + 3 * latency_s)
+    assert len(hedges) == 2
+    scheduler.withdraw(hedges[1])
+    assert len(scheduler.next_requests(now + 3 * latency_s)) == 1, "a hedge that was taken back is not open"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
 import pytest
 
 from lightning_sm.data.feeder.scheduler import Liveness, Retry, Scheduler, StepRange
-from tests.fakes.schedulers import asked, host_status, make, warm
+from tests.fakes.schedulers import NO_END, asked, host_status, make, warm
 
 
 def test_free_credits_take_the_oldest_steps_in_turn():
@@ -75,11 +76,13 @@ def test_late_unknown_and_closed_answers_are_refused():
     """Only the first answer to a step of an open pass is accepted; the others are rejected, which is not an error."""
     scheduler = make("a", num_credits=2)
     scheduler.next_requests(0.0)
-    assert scheduler.completed(0, 1.0).is_accepted
-    assert not scheduler.completed(0, 1.0).is_accepted
-    assert not scheduler.completed(99, 1.0).is_accepted
+    assert scheduler.request(0, "a").request_id == 0
+    assert scheduler.completed(0, 1.0) is not None
+    assert scheduler.request(0, "a") is None
+    assert scheduler.completed(0, 1.0) is None
+    assert scheduler.completed(99, 1.0) is None
     assert asked(scheduler.close_pass(1)) == [("a", 1)]
-    assert not scheduler.completed(1, 2.0).is_accepted
+    assert scheduler.completed(1, 2.0) is None
     assert scheduler.passes() == []
     assert host_status(scheduler, "a").num_in_flight == 0
 
@@ -97,14 +100,14 @@ def test_closed_pass_is_ignored():
 
 def test_stop_found_later_cancels_what_is_beyond():
     """When the end of a pass becomes known, requests beyond it are returned and none is sent again."""
-    scheduler = make("a", num_credits=3, window=6, stop=None)
+    scheduler = make("a", num_credits=3, window=6, stop=NO_END)
     scheduler.next_requests(0.0)
     scheduler.completed(2, 1.0)
     assert asked(scheduler.set_stop(1, 1)) == [("a", 1)]
     status = scheduler.passes()[0]
     assert (status.num_todo, status.num_in_flight, status.num_ready) == (0, 1, 0)
     assert scheduler.next_requests(1.0) == []
-    assert scheduler.completed(0, 2.0).is_accepted
+    assert scheduler.completed(0, 2.0) is not None
 
 
 def test_window_can_grow_and_shrink():
@@ -193,3 +196,19 @@ def test_ranks_spread_over_hosts_that_differ_a_little():
         first.update(request.host for request in scheduler.next_requests(now))
     assert set(first) == set(latencies_s)
     assert min(first.values()) >= 25
+
+
+def test_request_ids_start_again_after_32_bits():
+    """Frames have no room for more."""
+    scheduler = make("a", num_credits=2)
+    scheduler._request_ids = itertools.count(2**32 - 1)
+    assert [request.request_id for request in scheduler.next_requests(0.0)] == [2**32 - 1, 0]
+
+
+def test_a_step_at_the_end_of_a_pass_is_beyond_it():
+    """Whether it is ready or in flight when the end becomes known."""
+    scheduler = make("a", num_credits=3, window=6, stop=NO_END)
+    scheduler.next_requests(0.0)
+    scheduler.completed(1, 1.0)
+    assert asked(scheduler.set_stop(1, 1)) == [("a", 2)]
+    assert scheduler.passes()[0].num_ready == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.fakes.schedulers import asked, host_status, warm
@@ -87,7 +89,7 @@ def test_a_host_whose_requests_are_overtaken_counts_as_slow():
     hedges = [request for request in scheduler.next_requests(now + 20.0) if request.is_hedge]
     assert {hedge.host for hedge in hedges} == {"a"}
     for hedge in hedges:
-        (overtaken,) = scheduler.completed(hedge.request_id, now + 21.0).cancel
+        (overtaken,) = scheduler.completed(hedge.request_id, now + 21.0)
         assert overtaken.host == "b"
     assert host_status(scheduler, "b").slowness > 3.0
 
@@ -119,3 +121,36 @@ def test_cheap_batches_of_another_loader_say_nothing_about_a_host():
     for request in requests:
         scheduler.completed(request.request_id, now + 10.0)
     assert max(host_status(scheduler, host).slowness for host in "ab") == pytest.approx(1.0)
+
+
+def test_the_caller_wakes_when_a_slow_host_counts_as_quick_again():
+    """Its slowness beyond 1 halves every ten of its latencies: 9 has become 3 after twenty of them."""
+    scheduler, now = slow_and_quick(num_credits=8, hedge_factor=0.0)
+    scheduler.open_pass(2, 0, 100, 30)
+    scheduler.set_window(2, 9)
+    assert {host for host, _ in asked(scheduler.next_requests(now))} == {"a"}
+    measured = scheduler._hosts["b"]
+    wakeup = scheduler.next_wakeup(now)
+    assert wakeup == pytest.approx(measured.measured_at + 10 * 9.0 * math.log2((measured.slowness - 1) / 2))
+    assert measured.expected_slowness(measured.measured_at) == measured.slowness
+    assert measured.expected_slowness(wakeup) == pytest.approx(3.0)
+    assert asked(scheduler.next_requests(wakeup + 0.1)) == [("b", 8)]
+    assert scheduler.next_wakeup(wakeup + 0.1) is None, "b is at work, which shows how quick it is"
+
+
+def test_a_host_that_is_up_again_counts_as_quick():
+    """What was measured before belongs to another process."""
+    scheduler, _ = slow_and_quick()
+    scheduler.host_lost("b", is_silent=False)
+    scheduler.host_up("b", 1)
+    assert host_status(scheduler, "b").slowness == 1.0
+
+
+@pytest.mark.parametrize(("num_late", "slownesses"), [(1, (1.0, 1.0, 10.75)), (2, (1.0, 1.0, 1.0))])
+def test_heavier_batches_make_no_host_slow(num_late, slownesses):
+    """If half of the hosts seem slow, the batches have become heavier, and what was measured is forgotten."""
+    scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 1.0})
+    scheduler.open_pass(2, 0, 100, 3)
+    for request in scheduler.next_requests(now)[3 - num_late :]:
+        scheduler.completed(request.request_id, now + 40.0)
+    assert tuple(host_status(scheduler, host).slowness for host in "abc") == pytest.approx(slownesses)

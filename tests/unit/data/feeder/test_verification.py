@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 
 from lightning_sm.data.feeder.batch_difference import BatchDifference
-from lightning_sm.data.feeder.pass_buffer import InFlightRange, PassBuffer
+from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.feeder.verification import MISSING, Verifier
+from lightning_sm.data.ipc.feeder_messages import Position
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.plan.samples import SamplePlan
+from lightning_sm.data.plan.samples import SamplePlan, Tail
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import EncodedBatch, StepRangeHeader, pack_batches
-from lightning_sm.data.protocol.spec import ANOTHER_HOST, BatchSpec, StepRangeSpec
+from lightning_sm.data.protocol.spec import ANOTHER_HOST, StepRangeSpec
 from lightning_sm.errors import DataHostMismatchError, WireError
+from tests.unit.data.feeder.passes import in_flight, start_pass
 
 NUM_STEPS = 10_000
 EXACT = BatchDifference('batch["label"][1]', ("3", "7"), rows=(1,), num_different=1, num_elements=4)
@@ -47,12 +49,8 @@ def ring():
 def open_pass(ring, *, epoch=0, rank=0, opening="o", plan=None, **options):
     """Return a pass over many steps of two samples."""
     plan = plan or SamplePlan(np.arange(2 * NUM_STEPS), 2, drop_last=False, rank=0, world_size=1)
-    batch = BatchSpec(1, epoch, 0, 0, 0, np.empty(0, np.int64))
-    request = StepRangeSpec(opening, 0, ())
-    options = {"window_batches": 8, "window_bytes": 5000, "has_indices": True, **options}
-    return PassBuffer(
-        1, "train_dataloader()", ring, 1, [0, 1], request, batch, plan, 0, NUM_STEPS, rank=rank, **options
-    )
+    request = start_pass(1, opening, rank=rank, position=Position(epoch), **options)
+    return PassBuffer(request, ring, [0, 1], plan, Tail())
 
 
 def offer(verifier, buffer, step, host="a", up="ab", num_batches=1, worker=0, transfer_s=0.0):
@@ -60,7 +58,7 @@ def offer(verifier, buffer, step, host="a", up="ab", num_batches=1, worker=0, tr
     data = bytes(range(4))
     for number in range(num_batches):
         buffer.ring.slot(0)[4 * number : 4 * number + 4] = np.frombuffer(data, np.uint8) + number
-    answer = InFlightRange(StepRange(step, num_batches), 0, header(data, num_batches, worker), transfer_s=transfer_s)
+    answer = in_flight(buffer, StepRange(step, num_batches), header(data, num_batches, worker), transfer_s)
     verifier.offer(buffer, answer, host, list(up), now=0.0)
     return verifier.check
 
@@ -187,10 +185,20 @@ def answered(verifier, check, data=bytes(range(4)), **options):
     """Let the second build come in two pieces."""
     verifier.request(check, 7, options.pop("host", "b"))
     check.take_header(header(data, **options))
-    assert not check.is_complete
+    assert not check.second.is_complete
     for offset in (0, 2):
-        check.take_piece(offset, memoryview(data[offset : offset + 2]), is_compressed=False)
-    assert check.is_complete
+        piece = begin_piece(check, offset, len(data[offset : offset + 2]))
+        piece.memory[:] = data[offset : offset + 2]
+        piece.end(True)
+    assert check.second.is_complete
+
+
+def begin_piece(check, offset, size, *, is_compressed=False):
+    """Reserve the place of a piece of the second build."""
+    second = check.second
+    return second.begin_piece(
+        offset, size, is_compressed=is_compressed, ended=lambda piece, is_complete: second.end_piece(piece)
+    )
 
 
 def test_the_second_build_is_compared_with_the_first(ring):
@@ -213,12 +221,12 @@ def test_what_does_not_fit_the_request_violates_the_protocol(ring):
             check.take_header(wrong)
     check.take_header(header(bytes(4)))
     with pytest.raises(WireError, match="compression is off"):
-        check.take_piece(0, memoryview(bytes(4)), is_compressed=True)
+        begin_piece(check, 0, 4, is_compressed=True)
     with pytest.raises(WireError, match="a second header"):
         check.take_header(header(bytes(4)))
     for offset, size in ((1, 1), (0, 5)):
         with pytest.raises(WireError, match="arrived after 0 of 4"):
-            check.take_piece(offset, memoryview(bytes(size)), is_compressed=False)
+            begin_piece(check, offset, size)
 
 
 def test_frames_belong_to_the_request_and_its_host(ring):

@@ -1,7 +1,5 @@
 """How the hooks of a DataModule on a data host are called, and what trainers get to know of it."""
 
-import json
-
 from torch.utils.data import DataLoader
 
 from lightning_sm.data.protocol.calls import OpenRequest, SetUp
@@ -34,7 +32,7 @@ class Labelled(HookModule):
 def test_plain_values_that_setup_sets_or_changes_are_copied_and_the_others_named():
     """Dicts with any keys, tuples, and what setup() only adds to; what it left alone is neither."""
     reply = served(Labelled()).open(OpenRequest(**open_request("")))
-    copied = {name: plain_value(value) for name, value in json.loads(json.dumps(reply.attributes)).items()}
+    copied = {name: plain_value(value) for name, value in reply.attributes.items()}
     assert copied == {"counts": {"neg": 3}, "id2label": {0: "neg", 1: "pos"}, "shape": (3, 32)}
     assert reply.missing == ["train_set", "words"]
 

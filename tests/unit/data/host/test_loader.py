@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.host.loader import ServedLoader
-from lightning_sm.data.host.sample_mark import SampleMark
+from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.protocol.calls import LoaderPass
 from lightning_sm.data.protocol.spec import FIRST_BY_HAND, BatchSpec
@@ -142,7 +142,7 @@ def served(loader, stage="train", **options):
 def batch(loader, *keys, epoch=0, pass_index=0, position=0, mark=None):
     """Return the batch of some keys."""
     arena = Arena(np.zeros(1 << 16, np.uint8))
-    return loader.batch(BatchSpec(0, epoch, pass_index, 100, position, np.array(keys)), arena, mark or SampleMark())
+    return loader.batch(BatchSpec(0, epoch, pass_index, 100, position, np.array(keys)), arena, mark or WorkerNotes())
 
 
 def copied(loader):
@@ -420,7 +420,7 @@ def test_a_sample_that_a_rank_repeats_draws_the_same():
     loader = drawing()
     first, *_ = batch(loader, 0, 1, 2)
     arena = Arena(np.zeros(1 << 16, np.uint8))
-    again = loader.batch(BatchSpec(0, 0, 0, 10, 9, np.array([9, 0])), arena, SampleMark())
+    again = loader.batch(BatchSpec(0, 0, 0, 10, 9, np.array([9, 0])), arena, WorkerNotes())
     assert again[1] == first
 
 
@@ -493,21 +493,21 @@ class DeadlyLines(Lines):
 )
 def test_a_killed_worker_has_noted_where_it_was(loader, keys, expected):
     """Its parent can say which sample kills it; an exception would name it by itself."""
-    one, mark = served(loader), SampleMark()
+    one, mark = served(loader), WorkerNotes()
     with pytest.raises(ChildProcessError, match="SIGKILL"):
         in_fork(lambda: batch(one, *keys, mark=mark))
-    assert mark.read() == expected
+    assert mark.place() == expected
     mark.close()
 
 
-def test_a_mark_holds_any_text():
+def test_a_note_holds_any_text():
     """A key may be long, or have characters that take several bytes."""
-    mark = SampleMark()
-    assert mark.read() == ""
+    mark = WorkerNotes()
+    assert mark.place() == ""
     mark.set_text("é" * 300)
-    assert mark.read().startswith("é" * 99)
+    assert mark.place().startswith("é" * 99)
     mark.set_index(-(1 << 63))
-    assert mark.read() == f"index {-(1 << 63)}"
+    assert mark.place() == f"index {-(1 << 63)}"
     mark.clear()
-    assert mark.read() == ""
+    assert mark.place() == ""
     mark.close()

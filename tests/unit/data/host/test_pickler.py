@@ -4,10 +4,12 @@ import functools
 import os
 import sys
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+from lightning_fabric.utilities.data import _replace_dunder_methods
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm._lightning import LightningModule, Trainer
@@ -56,6 +58,68 @@ def test_a_model_in_a_loader_keeps_its_trainer():
     for arrived in (loader, again):
         assert arrived.collate_fn([1]) == ([1], 7)
         assert arrived.collate_fn.__self__.part.trainer is stand_in()
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU, as far as a machine without one can have it."""
+
+    device = torch.device("cuda", 0)
+
+    def cpu(self):
+        """Return a copy on the CPU."""
+        return self.as_subclass(torch.Tensor).clone()
+
+    def numpy(self):
+        """Refuse, as a tensor on a GPU does."""
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+class OnGpuModel(Model):
+    """Has what models have on a GPU: parameters, one of them twice, a buffer, and tensors in attributes."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(2, 1))
+        self.part.weight = torch.nn.Parameter(torch.ones(1, 2).as_subclass(OnGpu))
+        self.tied = self.part.weight
+        self.frozen = torch.nn.Parameter(torch.zeros(3).as_subclass(OnGpu), requires_grad=False)
+        self.frozen.group = "frozen"
+        self.register_buffer("mean", torch.full((2,), 5.0).as_subclass(OnGpu), persistent=False)
+        self.losses = [torch.tensor(7.0).as_subclass(OnGpu)]
+        self._device = torch.device("cuda", 0)
+
+
+def attached(model):
+    """Give a model a Trainer."""
+    model.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    return model
+
+
+def test_a_model_in_a_loader_arrives_on_the_cpu():
+    """By the time loaders are made, the strategy has moved it to the GPU, which data hosts do not have."""
+    model = travelled(DataLoader(range(3), collate_fn=attached(OnGpuModel()).collate)).collate_fn.__self__
+    tensors = (model.part.weight, model.frozen, model.mean, *model.losses)
+    assert [one.device.type for one in (model, *tensors)] == ["cpu"] * 5
+    assert [one.tolist() for one in tensors] == [[[1, 1]], [0, 0, 0], [5, 5], 7]
+    assert [(type(one), one.requires_grad) for one in tensors[:2]] == [
+        (torch.nn.Parameter, True),
+        (torch.nn.Parameter, False),
+    ]
+    assert (model.tied is model.part.weight, model.frozen.group) == (True, "frozen")
+
+
+@pytest.mark.parametrize(
+    ("holder", "path"),
+    [
+        (Holder(rows=torch.zeros(3).as_subclass(OnGpu)), r"Holder\.rows"),
+        (Holder(model=attached(Model(Model())), rows=torch.zeros(3).as_subclass(OnGpu)), r"Holder\.rows"),
+        (Holder(teacher=OnGpuModel()), r"Holder\.teacher"),
+    ],
+    ids=["data", "data beside a model", "a model that is not trained"],
+)
+def test_other_tensors_on_a_gpu_are_refused(holder, path):
+    """Data on a GPU would cross the network instead, and a model in a dataset would compute on the CPU, silently."""
+    with pytest.raises(DataSettingsError, match=rf"{path}.* is a tensor on cuda:0, but data hosts .* on the CPU"):
+        pickle_object(holder, by_name=False)
 
 
 def test_a_model_without_a_trainer_gets_none():
@@ -124,10 +188,12 @@ def test_a_trainer_becomes_the_stand_in():
     assert travelled(Holder(trainer=trainer)).trainer is stand_in()
 
 
-def test_an_iterator_of_persistent_workers_stays():
-    """A loader that was read before it is handed to fit()."""
-    loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=1, persistent_workers=True)
-    assert len(list(loader)) == 2
+@pytest.mark.parametrize("is_in_hook", [False, True])
+def test_an_iterator_of_persistent_workers_stays(is_in_hook):
+    """A loader that was read before it is handed to fit(), or within a hook, where Lightning watches loaders."""
+    with _replace_dunder_methods(DataLoader, "dataset") if is_in_hook else nullcontext():
+        loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=1, persistent_workers=True)
+        assert len(list(loader)) == 2
     arrived = travelled(loader)
     assert arrived._iterator is None
     assert [batch.tolist() for (batch,) in DataLoader(arrived.dataset, 2)] == [[0, 1], [2, 3]]

@@ -35,6 +35,12 @@ def test_every_index_comes_once(length, seed, epoch, pass_index, salt):
     assert np.array_equal(np.sort(order), np.arange(length))
 
 
+@given(SIZES)
+def test_an_order_has_a_length(length):
+    """As many positions as samples."""
+    assert len(ShuffledOrder(length, seed=0, epoch=0)) == len(SequentialOrder(length)) == length
+
+
 @given(st.integers(1, 2**62), st.lists(st.integers(0, 2**62), max_size=20), st.integers(0, 9))
 def test_positions_are_independent(length, numbers, seed):
     """The index at a position is the same whatever else is asked; in a huge order, too, all are different and exist."""

@@ -257,9 +257,25 @@ def test_plans_take_plain_lists():
     """A list of indices is as good as an array, an empty one included."""
     assert SamplePlan([3, 1, 2], 2, False, 0, 1).batch(1).tolist() == [2]
     assert SamplePlan([], 2, False, 0, 1).num_steps == 0
+    assert BatchPlan([3, 1, 2], None, 0, 1).batch(1).tolist() == [1]
 
 
-@pytest.mark.parametrize("step", [-1, 2])
+def test_a_batch_may_be_larger_than_a_block():
+    """The order is evaluated in blocks of about 4,096 samples, but a step at least."""
+    plan = SamplePlan(SequentialOrder(30_000), 10_000, False, 0, 1)
+    assert [plan.batch(step)[[0, -1]].tolist() for step in range(3)] == [
+        [0, 9_999],
+        [10_000, 19_999],
+        [20_000, 29_999],
+    ]
+
+
+def test_a_plan_pads_only_when_it_is_told_to():
+    """The last step of three samples on two ranks."""
+    assert [SamplePlan(range(3), 2, False, rank, 2).batch(0).tolist() for rank in range(2)] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("step", [-1, 2, 3])
 def test_a_step_outside_the_pass_is_an_error(step):
     """A cursor outside the pass is refused, never served with other samples."""
     with pytest.raises(IndexError, match=rf"Step {step} does not exist \(number of steps in the pass: 2\)"):
@@ -268,7 +284,7 @@ def test_a_step_outside_the_pass_is_an_error(step):
         BatchPlan(np.arange(8), np.array([0, 2, 4, 6, 8]), 0, 2).batch(step)
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (3, 2), (0, 0)])
 def test_a_rank_outside_the_world_is_an_error(rank, world_size):
     """Every plan names a rank that does not exist."""
     plans = [
@@ -345,7 +361,7 @@ def test_custom_batches_by_example(custom, world_size, expected):
 def test_an_empty_custom_batch_is_named():
     """A batch without samples is the user's mistake, and the message says which one it is."""
     with pytest.raises(DataSettingsError, match="Batch 1 of the batch sampler is empty"):
-        BatchPlan(np.arange(4), np.array([0, 2, 2, 4]), 0, 1)
+        BatchPlan(np.arange(4), np.array([0, 2, 2, 4, 4]), 0, 1)
 
 
 @pytest.mark.parametrize("offsets", [[], [0], [1, 4], [0, 3], [0, 3, 2, 4], [0, 5]])

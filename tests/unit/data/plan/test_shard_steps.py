@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lightning_sm.data.feeder.scheduler import Liveness, Scheduler
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.errors import WireError
+from tests.fakes.schedulers import NO_END
 
 
 def batches(sizes, rank, world_size):
@@ -106,7 +107,7 @@ def test_a_shard_stays_with_its_host_until_that_is_gone():
     scheduler = Scheduler()
     for host in "ab":
         scheduler.host_up(host, 2)
-    scheduler.open_pass(1, 0, None, 4, shard_of=lambda step: step % 4)
+    scheduler.open_pass(1, 0, NO_END, 4, shard_of=lambda step: step % 4)
     before = {shard: set(hosts) for shard, hosts in hosts_of(scheduler, 20, 0.0).items()}
     assert sorted(map(sorted, before.values())) == [["a"], ["a"], ["b"], ["b"]]
     scheduler.host_lost("a", is_silent=False)
@@ -123,7 +124,7 @@ def test_a_late_shard_is_left_where_it_is():
     scheduler = Scheduler()
     for host in "ab":
         scheduler.host_up(host, 4)
-    scheduler.open_pass(1, 0, None, 4, shard_of=lambda step: step % 4)
+    scheduler.open_pass(1, 0, NO_END, 4, shard_of=lambda step: step % 4)
     requests = scheduler.next_requests(0.0)
     for request in requests[1:]:
         scheduler.completed(request.request_id, 1.0)

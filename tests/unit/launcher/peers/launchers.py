@@ -14,7 +14,8 @@ import threading
 import time
 
 from lightning_sm.job.stopping import Outcome
-from lightning_sm.launcher.peers.connection import PROTOCOL, Timings, peers_key
+from lightning_sm.launcher.peers.connection import Timings, peers_key
+from lightning_sm.launcher.peers.messages import PROTOCOL, PeerMessage, Proof, to_line
 from lightning_sm.launcher.peers.peers import Peers
 from tests.fakes.reserved_job import reserve_job
 
@@ -95,7 +96,7 @@ class Raw:
     def send(self, *messages):
         """Send messages, as objects or as bytes."""
         for message in messages:
-            data = message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n"
+            data = message if isinstance(message, bytes) else as_line(message)
             self.sent += data
             self.sock.sendall(data)
 
@@ -113,9 +114,9 @@ class Raw:
         """Say the first lines of a host, and return the hub's answer."""
         self.send({"protocol": protocol, "nonce": "of the host", "host": host})
         greetings = self.sent + self.line()
-        self.send({"mac": mac(key, b"host", greetings)})
+        self.send(Proof(mac(key, b"host", greetings)))
         answer = json.loads(self.line() or b"null")
-        assert answer in (None, {"mac": ""}, {"mac": mac(key, b"hub", greetings)})
+        assert answer in (None, proof(""), proof(mac(key, b"hub", greetings)))
         return answer
 
     def is_closed(self):
@@ -128,6 +129,27 @@ class Raw:
         except TimeoutError:
             return False
         return True
+
+
+def welcome(connection, key):
+    """Answer the first lines of a host as the hub of its job; returns this end of the connection."""
+    hub = Raw(connection)
+    greetings = hub.line()
+    hub.send({"protocol": PROTOCOL, "nonce": "of the hub"})
+    greetings += hub.sent
+    assert json.loads(hub.line()) == proof(mac(key, b"host", greetings))
+    hub.send(Proof(mac(key, b"hub", greetings)))
+    return hub
+
+
+def as_line(message):
+    """A message, or any JSON, as it travels."""
+    return to_line(message) if isinstance(message, PeerMessage) else json.dumps(message).encode() + b"\n"
+
+
+def proof(mac):
+    """The JSON of a proof."""
+    return json.loads(to_line(Proof(mac)))
 
 
 def mac(key, who, greetings):

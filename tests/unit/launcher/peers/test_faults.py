@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import math
 import queue
 import signal
 import socket
@@ -15,8 +16,9 @@ import pytest
 
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
-from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, PROTOCOL, Report, Timings, peers_key
+from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Timings, peers_key
 from lightning_sm.launcher.peers.hub import Hub
+from lightning_sm.launcher.peers.messages import PROTOCOL, JobEnd, Proof, Report, StillThere, to_line
 from lightning_sm.launcher.peers.peers import Peers
 from tests.unit.launcher.peers.launchers import (
     BROKEN,
@@ -29,7 +31,13 @@ from tests.unit.launcher.peers.launchers import (
     joined,
     mac,
     outcomes_after_waiting,
+    proof,
+    welcome,
 )
+
+_REPORT = json.loads(to_line(Report(0, Outcome.of_exit_code(1))))
+_LOST = JobOutcome(OutcomeKind.LOST, "algo-3", 1, Reason("Lost host algo-3"))
+_END = json.loads(to_line(JobEnd(_LOST, is_over=True)))
 
 
 def test_killed_launcher_is_noticed_at_once(exits, lines):
@@ -84,14 +92,14 @@ def test_launcher_that_was_stopped_calls_nobody_silent(exits, lines):
     """A launcher that resumes after a suspension reads the messages that arrived before it looks at the clock."""
     job = Job(exits)
     hub = job.start(MAIN, silence_s=TIMEOUT_S)
-    process = host_process(exits, job, "algo-2", silence_s=0.5)
+    process = host_process(exits, job, "algo-2", silence_s=1.5)
     joined(lines, "algo-2")
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(queue.Empty):
-        hub.received.get(timeout=1)
+        hub.received.get(timeout=2)
     process.send_signal(signal.SIGCONT)
     with pytest.raises(queue.Empty):
-        hub.received.get(timeout=0.6)
+        hub.received.get(timeout=1.6)
     with pytest.raises(queue.Empty):  # it did not even connect again
         lines.queue.get_nowait()
 
@@ -109,10 +117,10 @@ def test_living_hosts_are_not_silent(exits, lines):
 _STRANGERS = {
     "GET / HTTP/1.1": (b"GET / HTTP/1.1\r\n\r\n", "it sent a line that is not JSON"),
     "binary": (bytes(range(256)) * 4 + b"\n", "it sent a line that is not JSON"),
-    "deep": (b"[" * 5000 + b"\n", "it sent a line that is not JSON"),
+    "deep": (b"[" * 5000 + b"\n", "it sent a line that no launcher sends"),
     "endless line": (b"x" * (2 * MAX_LINE_BYTES + 1), "it sent a line longer than 16384 bytes"),
     "endless line with an end": (b"x" * (MAX_LINE_BYTES + 1) + b"\n", "it sent a line longer than 16384 bytes"),
-    "no object": (b"[1]\n", "it sent JSON that is not an object"),
+    "no object": (b"[1]\n", "it sent a line that no launcher sends"),
     "nothing": (b"{}\n", "it speaks version None of the launchers' protocol"),
     "half a line": (b'{"protocol"', "it did not introduce itself within 0.5 s"),
 }
@@ -129,7 +137,7 @@ def _end_well(launchers):
 def test_garbage_is_dropped(exits, lines, kind):
     """The hub closes connections that send what no launcher sends, tells nothing, says why, and works on."""
     job = Job(exits)
-    hub = job.start(MAIN, hello_s=0.5)
+    hub = job.start(MAIN, hello_s=0.5 if kind == "half a line" else TIMEOUT_S)
     sent, why = _STRANGERS[kind]
     stranger = job.connect()
     stranger.send(sent)
@@ -138,7 +146,7 @@ def test_garbage_is_dropped(exits, lines, kind):
     _end_well({MAIN: hub, "algo-2": job.start("algo-2")})
 
 
-@pytest.mark.parametrize("host", ["algo-9", MAIN, {}])
+@pytest.mark.parametrize("host", ["algo-9", MAIN, ""])
 def test_only_other_hosts_of_the_job_are_welcome(exits, lines, host):
     """Also if the proof is right."""
     job = Job(exits)
@@ -154,9 +162,9 @@ def test_whoever_knows_the_job_but_not_its_secret_is_told_nothing(exits, lines):
     hub = job.start(MAIN)
     hub.report(Outcome.of_exit_code(0))
     stranger = job.connect()
-    assert stranger.introduce("algo-2", peers_key(job.identity, {})) == {"mac": ""}
+    assert stranger.introduce("algo-2", peers_key(job.identity, {})) == proof("")
     with contextlib.suppress(OSError):
-        stranger.send(Report(0, Outcome.of_exit_code(1, "forged")).to_message())
+        stranger.send(Report(0, Outcome.of_exit_code(1, "forged")))
     assert stranger.is_closed()
     why = "its LIGHTNING_SM_JOB_SECRET (or, without one, its job's name) differs from that of this host"
     lines.wait_for(f"Closed a connection from 127.0.0.1: it introduced itself as 'algo-2', but {why}.")
@@ -173,11 +181,11 @@ def test_what_was_recorded_proves_nothing_later(exits, lines):
     hub = job.start(MAIN)
     recorded = job.connect()
     assert recorded.introduce("algo-2", job.key)["mac"]
-    recorded.send({"type": "heartbeat"})
+    recorded.send(StillThere())
     replayed = job.connect()
-    replayed.send(recorded.sent + json.dumps(Report(0, BROKEN).to_message()).encode() + b"\n")
+    replayed.send(recorded.sent + to_line(Report(0, BROKEN)))
     assert json.loads(replayed.line())["nonce"]
-    assert json.loads(replayed.line()) == {"mac": ""}
+    assert json.loads(replayed.line()) == proof("")
     assert replayed.is_closed()
     lines.wait_for("it introduced itself as 'algo-2', but its LIGHTNING_SM_JOB_SECRET")
     assert hub.received.empty()
@@ -212,10 +220,9 @@ def test_an_impostor_of_the_hub_is_told_nothing(exits, lines):
             hub = Raw(connection)
             greetings = hub.line()
             hub.send({"protocol": PROTOCOL, "nonce": "of the hub"})
-            proof = json.loads(hub.line())
-            assert proof == {"mac": mac(job.key, b"host", greetings + hub.sent)}
-            hub.send(proof)  # the host's own, reflected
-            hub.send({"type": "job_outcome", **JobOutcome(OutcomeKind.SUCCESS).to_message()})
+            reflected = json.loads(hub.line())
+            assert reflected == proof(mac(job.key, b"host", greetings + hub.sent))
+            hub.send(reflected, JobEnd(JobOutcome(OutcomeKind.SUCCESS)))
             assert hub.line() == b""
         lines.wait_for("No launcher of this job answers on 127.0.0.2")
     assert peers.received.empty()
@@ -224,7 +231,21 @@ def test_an_impostor_of_the_hub_is_told_nothing(exits, lines):
 
 @pytest.mark.parametrize(
     "message",
-    [{"type": "what"}, {"type": "report"}, {**Report(0, Outcome.of_exit_code(1)).to_message(), "exit_code": "x"}, {}],
+    [
+        {"type": "what"},
+        {"type": "Report"},
+        {**_REPORT, "outcome": {**_REPORT["outcome"], "exit_code": "x"}},
+        b'{"type": "Report", "attempt": 1e999}\n',
+        {**_REPORT, "attempt": -math.inf},
+        {**_REPORT, "attempt": math.nan},
+        {**_REPORT, "outcome": {**_REPORT["outcome"], "kind": []}},
+        {**_REPORT, "outcome": {**_REPORT["outcome"], "kind": "won"}},
+        {**_REPORT, "reason": "because"},
+        _END,
+        Proof(""),
+        {"type": {}},
+        {},
+    ],
 )
 def test_launcher_that_breaks_the_protocol_counts_as_lost(exits, lines, message):
     """What a launcher of this job must not send ends its connection, and nothing else."""
@@ -234,6 +255,29 @@ def test_launcher_that_breaks_the_protocol_counts_as_lost(exits, lines, message)
     host.introduce("algo-2", job.key)
     host.send(message)
     assert hub.received.get(timeout=TIMEOUT_S).kind is OutcomeKind.LOST
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {**_END, "outcome": {**_END["outcome"], "exit_code": math.inf}},
+        b'{"type": "OrderRestart", "restart": {"number": 1e999, "most": 1, "kind": "failure", "cause": ""}}\n',
+        {"type": "StillThere", "awaited": 7},
+        _REPORT,
+    ],
+)
+def test_a_hub_that_breaks_the_protocol_is_connected_to_again(exits, lines, message):
+    """What a hub of this job must not send ends the connection; the host goes on, and learns how the job ends."""
+    job = Job(exits)
+    with socket.create_server((job.bind, job.port)) as server:
+        server.settimeout(TIMEOUT_S)
+        peers = job.start("algo-2", reconnect_s=TIMEOUT_S)
+        with server.accept()[0] as connection:
+            welcome(connection, job.key).send(message)
+            lines.wait_for("Lost connection to the launcher on algo-1")
+        with server.accept()[0] as connection:
+            welcome(connection, job.key).send(_END)
+            assert peers.received.get(timeout=TIMEOUT_S) == _LOST
 
 
 def test_half_a_connection_is_none(exits, lines):
@@ -254,7 +298,7 @@ def test_main_host_waits_only_so_long_for_those_that_do_not_listen(exits, lines)
     hub = job.start(MAIN, silence_s=TIMEOUT_S)
     silent = job.connect()
     silent.introduce("algo-2", job.key)
-    silent.send(Report(0, Outcome.of_exit_code(0)).to_message())
+    silent.send(Report(0, Outcome.of_exit_code(0)))
     started = time.monotonic()
     hub.report(Outcome.of_exit_code(0))
     assert hub.wait_for_peers() == JobOutcome(OutcomeKind.SUCCESS)
@@ -267,7 +311,7 @@ def test_launcher_that_ends_without_confirming_is_not_waited_for(exits, lines):
     hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
     host = job.connect()
     host.introduce("algo-2", job.key)
-    host.send(Report(0, Outcome.of_exit_code(0)).to_message())
+    host.send(Report(0, Outcome.of_exit_code(0)))
     started = time.monotonic()
     hub.report(Outcome.of_exit_code(0))
     assert hub.received.get(timeout=TIMEOUT_S) == JobOutcome(OutcomeKind.SUCCESS)

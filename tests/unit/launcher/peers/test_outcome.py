@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker
 from tests.unit.launcher.peers.launchers import BROKEN
 
+_LIMITS = {"reconnect_s": 1, "absent_s": 10, "after_failure_s": 100, "max_restarts": 0}
+
 
 def _tracker(**timings):
-    return JobOutcomeTracker(["a", "b"], ["d"], **{"reconnect_s": 1, "absent_s": 10, "after_failure_s": 100, **timings})
+    return JobOutcomeTracker(["a", "b"], ["d"], **{**_LIMITS, **timings})
 
 
 def test_hosts_that_do_not_end_are_waited_for_only_so_long():
@@ -21,6 +27,29 @@ def test_hosts_that_do_not_end_are_waited_for_only_so_long():
     assert (tracker.is_over, tracker.awaited) == (False, ["b"])
     tracker.update(105)
     assert (tracker.is_over, tracker.job_outcome.host) == (True, "a")
+
+
+def test_a_failure_names_the_hosts_whose_scripts_had_left_with_success():
+    """A rank that leaves in the middle of a training makes others fail, with errors that do not name it."""
+    tracker = _tracker()
+    for host in "abd":
+        tracker.joined(host, 0)
+    tracker.reported("b", Outcome.of_exit_code(0), 4)
+    tracker.reported("a", Outcome.of_exit_code(1, "RuntimeError: Connection closed by peer"), 5)
+    expected = "RuntimeError: Connection closed by peer\nBefore, the script had exited with code 0 on: b."
+    assert tracker.job_outcome.reason.text == expected
+
+
+def test_of_a_restart_only_the_last_attempt_counts_for_that():
+    """What had ended with success before the restart has run again since."""
+    tracker = JobOutcomeTracker(["a", "b"], [], **{**_LIMITS, "max_restarts": 1})
+    for host in "ab":
+        tracker.joined(host, 0)
+    tracker.reported("b", Outcome.of_exit_code(0), 4)
+    tracker.reported("a", replace(BROKEN, may_restart=True), 5)
+    tracker.update(6)
+    tracker.reported("a", BROKEN, 7, attempt=1)
+    assert "exited with code 0" not in tracker.job_outcome.reason.text
 
 
 def test_absent_data_host_is_waited_for_after_a_failure_only():
@@ -38,7 +67,7 @@ def test_absent_data_host_is_waited_for_after_a_failure_only():
 
 def test_training_continues_until_all_data_hosts_have_failed():
     """One of two data hosts that fails ends nothing; when the other one fails, too, nobody can succeed."""
-    tracker = JobOutcomeTracker(["a"], ["d", "e"], reconnect_s=1, absent_s=10, after_failure_s=100)
+    tracker = JobOutcomeTracker(["a"], ["d", "e"], **_LIMITS)
     for host in "ade":
         tracker.joined(host, 0)
     tracker.reported("d", BROKEN, 1)
@@ -49,7 +78,7 @@ def test_training_continues_until_all_data_hosts_have_failed():
 
 def test_data_hosts_that_succeed_are_no_failure():
     """A data host that has left without an error does not make the next one's failure that of the job."""
-    tracker = JobOutcomeTracker(["a"], ["d", "e"], reconnect_s=1, absent_s=10, after_failure_s=100)
+    tracker = JobOutcomeTracker(["a"], ["d", "e"], **_LIMITS)
     tracker.joined("a", 0)
     tracker.reported("d", Outcome.of_exit_code(0), 1)
     tracker.reported("e", BROKEN, 2)
@@ -120,3 +149,59 @@ def test_a_failure_names_the_hosts_that_never_came():
     tracker.joined("a", 0)
     tracker.reported("a", BROKEN, 1)
     assert tracker.job_outcome.reason == BROKEN.reason
+
+
+def test_hosts_are_known_by_their_names():
+    """Trainer hosts and data hosts; a stranger is none."""
+    assert [_tracker().has(name) for name in "abdx"] == [True, True, True, False]
+
+
+def test_nothing_is_decided_before_a_host_has_joined():
+    """Where all are absent, none has had its time yet."""
+    tracker = _tracker()
+    tracker.update(1000)
+    assert (tracker.is_over, tracker.job_outcome) == (False, None)
+
+
+def test_a_lost_host_holds_nobody_up():
+    """When the others have ended, the job is over at once; one that never came has its time after the last change."""
+    of_all, of_one_absent = _tracker(), JobOutcomeTracker(["a", "b", "c"], [], **_LIMITS)
+    for tracker, hosts in ((of_all, "abd"), (of_one_absent, "ab")):
+        for host in hosts:
+            tracker.joined(host, 1000)
+        tracker.left("b", 1001, "it closed the connection")
+        tracker.update(1002)
+        tracker.reported("a", BROKEN, 1003)
+    of_all.update(1003)
+    assert of_all.is_over
+    of_one_absent.update(1012.9)
+    assert not of_one_absent.is_over
+    of_one_absent.update(1013)
+    assert of_one_absent.is_over
+
+
+@pytest.mark.parametrize("case", ["reconnect_s", "absent_s", "after_failure_s"])
+def test_a_limit_that_passed_long_ago_has_passed(case):
+    """A main host that was suspended looks when it resumes, not to the second."""
+    tracker = _tracker()
+    for host in "a" if case == "absent_s" else "abd":
+        tracker.joined(host, 0)
+    if case == "reconnect_s":
+        tracker.left("b", 0, "it closed the connection")
+        tracker.update(5000)
+        assert tracker.job_outcome.kind is OutcomeKind.LOST
+    else:
+        tracker.reported("a", BROKEN, 1)
+        tracker.update(50 if case == "absent_s" else 5000)
+        assert tracker.is_over
+
+
+@pytest.mark.parametrize(("host", "first"), [("a", Outcome.of_exit_code(0)), ("d", Outcome.of_exit_code(0))])
+def test_only_the_first_report_counts(host, first):
+    """A host reports again on each new connection; what its script did after that is none of the job's."""
+    tracker = _tracker()
+    for name in "abd":
+        tracker.joined(name, 0)
+    tracker.reported(host, first, 1)
+    tracker.reported(host, BROKEN, 2)
+    assert tracker.job_outcome is None

@@ -33,7 +33,7 @@ def _restarted(tracker, now):
     return now
 
 
-def test_all_start_together_when_all_have_ended_and_a_pause_is_over():
+def test_all_start_together_when_all_have_ended():
     """A failure orders a restart with its cause; the start is ordered for all, however long one takes."""
     tracker = _tracker()
     tracker.reported("b", BROKEN, 10)
@@ -42,11 +42,44 @@ def test_all_start_together_when_all_have_ended_and_a_pause_is_over():
     assert not tracker.restart.may_start
     assert tracker.awaited == ["a"]
     tracker.reported("a", ENDED, 70)
-    tracker.update(70.9)
-    assert not tracker.restart.may_start
-    tracker.update(71)
+    tracker.update(70)
     assert tracker.restart == Restart(1, 2, OutcomeKind.FAILURE, CAUSE, may_start=True)
     assert (tracker.job_outcome, tracker.is_over, tracker.awaited) == (None, False, ["a", "b"])
+
+
+def test_a_pause_comes_before_the_second_restart():
+    """The cause of the first failure has not gone by itself."""
+    tracker = _tracker()
+    _restarted(tracker, 10)
+    for host, outcome in (("b", BROKEN), ("a", ENDED)):
+        tracker.reported(host, outcome, 20, attempt=1)
+    tracker.update(20.9)
+    assert not tracker.restart.may_start
+    tracker.update(21)
+    assert tracker.restart == Restart(2, 2, OutcomeKind.FAILURE, CAUSE, may_start=True)
+
+
+def test_a_report_that_comes_twice_does_not_prolong_the_pause():
+    """A host whose connection breaks sends it again."""
+    tracker = _tracker()
+    _restarted(tracker, 10)
+    for host, outcome in (("b", BROKEN), ("a", ENDED)):
+        tracker.reported(host, outcome, 20, attempt=1)
+    tracker.reported("a", ENDED, 20.5, attempt=1)
+    tracker.update(21)
+    assert tracker.restart.may_start
+
+
+def test_a_restart_whose_scripts_have_all_exited_is_not_abandoned():
+    """The limit is for their exit, not for the pause after it."""
+    tracker = _tracker()
+    _restarted(tracker, 10)
+    tracker.reported("b", BROKEN, 20, attempt=1)
+    tracker.reported("a", ENDED, 119.5, attempt=1)
+    tracker.update(120)
+    assert (tracker.job_outcome, tracker.restart.may_start) == (None, False)
+    tracker.update(120.5)
+    assert tracker.restart.may_start
 
 
 def test_a_job_that_is_restarted_may_succeed():
@@ -61,8 +94,8 @@ def test_a_job_that_is_restarted_may_succeed():
 
 
 def test_pauses_grow():
-    """1, 2, 4 s and so on, at most 30 s, however many restarts there are."""
-    assert [pause_s(number) for number in (1, 2, 3, 5, 6, 7, 1000)] == [1, 2, 4, 16, 30, 30, 30]
+    """0, 1, 2, 4 s and so on, at most 30 s, however many restarts there are."""
+    assert [pause_s(number) for number in (1, 2, 3, 4, 6, 7, 8, 1000)] == [0, 1, 2, 4, 16, 30, 30, 30]
 
 
 def test_the_last_failure_ends_the_job_and_names_the_restarts():
@@ -178,13 +211,14 @@ def test_a_host_that_reconnects_during_a_restart_reports_again():
     assert tracker.restart.may_start
 
 
-def test_a_host_that_does_not_end_its_script_ends_the_job():
+@pytest.mark.parametrize("now", [110, 5000])
+def test_a_host_that_does_not_end_its_script_ends_the_job(now):
     """With the failure that the restart was to overcome, and the host that held it up."""
     tracker = _tracker()
     tracker.reported("b", BROKEN, 10)
     tracker.update(109)
     assert tracker.job_outcome is None
-    tracker.update(110)
+    tracker.update(now)
     outcome = tracker.job_outcome
     assert (outcome.host, outcome.exit_code) == ("b", 1)
     assert (
@@ -219,12 +253,10 @@ def test_data_hosts_go_on():
 
 
 def test_the_only_host_restarts_by_the_same_rules():
-    """Without others there is nobody to wait for but the pause."""
+    """Without others there is nobody to wait for."""
     tracker = _tracker(trainers="b", data_hosts="", joined="b", max_restarts=1)
     tracker.reported("b", BROKEN, 10)
-    tracker.update(10.5)
-    assert not tracker.restart.may_start
-    tracker.update(11)
+    tracker.update(10)
     assert tracker.restart.may_start
     tracker.reported("b", BROKEN, 20, attempt=1)
     assert (
@@ -238,7 +270,12 @@ def test_a_connection_that_is_made_again_within_seconds_loses_nobody():
     trainers = [f"algo-{number}" for number in range(1, 65)]
     timings = Timings()
     tracker = JobOutcomeTracker(
-        trainers, [], reconnect_s=timings.reconnect_s, absent_s=10, after_failure_s=timings.after_failure_s
+        trainers,
+        [],
+        reconnect_s=timings.reconnect_s,
+        absent_s=10,
+        after_failure_s=timings.after_failure_s,
+        max_restarts=0,
     )
     for host in trainers:
         tracker.joined(host, 0)

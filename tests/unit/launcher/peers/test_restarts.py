@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
-from lightning_sm.launcher.peers.connection import PROTOCOL
+from lightning_sm.launcher.peers.messages import PROTOCOL
 from lightning_sm.launcher.peers.outcome import Restart
 from tests.unit.launcher.peers.launchers import DATA, MAIN, TIMEOUT_S, Job, joined, outcomes_after_waiting
 
@@ -167,25 +167,25 @@ def test_a_main_host_that_is_reached_in_time_is_not_named(exits, lines):
     """The line is for those that never reached it."""
     job = Job(exits)
     job.start(MAIN)
-    job.start("algo-2", unreached_s=0.3)
+    job.start("algo-2", unreached_s=1.0)
     joined(lines, "algo-2")
     seen = []
     with contextlib.suppress(queue.Empty):
         while True:
-            seen.append(lines.queue.get(timeout=1))
+            seen.append(lines.queue.get(timeout=1.5))
     assert not [line for line in seen if "has answered on" in line]
 
 
 def test_hosts_that_never_come_are_named_by_the_main_host(exits, lines):
     """Also one whose launcher was killed while it introduced itself; the job goes on, and its failure names them."""
     job = Job(exits, 3, 1)
-    hub = job.start(MAIN, unreached_s=0.5)
+    hub = job.start(MAIN, unreached_s=1.5)
     job.start("algo-2")
     killed = job.connect()
     killed.send({"protocol": PROTOCOL, "nonce": "of the host", "host": "algo-3"})
     killed.sock.close()
     joined(lines, "algo-2")
-    lines.wait_for("For 0.5 s, no launcher has connected from: algo-3, data-1. ")
+    lines.wait_for("For 1.5 s, no launcher has connected from: algo-3, data-1. ")
     assert hub.received.empty()
     hub.report(BROKEN)
     reason = "ValueError: broken\nNo launcher has ever connected from: algo-3, data-1."

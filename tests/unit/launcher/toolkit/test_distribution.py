@@ -1,12 +1,12 @@
-"""What ``distribution={...}`` means to our launcher: the same ranks, a number of processes, or an error."""
+"""What ``distribution={...}`` means to our launcher: a number of processes, or an error."""
 
 import logging
 
 import pytest
 
-from lightning_sm.errors import TopologyError
+from lightning_sm.errors import StrategyError, TopologyError
 from lightning_sm.job.topology import Topology
-from lightning_sm.launcher.toolkit.distribution import processes_per_host
+from lightning_sm.launcher.toolkit.distribution import exported_variables, processes_per_host
 from tests.fakes.job_folder import make_job
 
 GROUPS = {"gpu": ["algo-1", "algo-2"], "data": ["algo-3"]}
@@ -35,12 +35,23 @@ def test_a_job_without_distribution_says_nothing(caplog):
 )
 @pytest.mark.parametrize("value", ["true", "True"])
 def test_launchers_of_other_images_are_needless(caplog, name, starter, value):
-    """One line says that the ranks are the same, whichever SDK class wrote the value."""
+    """The ranks are one per GPU, as one line says, whichever SDK class wrote the value."""
     caplog.set_level(logging.INFO, "lightning_sm")
-    assert processes({name: value}) is None
+    assert processes({name: value}, num_gpus=4) == 4
     assert [record.getMessage() for record in caplog.records] == [
-        f"lightning-sm: distribution={{...}} asks for {starter}. This launcher starts the same ranks without it."
+        f"lightning-sm: distribution={{...}} asks for {starter}. This launcher starts the same ranks itself: 4 on each "
+        "trainer host."
     ]
+    assert processes({name: value}) == 1
+    assert processes({name: value}, num_gpus=4, devices=2) == 2
+
+
+def test_a_data_host_has_no_ranks(caplog):
+    """It is told neither a number nor a line about them."""
+    caplog.set_level(logging.INFO, "lightning_sm")
+    asked = {"sagemaker_torch_distributed_enabled": "true"}
+    assert processes(asked, groups=GROUPS, current_host="algo-3") is None
+    assert caplog.text == ""
 
 
 def test_a_disabled_distribution_is_none(caplog):
@@ -59,17 +70,36 @@ def test_the_number_of_processes_is_taken():
 
 
 def test_options_of_mpirun_are_not_silently_dropped(caplog):
-    """A warning quotes them and says where variables go."""
-    processes({"sagemaker_mpi_enabled": "true", "sagemaker_mpi_custom_mpi_options": '"-x NCCL_DEBUG=INFO"'})
-    assert "ignoring sagemaker_mpi_custom_mpi_options='-x NCCL_DEBUG=INFO'" in caplog.text
-    assert "Estimator(environment=...)" in caplog.text
+    """A warning quotes those that set no variable, without secrets."""
+    options = '"-x NCCL_DEBUG=INFO --mca btl_vader_single_copy_mechanism none --token S3CR3T"'
+    processes({"sagemaker_mpi_enabled": "true", "sagemaker_mpi_custom_mpi_options": options})
+    assert (
+        "ignoring --mca btl_vader_single_copy_mechanism none --token '(hidden)' of sagemaker_mpi_custom_mpi_options"
+    ) in caplog.text
+    assert "NCCL_DEBUG" not in caplog.text
+
+
+def test_variables_of_mpirun_are_set_for_the_script(caplog):
+    """Those of -x NAME=value and of AWS's own option, on trainers; the log has their names only."""
+    caplog.set_level(logging.INFO, "lightning_sm")
+    hyperparameters = {
+        "sagemaker_mpi_custom_mpi_options": '"-x HF_TOKEN=S3CR3T=1 --mca btl self -x PATH -x EMPTY="',
+        "sagemaker_distributed_dataparallel_custom_mpi_options": "--NCCL_DEBUG WARN",
+    }
+    job = make_job(GROUPS, hyperparameters=hyperparameters)
+    expected = {"HF_TOKEN": "S3CR3T=1", "EMPTY": "", "NCCL_DEBUG": "WARN"}
+    assert exported_variables(job, Topology.from_job(job)) == expected
+    assert "setting HF_TOKEN, EMPTY, as sagemaker_mpi_custom_mpi_options has it" in caplog.text
+    assert "S3CR3T" not in caplog.text
+    data = make_job(GROUPS, hyperparameters=hyperparameters, current_host="algo-3")
+    assert exported_variables(data, Topology.from_job(data)) == {}
 
 
 @pytest.mark.parametrize("value", ["true", "True"])
 def test_smdistributed_dataparallel_is_left_to_the_script(caplog, value):
     """The ranks are the same; whether they use SMDDP is decided where the strategy is known."""
     caplog.set_level(logging.INFO, "lightning_sm")
-    assert processes({"sagemaker_distributed_dataparallel_enabled": value}) is None
+    assert processes({"sagemaker_distributed_dataparallel_enabled": value}, num_gpus=8) == 8
     (record,) = caplog.records
     assert (record.levelno, "they use strategy=smddp, if the job supports it" in record.getMessage()) == (
         logging.INFO,
@@ -80,7 +110,6 @@ def test_smdistributed_dataparallel_is_left_to_the_script(caplog, value):
 @pytest.mark.parametrize(
     ("hyperparameters", "facts", "said"),
     [
-        ({"mp_parameters": '{"partitions": 2}'}, {}, ["mp_parameters", "modelparallel", "trainer.strategy"]),
         ({"sagemaker_parameter_server_enabled": "true"}, {}, ["TensorFlow"]),
         (
             {"sagemaker_mpi_num_of_processes_per_host": "4"},
@@ -91,6 +120,11 @@ def test_smdistributed_dataparallel_is_left_to_the_script(caplog, value):
             {"sagemaker_mpi_num_of_processes_per_host": "4", "sagemaker_mpi_num_processes": "12"},
             {},
             ["sagemaker_mpi_num_processes=12", "num_of_processes_per_host=4", "number of trainer hosts is 2"],
+        ),
+        (
+            {"sagemaker_mpi_custom_mpi_options": "-x LIGHTNING_SM_DEVICES=2"},
+            {},
+            ["sagemaker_mpi_custom_mpi_options has -x LIGHTNING_SM_DEVICES", "Estimator(environment=...)"],
         ),
         ({"sagemaker_mpi_num_of_processes_per_host": '"many"'}, {}, ["'many'", "whole number"]),
         ({"sagemaker_mpi_num_of_processes_per_host": "0"}, {}, ["is 0", "whole number"]),
@@ -113,6 +147,26 @@ def test_what_contradicts_the_job_is_an_error(hyperparameters, facts, said):
     with pytest.raises(TopologyError) as error:
         processes(hyperparameters, **facts)
     assert [part for part in said if part not in str(error.value)] == []
+
+
+def test_smdistributed_modelparallel_is_a_strategy_and_its_ranks_are_those_of_mpi(caplog):
+    """The log has the strategy with its options; the ranks are one per GPU, as for mpirun."""
+    caplog.set_level(logging.INFO, "lightning_sm")
+    asked = {"mp_parameters": '{"partitions": 2, "ddp": true}'}
+    assert processes(asked, num_gpus=4) == 4
+    (record,) = caplog.records
+    assert "smdistributed.modelparallel (partitions=2, ddp=True)" in record.getMessage()
+    assert "strategy=pipeline with pipeline_parallel_size=2, data_parallel_size=auto" in record.getMessage()
+    mpi = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_num_of_processes_per_host": "2"}
+    assert processes({**asked, **mpi}, num_gpus=8) == 2
+
+
+def test_ranks_that_are_no_replicas_are_an_error_before_the_script_starts():
+    """On trainers; data hosts have no ranks."""
+    asked = {"mp_parameters": '{"partitions": 3}'}
+    with pytest.raises(StrategyError, match=r"partitions=3.*number of training processes is 2"):
+        processes(asked)
+    assert processes(asked, groups=GROUPS, current_host="algo-3") is None
 
 
 @pytest.mark.parametrize("text", ['["gpu"]', "['gpu']"])

@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
+import zipfile
 from array import array
 from collections import OrderedDict, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, timezone
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -21,7 +27,9 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint
+from lightning_sm.training.checkpoints import newest as newest_module
+from lightning_sm.training.checkpoints.fits import Fit, MadeTrainer
+from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint, object_stores
 from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint
 from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
@@ -39,6 +47,11 @@ def a_job(name="job-1", uri="s3://bucket/ck"):
     return SageMakerJob(
         "algo-1", ("algo-1",), (InstanceGroup("g", ("algo-1",)),), "a test", name=name, checkpoint_uri=uri
     )
+
+
+def a_fit(place="train.py:10", *, order=1, number=1):
+    """A fit of the first Trainer that is made at a place."""
+    return Fit(MadeTrainer(place, 1, order), number, "Net")
 
 
 def train(folder, max_epochs=2, **arguments):
@@ -215,6 +228,33 @@ def test_a_truncated_checkpoint_of_a_trainer_is_passed_over(tmp_path, warnings_o
     assert f"{newest} is truncated at {newest.stat().st_size} bytes" in warning
 
 
+@pytest.mark.parametrize("part", ["weights", "header"])
+def test_a_checkpoint_with_a_changed_byte_is_passed_over(tmp_path, warnings_of, part):
+    """A byte that the disk or the network has changed shows in the archive's checksums, which torch does not read."""
+    older, newest = save(tmp_path / "a.ckpt", step=1), save(tmp_path / "b.ckpt", step=2)
+    data = bytearray(newest.read_bytes())
+    with zipfile.ZipFile(newest) as archive:
+        (entry,) = [entry for entry in archive.infolist() if entry.filename.endswith("data/0")]
+    data[entry.header_offset + (200 if part == "weights" else 31)] ^= 64
+    newest.write_bytes(data)
+    assert torch.load(newest, weights_only=True)["global_step"] == 2
+    assert newest_path(tmp_path) == older
+    (warning,) = warnings_of()
+    assert f"{newest} is damaged: the checksum of " in warning
+    assert f"data/0 in b.ckpt is wrong. Using {older} of step 1 instead." in warning
+
+
+def test_a_checkpoint_of_many_tensors_is_sound_however_threads_read_it(tmp_path, warnings_of):
+    """With Python 3.12 and 3.13, threads that share an open archive read each other's bytes."""
+    newest = tmp_path / "b.ckpt"
+    save(tmp_path / "a.ckpt", step=1)
+    weights = {str(number): torch.randn(2000) for number in range(300)}
+    save(newest, {**a_checkpoint(step=2), "state_dict": weights})
+    for _ in range(10):
+        assert newest_path(tmp_path) == newest
+    assert warnings_of() == []
+
+
 def test_an_archive_that_lists_more_than_it_has_is_truncated(tmp_path, warnings_of):
     """A list of entries that reaches beyond the end is noticed without reading the entries."""
     path = save(tmp_path / "a.ckpt", step=1)
@@ -307,6 +347,7 @@ class _Harmful:
         (None, "does not state which job wrote it"),
         ("job-1", "does not state which job wrote it"),
         ({"name": "job-0", "checkpoint_s3_uri": "s3://other/ck"}, "is left over from job 'job-0'"),
+        ({"name": None, "checkpoint_s3_uri": "s3://other/ck"}, "is left over from job None"),
     ],
 )
 @pytest.mark.parametrize("kind", ["file", "sharded", "deepspeed"])
@@ -341,7 +382,7 @@ def test_the_list_of_shards_runs_no_code(tmp_path):
 
 def test_every_object_can_be_passed_over(tmp_path):
     """Objects are read as ones that do nothing, however they are pickled, and plain values as they are."""
-    values = {"plain": [1, "a", {"b": (2.5, None)}], JOB_KEY: job_facts(a_job(), "1.1")}
+    values = {"plain": [1, "a", {"b": (2.5, None)}], JOB_KEY: job_facts(a_job(), a_fit())}
     objects = [
         _Picky(),
         Path("x"),
@@ -533,30 +574,34 @@ def test_a_link_inside_stands_for_its_file(tmp_path, warnings_of):
 
 
 def test_facts_of_a_job_go_into_checkpoints():
-    """They are the job's name, its S3 address and the number of the fit, which can be loaded with weights_only."""
-    assert job_facts(a_job(), "1.2") == {"name": "job-1", "checkpoint_s3_uri": "s3://bucket/ck", "fit": "1.2"}
-    assert job_facts(a_job(None, None), "1.1") == {"name": None, "checkpoint_s3_uri": None, "fit": "1.1"}
+    """They are the job's name, its S3 address and the fit, which can be loaded with weights_only."""
+    fit = {"trainer": {"place": "train.py:10", "repeat": 1, "order": 1}, "number": 2, "model": "Net"}
+    expected = {"name": "job-1", "checkpoint_s3_uri": "s3://bucket/ck", "fit": fit}
+    assert job_facts(a_job(), a_fit(number=2)) == expected
+    assert job_facts(a_job(None, None), a_fit(number=2)) == {**expected, "name": None, "checkpoint_s3_uri": None}
 
 
 def test_only_checkpoints_of_the_same_fit_are_taken(tmp_path, warnings_of):
-    """A script that trains twice resumes each training from its own checkpoints; old ones name no fit."""
-    first = save(tmp_path / "first.ckpt", step=1, facts=job_facts(a_job(), "1.1"))
-    save(tmp_path / "second.ckpt", step=2, facts=job_facts(a_job(), "2.1"))
-    assert newest_path(tmp_path, a_job(), fit="1.1") == first
-    (warning,) = warnings_of()
-    assert "second.ckpt is from fit 2.1 of the script" in warning
-    assert newest_path(tmp_path, a_job(), fit="1.2") is None
-    old = save(tmp_path / "old.ckpt", step=3)
-    assert newest_path(tmp_path, a_job(), fit="1.1") == old
+    """A script that trains twice resumes each training from its own checkpoints; some name no fit."""
+    first = save(tmp_path / "first.ckpt", step=1, facts=job_facts(a_job(), a_fit()))
+    save(tmp_path / "second.ckpt", step=2, facts=job_facts(a_job(), a_fit("train.py:20", order=2)))
+    assert newest_path(tmp_path, a_job(), fit=a_fit()) == first
+    assert warnings_of() == []
+    assert newest_path(tmp_path, a_job(), fit=a_fit(number=2)) is None
+    unknown = save(tmp_path / "unknown.ckpt", step=3)
+    save(tmp_path / "strange.ckpt", step=4, facts={**job_facts(a_job(), a_fit()), "fit": {"trainer": 5}})
+    assert newest_path(tmp_path, a_job(), fit=a_fit()) == tmp_path / "strange.ckpt"
+    (tmp_path / "strange.ckpt").unlink()
+    assert newest_path(tmp_path, a_job(), fit=a_fit()) == unknown
 
 
 def test_own_checkpoints_are_those_of_the_same_job(tmp_path, warnings_of):
     """Whoever asks for the job's own checkpoints hears nothing of others, not even of invalid ones."""
     save(tmp_path / "old.ckpt", step=4)
-    save(tmp_path / "before.ckpt", step=3, facts=job_facts(a_job("job-0"), "1.1"))
+    save(tmp_path / "before.ckpt", step=3, facts=job_facts(a_job("job-0"), a_fit()))
     (tmp_path / "broken.ckpt").write_bytes(b"")
     assert newest_path(tmp_path, a_job(), is_own=True) is None
-    own = save(tmp_path / "own.ckpt", step=1, facts=job_facts(a_job(), "1.1"))
+    own = save(tmp_path / "own.ckpt", step=1, facts=job_facts(a_job(), a_fit()))
     assert newest_path(tmp_path, a_job(), is_own=True) == own
     assert warnings_of() == []
 
@@ -571,25 +616,47 @@ def test_own_checkpoints_are_those_of_the_same_job(tmp_path, warnings_of):
         (a_job("job-0", "s3://bucket/ck/"), True),
         (a_job("job-0", "s3://bucket/other"), False),
         (a_job("job-0", None), False),
-        (a_job(None, "s3://bucket/other"), True),  # nothing is known
+        (a_job(None, "s3://bucket/ck/"), True),  # only the address tells jobs apart
+        (a_job(None, "s3://bucket/other"), False),
+        (a_job(None, None), False),
     ],
 )
 def test_checkpoints_of_another_job_with_another_address_are_left_over(tmp_path, warnings_of, facts, is_taken):
     """Only a checkpoint that differs in the job's name and in the S3 address is passed over; both jobs are named."""
     mine = save(tmp_path / "mine.ckpt", step=1)
-    other = save(tmp_path / "other.ckpt", step=2, facts=facts and job_facts(facts, "1.1"))
+    other = save(tmp_path / "other.ckpt", step=2, facts=facts and job_facts(facts, a_fit()))
     assert newest_path(tmp_path, a_job()) == (other if is_taken else mine)
     assert newest_path(tmp_path) == other
     found = warnings_of()
     assert len(found) == (not is_taken)
     for warning in found:
-        assert "is left over from job 'job-0' (checkpoint_s3_uri=" in warning
+        assert f"is left over from job {facts.name!r} (checkpoint_s3_uri=" in warning
         assert "this is job 'job-1' (checkpoint_s3_uri='s3://bucket/ck')" in warning
+
+
+@pytest.mark.parametrize(
+    ("facts", "job", "is_taken"),
+    [
+        (a_job("job-0", None), a_job(uri=None), False),  # to have no address is not the same address
+        (a_job(None, None), a_job(uri=None), False),
+        (a_job(None, None), a_job(None, None), True),  # nothing tells them apart
+        (a_job("job-0", "s3://bucket/ck"), a_job(None), True),
+        (a_job("job-0", "s3://bucket/other"), a_job(None), False),
+        (a_job("job-0", None), a_job(None, None), False),
+    ],
+)
+def test_without_name_and_address_a_checkpoint_is_of_another_job(tmp_path, facts, job, is_taken):
+    """What says neither that this job wrote it, nor one of the same address, is passed over, and runs no code."""
+    mark = tmp_path / "mark"
+    harmful = {**a_checkpoint(step=2, facts=job_facts(facts, a_fit())), "hyper_parameters": {"x": _Harmful(mark)}}
+    path = save(tmp_path / "other.ckpt", harmful)
+    assert newest_path(tmp_path, job) == (path if is_taken else None)
+    assert mark.exists() is is_taken
 
 
 def test_only_leftovers_start_from_the_beginning(tmp_path, warnings_of):
     """With nothing but checkpoints of another job, training starts from the beginning; sharded ones count, too."""
-    facts = job_facts(a_job("job-0", "s3://bucket/other"), "1.1")
+    facts = job_facts(a_job("job-0", "s3://bucket/other"), a_fit())
     save(tmp_path / "other.ckpt", step=2, facts=facts)
     save_sharded(tmp_path / "sharded.ckpt", step=3, facts=facts)
     assert newest_path(tmp_path, a_job()) is None
@@ -615,16 +682,25 @@ def put(address, checkpoint):
         torch.save(checkpoint, file)
 
 
+def test_object_stores_are_those_that_callbacks_write_to():
+    """Each once, in a fixed order; folders of this machine are none."""
+    folders = ["s3://bucket/b", "/opt/ml/checkpoints", None, "s3://bucket/a", "s3://bucket/b"]
+    callbacks = [*(SimpleNamespace(dirpath=folder) for folder in folders), SimpleNamespace()]
+    assert object_stores(SimpleNamespace(checkpoint_callbacks=callbacks)) == ["s3://bucket/a", "s3://bucket/b"]
+
+
 def test_object_stores_are_searched(tmp_path, store):
     """The most progress wins, wherever it is; a folder that does not exist yet is empty."""
     assert newest_checkpoint(None, a_job(), object_stores=[store]) is None
     torch.save(a_checkpoint(3), tmp_path / "local.ckpt")
     put(f"{store}/deep/step=2.ckpt", a_checkpoint(2))
-    put(f"{store}/step=5.ckpt", {**a_checkpoint(5, facts=job_facts(a_job(), "1.1")), "callbacks": {"path": Path("x")}})
+    put(
+        f"{store}/step=5.ckpt", {**a_checkpoint(5, facts=job_facts(a_job(), a_fit())), "callbacks": {"path": Path("x")}}
+    )
     found = newest_checkpoint(tmp_path, a_job(), object_stores=[store])
     # Of this job, so that its objects may be read.
     assert (str(found.path), found.has_objects) == (f"{store.replace('bucket', '/bucket')}/step=5.ckpt", True)
-    put(f"{store}/step=9.ckpt", a_checkpoint(9, facts=job_facts(a_job("other", "s3://other"), "1.1")))
+    put(f"{store}/step=9.ckpt", a_checkpoint(9, facts=job_facts(a_job("other", "s3://other"), a_fit())))
     put(f"{store}/step=8.ckpt", {"global_step": 8})
     put(f"{store}/step=6.ckpt", {"global_step": 6, "epoch": 0, "loops": {}})
     with fsspec.open(f"{store}/step=7.ckpt", "wb") as file:
@@ -637,3 +713,66 @@ def test_an_object_store_that_does_not_answer_is_an_error():
     """Training must not start from the beginning because a permission is missing."""
     with pytest.raises(CheckpointError, match=r"^no-such-protocol://bucket, where a ModelCheckpoint writes, cannot be"):
         newest_checkpoint(None, a_job(), object_stores=["no-such-protocol://bucket"])
+
+
+class Together:
+    """Hosts that call newest_checkpoint at the same time, each with its own folder."""
+
+    def __init__(self, *folders):
+        self._folders = folders
+        self._barrier = threading.Barrier(len(folders), timeout=30)
+        self._values = [None] * len(folders)
+
+    def newest(self, **options):
+        """What each of them finds."""
+        with ThreadPoolExecutor(len(self._folders)) as pool:
+            calls = [
+                pool.submit(newest_checkpoint, folder, gather=partial(self._gather, host), **options)
+                for host, folder in enumerate(self._folders)
+            ]
+            return [call.result(60) for call in calls]
+
+    def _gather(self, host, value):
+        self._values[host] = value
+        self._barrier.wait()
+        gathered = list(self._values)
+        self._barrier.wait()
+        return gathered
+
+
+def test_hosts_choose_from_what_any_of_them_has(tmp_path):
+    """All come to the same checkpoint, and know which host has it; of equal ones, that of the first host."""
+    main = save(tmp_path / "0" / "a.ckpt", step=3)
+    other = save(tmp_path / "1" / "b.ckpt", step=5)
+    found = Together(tmp_path / "0", tmp_path / "1", tmp_path / "none").newest()
+    assert [(one.path, one.host) for one in found] == [(other, 1)] * 3
+    save(tmp_path / "0" / "c.ckpt", step=5)
+    found = Together(tmp_path / "0", tmp_path / "1").newest()
+    assert [(one.path, one.host) for one in found] == [(main.with_name("c.ckpt"), 0)] * 2
+
+
+def test_a_file_that_one_host_has_overwritten_counts_for_the_others(tmp_path, monkeypatch):
+    """Its name is the same on all hosts, and what they have downloaded is older."""
+    stale, fresh = (save(tmp_path / str(host) / "last.ckpt", step=3 + host) for host in range(2))
+    read = newest_module._read
+    # As on the hosts of a job, both see their file at the same path.
+    monkeypatch.setattr(
+        newest_module, "_read", lambda path, contents: replace(read(path, contents), path="/ck/last.ckpt")
+    )
+    found = Together(stale.parent, fresh.parent).newest()
+    assert [(one.progress[0], one.host) for one in found] == [(4, 1)] * 2
+
+
+def test_a_checkpoint_that_is_damaged_on_any_host_is_passed_over(tmp_path, warnings_of):
+    """Its copies count as equal by their lists of checksums, so each host compares its own."""
+    for host in range(2):
+        save(tmp_path / str(host) / "a.ckpt", step=1)
+    newest_file = save(tmp_path / "1" / "b.ckpt", step=2)
+    data = bytearray(newest_file.read_bytes())
+    with zipfile.ZipFile(newest_file) as archive:
+        (entry,) = [entry for entry in archive.infolist() if entry.filename.endswith("data/0")]
+    data[entry.header_offset + 200] ^= 64
+    newest_file.write_bytes(data)
+    found = Together(tmp_path / "0", tmp_path / "1").newest()
+    assert [one.progress[0] for one in found] == [1, 1]
+    assert any(f"{newest_file} is damaged" in warning for warning in warnings_of())

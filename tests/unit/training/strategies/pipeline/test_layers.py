@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.layers import (
     Network,
     RemoteLayerPlaceholder,
+    materialize,
     measured_seconds,
     num_trainable,
 )
@@ -68,10 +71,10 @@ def test_stages_compute_what_the_network_does_and_keep_its_names():
     cut = Network(module, None)
     first, second = cut.stage(range(2)), cut.stage(range(2, 5))
     assert torch.equal(second(first(x)), expected)
-    cut.remove([range(2)])
+    cut.remove([range(2)], ["stage 0"])
     assert list(module.state_dict()) == [name for name in names if "second" in name or "head" in name]
     assert isinstance(network.body["first"], RemoteLayerPlaceholder)
-    with pytest.raises(StrategyError, match="on another rank"):
+    with pytest.raises(StrategyError, match="not on this rank"):
         network.stem(x)
 
 
@@ -84,6 +87,27 @@ def test_a_layer_that_works_in_place_can_begin_a_stage():
     stage(x).sum().backward()
     assert torch.equal(x, before)
     assert x.grad is not None
+
+
+def test_what_stages_exchange_is_contiguous():
+    """Activations and gradients, whatever the layers make of them: process groups send no other tensors."""
+
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x[:, :2], x[:, 2:]
+
+    class Join(nn.Module):
+        def forward(self, halves):
+            return torch.cat(halves, 1)  # the gradients of its inputs are narrow views
+
+    module = module_of(network=nn.Sequential(nn.Linear(4, 4), Halves(), Join(), nn.Linear(4, 1)))
+    cut = Network(module, None)
+    halves = cut.stage(range(2))(torch.randn(3, 4))
+    assert all(half.is_contiguous() for half in halves)
+    inputs = tuple(half.detach().requires_grad_() for half in halves)
+    output = cut.stage(range(2, 4))(*inputs)
+    gradients = torch.autograd.grad(output.sum(), inputs)
+    assert all(gradient.is_contiguous() for gradient in gradients)
 
 
 def test_layers_exchange_tuples():
@@ -151,18 +175,84 @@ def test_a_parameter_of_the_network_outside_of_its_layers_is_refused():
         Network(module_of(network=network), None)
 
 
-def test_weights_that_layers_share_are_refused():
-    """Two stages would train them apart: the error names both layers."""
-    network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    network[2].weight = network[0].weight
-    with pytest.raises(StrategyError, match=r"network\.0 and network\.2 share a parameter"):
-        Network(module_of(network=network), None)
+def test_a_layer_that_occurs_twice_is_refused():
+    """Only one stage could have it; layers without parameters may occur several times."""
+    twice, relu = nn.Linear(4, 4), nn.ReLU()
+    with pytest.raises(StrategyError, match=r"network\.0 occurs twice.*they may share parameters"):
+        Network(module_of(network=nn.Sequential(twice, relu, twice, relu)), None)
+    Network(module_of(network=nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu)), None)
+
+
+def test_views_are_copied_for_schedules_that_split_the_backward_pass():
+    """Outputs are detached in place, which those of an nn.Linear with three dimensions do not allow."""
+    cut = Network(module_of(network=nn.Sequential(nn.Linear(4, 4))), None)
+    output = cut.stage(range(1), copies_views=True)(torch.randn(2, 3, 4))
+    output.detach_()
+
+
+@pytest.mark.parametrize(("every", "runs"), [(0, [1, 1, 1, 1]), (1, [2, 2, 2, 2]), (2, [2, 1, 2, 1])])
+def test_recomputed_layers_run_again_in_the_backward_pass(every, runs):
+    """With the same random numbers and gradients; not in passes without gradients."""
+    counts = [0] * 4
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4)]
+    for i, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, i=i: counts.__setitem__(i, counts[i] + 1))
+    cut = Network(module_of(network=nn.Sequential(*layers)), None)
+    x = torch.randn(5, 4)
+
+    def gradient_of(recompute_every: int) -> torch.Tensor:
+        torch.manual_seed(1)
+        stages = [cut.stage(part, recompute_every=recompute_every) for part in (range(1), range(1, 4))]
+        (gradient,) = torch.autograd.grad(stages[1](stages[0](x)).sum(), layers[0][0].weight)
+        return gradient
+
+    expected = gradient_of(0)
+    counts[:] = [0] * 4
+    assert torch.equal(gradient_of(every), expected)
+    assert counts == runs
+    with torch.no_grad():
+        cut.stage(range(4), recompute_every=1)(x)
+    assert counts == [count + 1 for count in runs]
+
+
+def test_layers_on_the_meta_device_are_made():
+    """Inner modules first, as outer ones may change what these have set; a module that cannot is named."""
+    with torch.device("meta"):
+        layers = [nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.BatchNorm1d(4)]
+    materialize(layers, torch.device("cpu"))
+    assert not layers[1].self_attn.out_proj.bias.any()
+    assert torch.equal(layers[2].running_var, torch.ones(4))
+    assert 0 < layers[0].weight.std() < 1
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, device="meta"))
+
+    with pytest.raises(StrategyError, match=r"Scale has parameters.*reset_parameters\(\)"):
+        Network(module_of(network=nn.Sequential(Scale(), nn.Linear(4, 4))), None)
+
+
+def test_a_layer_of_another_rank_says_where_it_is():
+    """What reads its weights gets an AttributeError, which ``hasattr`` and copies know."""
+    network = three_layers()
+    Network(module_of(network=network), None).remove([range(1)], ["stage 0 of the pipeline, on rank 5"])
+    name = next(name for name, child in network.named_children() if isinstance(child, RemoteLayerPlaceholder))
+    placeholder = network.get_submodule(name)
+    where = rf"^The layer network\.{name} is in stage 0 of the pipeline, on rank 5, "
+    with pytest.raises(AttributeError, match=where + ".*'weight'.*lightning_module_state_dict.*strategy=ddp or fsdp"):
+        _ = placeholder.weight
+    with pytest.raises(StrategyError, match=where + "not on this rank"):
+        placeholder(torch.ones(1))
+    assert not hasattr(placeholder, "bias")
+    with pytest.raises(AttributeError, match="on rank 5"):
+        _ = pickle.loads(pickle.dumps(copy.deepcopy(placeholder))).weight  # noqa: S301
 
 
 def test_a_network_that_was_cut_before_is_refused():
     """Another Trainer would cut what is left of it: the error says what to use."""
     module = module_of(network=three_layers())
-    Network(module, None).remove([range(1)])
+    Network(module, None).remove([range(1)], ["stage 0"])
     with pytest.raises(StrategyError, match="was cut by the strategy of another Trainer"):
         Network(module, None)
 

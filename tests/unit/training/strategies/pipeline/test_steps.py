@@ -91,6 +91,40 @@ def test_the_replay_logs_and_counts_the_whole_batch_once():
     assert model.accuracy.process_group == "group"
 
 
+def test_what_a_step_keeps_is_that_of_the_replay():
+    """Numbers, containers, new attributes and buffers change once; the containers and buffers stay the same objects."""
+
+    def step(model, batch):
+        model.rows += len(batch[0])
+        model.seen.append(len(batch[0]))
+        model.center.add_(1)
+        model.last = "step"
+        return (model.network(batch[0]) * model.center).sum()
+
+    model = Model(step)
+    model.rows, model.seen = 0, []
+    model.register_buffer("center", torch.zeros(3))
+    seen, center = model.seen, model.center
+    steps = steps_of(model)
+    output = torch.randn(6, 3, requires_grad=True)
+    steps.capture((BATCH, 0), 6)
+    steps.loss((BATCH, 0), output).backward()
+    assert (model.rows, seen, center.tolist(), hasattr(model, "last")) == (0, [], [0, 0, 0], False)
+    steps.replay((BATCH, 0), output.detach())
+    assert (model.rows, seen, center.tolist(), model.last) == (6, [6], [1, 1, 1], "step")
+    assert model.seen is seen
+    assert model.center is center
+
+
+def test_inputs_of_other_shapes_than_before_are_an_error():
+    """The ranks have agreed on the shapes for batches of this shape."""
+    steps = steps_of(Model())
+    known = (torch.empty(2, 4, device="meta"),)
+    assert steps.changed_inputs((torch.zeros(2, 4),), known) is None
+    for other in (torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.long)):
+        assert "earlier batch of the same shapes" in str(steps.changed_inputs((other,), known))
+
+
 @pytest.mark.parametrize(
     "draw", [lambda: torch.rand(1), lambda: np.random.beta(1, 1), random.random], ids=["torch", "numpy", "random"]
 )

@@ -1,0 +1,106 @@
+"""The training that the pictures show (``make pictures``): digits whose transforms take longer than the step.
+
+A worker stands for a core of its host, and the step for the work of a GPU: both sleep, since the hosts of the emulator
+share the cores of one machine.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_sm import SageMakerCLI
+from lightning_sm._lightning import LightningDataModule, LightningModule
+
+_VALIDATED = 360  # of 1,797 images
+_VARIANTS = 3  # of each other image in an epoch
+
+
+class Transformed(Dataset[tuple[Tensor, Tensor]]):
+    """Images whose transforms take a worker some time.
+
+    Args:
+        images: Shape (N, 64), dtype float32.
+        labels: Shape (N,), dtype int64.
+        sample_s: Seconds for one image.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, sample_s: float) -> None:
+        self.images, self.labels, self.sample_s = images, labels, sample_s
+
+    def __len__(self) -> int:
+        return _VARIANTS * len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Take the time, and return the image, with noise, and its label."""
+        time.sleep(self.sample_s)
+        image = self.images[index % len(self.images)]
+        return image + 0.3 * torch.randn_like(image), self.labels[index % len(self.labels)]
+
+
+class Digits(LightningDataModule):
+    """Scikit-learn's digits.
+
+    Args:
+        batch_size: Images of a batch.
+        sample_s: Seconds that a worker takes for the transforms of an image.
+    """
+
+    def __init__(self, batch_size: int = 32, sample_s: float = 0.04) -> None:
+        super().__init__()
+        self.batch_size, self.sample_s = batch_size, sample_s
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the images."""
+        digits = load_digits()
+        images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+        self.train = Transformed(images[_VALIDATED:], labels[_VALIDATED:], self.sample_s)
+        self.val = TensorDataset(images[:_VALIDATED], labels[:_VALIDATED])
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Return the loader of the slow images."""
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return the loader of images without transforms."""
+        return DataLoader(self.val, _VALIDATED)
+
+
+class Classifier(LightningModule):
+    """A small network whose step takes as long as that of a large one.
+
+    Args:
+        step_s: Seconds of a step.
+        learning_rate: Of the optimizer.
+    """
+
+    def __init__(self, step_s: float = 0.09, learning_rate: float = 3e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.step_s, self.learning_rate = step_s, learning_rate
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Take the time of a step, and return the loss."""
+        time.sleep(self.step_s)
+        loss = torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the share of the images that are recognized."""
+        right = self.layers(batch[0]).argmax(dim=1) == batch[1]
+        self.log("val_acc", right.float().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        return torch.optim.Adam(self.parameters(), self.learning_rate)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the network is too small for more
+    SageMakerCLI(Classifier, Digits, seed_everything_default=1)

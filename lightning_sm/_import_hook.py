@@ -1,0 +1,46 @@
+"""Changes to modules of others, made once these are imported: importing them for that would take seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def after_import(names: Sequence[str], change: Callable[[ModuleType], None]) -> None:
+    """Change modules that this process has imported, or imports later.
+
+    Args:
+        names: Names of the modules.
+        change: Is called with each module, once it has run.
+    """
+    for name in names:
+        if name in sys.modules:
+            change(sys.modules[name])
+    sys.meta_path.insert(0, _ChangingFinder(names, change))
+
+
+class _ChangingFinder:
+    """A finder that finds some modules as the other finders do, and has them changed once they have run."""
+
+    def __init__(self, names: Sequence[str], change: Callable[[ModuleType], None]) -> None:
+        self._names = names
+        self._change = change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._names:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = partial(self._execute, execute)  # type: ignore[method-assign]
+        return spec
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
+        self._change(module)

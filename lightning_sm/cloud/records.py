@@ -1,0 +1,117 @@
+"""The records of a job's hosts, copied here from where the hosts left them: checkpoints and output in S3."""
+
+from __future__ import annotations
+
+import contextlib
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+from lightning_sm._log import command_logger
+from lightning_sm._text import count
+from lightning_sm.cloud.files import ARCHIVE, keys_below, output_folder, places, split
+from lightning_sm.cloud.find import ENDED
+from lightning_sm.errors import AWSError
+from lightning_sm.record.events import FOLDER, is_record_file
+from lightning_sm.record.prices import Prices
+from lightning_sm.record.runs import extract_records
+
+_LOG = command_logger(__name__)
+
+# Writes a report: where the records are, the only job to read, the page, and prices.
+ReportWriter: TypeAlias = Callable[[Sequence[Path], str, Path, Prices], None]
+
+
+def fetch_records(client: Any, description: Mapping[str, Any], folder: Path) -> int:
+    """Copy the records of all hosts of a training job, and nothing else that it has left.
+
+    A job with a checkpoint folder keeps its record there, which SageMaker uploads while the job runs. Any other has it
+    in its output, which is uploaded when the job ends.
+
+    Args:
+        client: boto3's client of S3.
+        description: An answer of DescribeTrainingJob.
+        folder: Receives them. Where jobs share checkpoints, it also receives the records of the others.
+
+    Returns:
+        How many files were copied.
+
+    Raises:
+        AWSError: There are none, or an archive is damaged.
+        ClientError: S3 rejects a request.
+    """
+    checkpoints = description.get("CheckpointConfig", {}).get("S3Uri")
+    sources = [f"{checkpoints.rstrip('/')}/"] if checkpoints else []
+    number = 0
+    for source in [*sources, output_folder(description)]:
+        bucket, prefix = split(source)
+        keys = keys_below(client, bucket, prefix)
+        for key in keys:
+            path = PurePosixPath(key)
+            if FOLDER in path.parts and is_record_file(path):
+                number += 1
+                # A name of our own, because a key may be any path.
+                copy = folder / str(number) / path.parent.name / path.name
+                copy.parent.mkdir(parents=True)
+                client.download_file(bucket, key, str(copy))
+        if f"{prefix}{ARCHIVE}" in keys:
+            number += _from_archive(client, bucket, f"{prefix}{ARCHIVE}", folder / "archive")
+    if not number:
+        raise AWSError(_no_record(description))
+    return number
+
+
+def write_report_of(
+    client: Any,
+    description: Mapping[str, Any],
+    write: ReportWriter,
+    page: Path,
+    prices: Prices,
+    *,
+    folder: Path | None = None,
+) -> None:
+    """Write the report of a training job from the records of all its hosts.
+
+    Args:
+        client: boto3's client of S3.
+        description: An answer of DescribeTrainingJob.
+        write: Writes a report.
+        page: The file to write.
+        prices: Prices, for the cost of the job.
+        folder: Keeps the records; None: they are removed.
+
+    Raises:
+        AWSError: There is no record.
+        ClientError: S3 rejects a request.
+        JobConfigError: The record cannot be read.
+        OutputDirectoryError: The page cannot be written.
+    """
+    with contextlib.ExitStack() as until_written:
+        folder = folder or Path(until_written.enter_context(tempfile.TemporaryDirectory(prefix="lightning_sm-")))
+        number = fetch_records(client, description, folder)
+        _LOG.info("%s of the record of %s", count(number, "file"), description["TrainingJobName"])
+        write([folder], description["TrainingJobName"], page, prices)
+
+
+def _from_archive(client: Any, bucket: str, key: str, folder: Path) -> int:
+    """Read an archive as it arrives, without keeping the rest of it."""
+    body = client.get_object(Bucket=bucket, Key=key)["Body"]
+    try:
+        with tarfile.open(fileobj=body, mode="r|gz") as archive:
+            return extract_records(archive, folder)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise AWSError(f"s3://{bucket}/{key} cannot be read as an archive: {error}.") from error
+
+
+def _no_record(description: Mapping[str, Any]) -> str:
+    name, status = description["TrainingJobName"], description["TrainingJobStatus"]
+    found = places(description)
+    where = " or ".join(found[kind] for kind in ("checkpoints", "output") if kind in found)
+    if status not in ENDED:
+        why = f"The job is {status}: it uploads its output when it ends; its checkpoints, if it has any, while it runs."
+    else:
+        why = "Only a script that lightning-sm train has started leaves one."
+    return f"{name} has no record in {where}. {why}"

@@ -1,0 +1,171 @@
+"""A call of gRPC: its requests as bytes to send, and the messages in the bytes that arrive. No I/O.
+
+The rules are those of ``doc/PROTOCOL-HTTP2.md`` of github.com/grpc/grpc ("gRPC over HTTP/2").
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from lightning_sm.data.protocol.frames import MAX_HEADER_BYTES
+from lightning_sm.data.protocol.grpc_status import CallError, CallStatus, error_in
+from lightning_sm.data.protocol.spec import CHUNK_BYTES
+from lightning_sm.errors import WireError
+
+# Room for the largest header and the first piece, and for small answers that are sent in the same message.
+MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + CHUNK_BYTES + (1 << 20)
+
+_PREFIX = struct.Struct(">BI")  # "Length-Prefixed-Message": whether it is compressed, and its length
+
+
+# A server that has just ended a stream may still count it, and refuse the next one: a few times, but not for ever.
+_MAX_REFUSED = 5
+
+
+class MessageReceiver(Protocol):
+    """The receiver of a call's messages; all methods are called in the thread of the connection.
+
+    What its methods raise ends the call, and is handed to ``end``.
+    """
+
+    def begin(self, num_bytes: int) -> None:
+        """Prepare for a message of so many bytes, which may be none."""
+
+    def memory(self) -> memoryview:
+        """Return where the next bytes of the message go, at least one; it may be filled in part."""
+
+    def advance(self, num_bytes: int) -> None:
+        """Note that so many bytes were written to the start of ``memory``."""
+
+    def end(self, error: Exception | None) -> None:
+        """Note that the call has ended, with status OK if ``error`` is None, and that memory is no longer used."""
+
+
+class Transport(Protocol):
+    """The connection of a call."""
+
+    def send(self, call: Call, message: bytes) -> None:
+        """Send a request, soon."""
+
+    def cancel(self, call: Call) -> None:
+        """End the call on both sides, soon."""
+
+
+class Call:
+    """A call, on one stream of HTTP/2.
+
+    Args:
+        headers: Its headers.
+        receiver: Receives the messages of the answer.
+        requests: All requests; None: they come one by one, by ``send``. Only a sequence can be sent again.
+
+    Attributes:
+        transport: The connection; None: not started.
+        stream_id: Number of the stream; 0: it is not open yet.
+        has_sent_all: Whether all requests are sent.
+        has_received: Whether a part of the answer has arrived.
+        trailers: The last headers that have arrived.
+        num_unreturned: Bytes that the window of the stream has not got back.
+    """
+
+    def __init__(
+        self, headers: list[tuple[str, str]], receiver: MessageReceiver, requests: Iterable[bytes] | None
+    ) -> None:
+        self.headers = headers
+        self.receiver = receiver
+        self.transport: Transport | None = None
+        self.stream_id = 0
+        self.has_sent_all = False
+        self.has_received = False
+        self.trailers: dict[bytes, bytes] = {}
+        self.num_unreturned = 0
+        self._sequence = requests if isinstance(requests, Sequence) else None
+        self._requests: Iterator[bytes] | None = None if requests is None else iter(requests)
+        self._num_refused = 0
+        self._outgoing: deque[memoryview] = deque()
+        self._prefix = bytearray(_PREFIX.size)
+        self._num_prefix = 0  # bytes of the prefix that have arrived
+        self._num_left = 0  # bytes of the message that have not
+
+    # From any thread
+
+    def send(self, message: bytes) -> None:
+        """Send a request, soon. If the call has ended, it is lost."""
+        if self.transport is not None:
+            self.transport.send(self, message)
+
+    def cancel(self) -> None:
+        """End the call on both sides. The receiver learns of it in the thread of the connection."""
+        if self.transport is not None:
+            self.transport.cancel(self)
+
+    def add_request(self, message: bytes) -> None:
+        """Add a request to those that wait for room."""
+        self._outgoing.append(memoryview(_PREFIX.pack(0, len(message)) + message))
+
+    # In the thread of the connection
+
+    def take_outgoing(self, room: int) -> bytes | None:
+        """Return the next bytes to send, at most ``room``, which may be none for now; None: all requests are sent."""
+        if not self._outgoing and self._requests is not None:
+            message = next(self._requests, None)
+            if message is None:
+                self.has_sent_all = True
+                return None
+            self.add_request(message)
+        if not self._outgoing or room <= 0:
+            return b""
+        part = bytes(self._outgoing[0][:room])
+        self._outgoing[0] = self._outgoing[0][len(part) :]
+        if not self._outgoing[0]:
+            self._outgoing.popleft()
+        return part
+
+    def rewind(self) -> bool:
+        """Prepare to send requests again that the server refused to look at; return whether that is possible."""
+        self._num_refused += 1
+        if self._sequence is None or self.trailers or self._num_refused > _MAX_REFUSED:
+            return False
+        self._requests = iter(self._sequence)
+        self._outgoing.clear()
+        self.has_sent_all = False
+        self.stream_id = 0
+        return True
+
+    def memory(self) -> memoryview:
+        """Return where the next bytes go."""
+        if self._num_prefix < _PREFIX.size:
+            return memoryview(self._prefix)[self._num_prefix :]
+        return self.receiver.memory()[: self._num_left]
+
+    def advance(self, num_bytes: int) -> None:
+        """Note that bytes have arrived.
+
+        Raises:
+            WireError: The message is compressed, or too long. The receiver may raise errors, too.
+        """
+        if self._num_prefix == _PREFIX.size:
+            self._num_left -= num_bytes
+            self.receiver.advance(num_bytes)
+        else:
+            self._num_prefix += num_bytes
+            if self._num_prefix < _PREFIX.size:
+                return
+            is_compressed, self._num_left = _PREFIX.unpack(self._prefix)
+            if is_compressed:  # "Compressed-Flag": only with a grpc-encoding, and this end accepts none
+                raise WireError("a compressed message arrived, which was not agreed upon")
+            if self._num_left > MAX_MESSAGE_BYTES:
+                raise WireError(f"a message of {self._num_left} bytes arrived; {MAX_MESSAGE_BYTES} are allowed")
+            self.receiver.begin(self._num_left)
+        if not self._num_left:
+            self._num_prefix = 0
+
+    def outcome(self) -> CallError | None:
+        """Return the error of a call whose last frame has arrived."""
+        error = error_in(self.trailers)
+        if error is None and self._num_prefix:
+            return CallError(CallStatus.INTERNAL, "the answer ends within a message")
+        return error

@@ -1,0 +1,145 @@
+"""The trainer's end of gRPC: calls to a data host."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from base64 import b64encode
+from collections.abc import Iterable
+
+from lightning_sm.data.protocol.call_metadata import metadata, method, refused_token
+from lightning_sm.data.protocol.grpc_call import Call, MessageReceiver
+from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
+from lightning_sm.data.protocol.h2_connection import Http2Connection
+from lightning_sm.data.protocol.tls import client_context
+from lightning_sm.data.settings import Credentials
+
+
+class _AnswerBuffer:
+    """The messages of an answer, in memory.
+
+    Args:
+        is_single: Whether one message is expected.
+    """
+
+    def __init__(self, *, is_single: bool) -> None:
+        self.messages: list[bytearray] = []
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+        self._is_single = is_single
+        self._rest = memoryview(b"")
+
+    def begin(self, num_bytes: int) -> None:
+        """Make room for a message."""
+        if self._is_single and self.messages:
+            raise CallError(CallStatus.INTERNAL, "the server sent a second answer")
+        self.messages.append(bytearray(num_bytes))
+        self._rest = memoryview(self.messages[-1])
+
+    def memory(self) -> memoryview:
+        """Return the rest of the message."""
+        return self._rest
+
+    def advance(self, num_bytes: int) -> None:
+        """Go on behind the bytes that were written."""
+        self._rest = self._rest[num_bytes:]
+
+    def end(self, error: Exception | None) -> None:
+        """Wake up who waits."""
+        self.error = error
+        self.ended.set()
+
+
+class GrpcChannel:
+    """The connection to a data host: made at the first call, and again at the next one after it was lost.
+
+    Args:
+        address: ``host:port``, ``unix:path`` or ``unix-abstract:name``.
+        credentials: Job, token and TLS files. The certificate of the data host must be for the name or address in
+            ``address`` (a SubjectAlternativeName); for Unix sockets that is ``localhost``.
+        context: What another channel has read from the TLS files; None: read them.
+
+    Raises:
+        DataSettingsError: A TLS file is invalid.
+    """
+
+    def __init__(self, address: str, credentials: Credentials, context: ssl.SSLContext | None = None) -> None:
+        self._address = address
+        self._credentials = credentials
+        self.context = client_context(credentials) if context is None else context
+        self._lock = threading.Lock()
+        self._connection: Http2Connection | None = None
+        self._is_closed = False
+
+    def open(
+        self, name: str, receiver: MessageReceiver, requests: Iterable[bytes] | None, timeout_s: float | None = None
+    ) -> Call:
+        """Start a call.
+
+        Args:
+            name: Name of the method.
+            receiver: Receives the answers.
+            requests: All requests; None: they come by ``send``.
+            timeout_s: Seconds after which the server cancels the call.
+
+        Raises:
+            CallError: The channel is closed.
+        """
+        call = Call(self._headers(name, timeout_s), receiver, requests)
+        with self._lock:
+            if self._is_closed:
+                raise CallError(CallStatus.CANCELLED, "the channel is closed")
+            if self._connection is None or not self._connection.start(call):
+                self._connection = Http2Connection(self._address, self.context, call)
+        return call
+
+    def unary(self, name: str, request: bytes, timeout_s: float) -> bytes:
+        """Make a call with one request and one answer.
+
+        Raises:
+            CallError: It failed, or took too long.
+            WireError: The answer is malformed.
+        """
+        return self.stream_unary(name, [request], timeout_s)
+
+    def stream_unary(self, name: str, requests: Iterable[bytes], timeout_s: float) -> bytes:
+        """Make a call with any number of requests and one answer; errors are those of ``unary``."""
+        answer = self._wait(_AnswerBuffer(is_single=True), name, requests, timeout_s)
+        if not answer:
+            raise CallError(CallStatus.INTERNAL, "the server sent no answer")
+        return bytes(answer[0])
+
+    def stream(self, name: str, requests: Iterable[bytes], timeout_s: float) -> bytes:
+        """Make a call with any number of requests, and return all answers joined; errors are those of ``unary``."""
+        return b"".join(self._wait(_AnswerBuffer(is_single=False), name, requests, timeout_s))
+
+    def close(self) -> None:
+        """End all calls, and the connection."""
+        with self._lock:
+            self._is_closed = True
+        if self._connection is not None:
+            self._connection.close()
+
+    def _wait(self, answer: _AnswerBuffer, name: str, requests: Iterable[bytes], timeout_s: float) -> list[bytearray]:
+        call = self.open(name, answer, requests, timeout_s)
+        if not answer.ended.wait(timeout_s):
+            call.cancel()
+            raise CallError(CallStatus.DEADLINE_EXCEEDED, f"no answer within {timeout_s:g} s")
+        if isinstance(answer.error, CallError) and answer.error.code is CallStatus.UNAUTHENTICATED:
+            raise CallError(CallStatus.UNAUTHENTICATED, refused_token(self._credentials))
+        if answer.error is not None:
+            raise answer.error
+        return answer.messages
+
+    def _headers(self, name: str, timeout_s: float | None) -> list[tuple[str, str]]:
+        """Return the headers of a call (PROTOCOL-HTTP2.md, "Request-Headers")."""
+        host = "localhost" if self._address.startswith("unix") else self._address
+        scheme = "http" if self.context is None else "https"
+        headers = [(":method", "POST"), (":scheme", scheme), (":path", method(name)), (":authority", host)]
+        headers += [("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "grpc-lightning-sm")]
+        if timeout_s is not None:  # at most 8 digits
+            headers.append(("grpc-timeout", f"{min(99_999_999, max(1, int(1000 * timeout_s)))}m"))
+        for key, value in metadata(self._credentials):
+            text = b64encode(value).decode() if isinstance(value, bytes) else value
+            headers.append((key, text))
+        return headers

@@ -1,0 +1,108 @@
+"""How calls end: gRPC's status codes, and the codes of HTTP and HTTP/2 that stand for them. No gRPC library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from urllib.parse import unquote
+
+
+class CallStatus(IntEnum):
+    """The status codes of gRPC (``doc/statuscodes.md`` of github.com/grpc/grpc)."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+_FINAL = (
+    CallStatus.UNAUTHENTICATED,
+    CallStatus.PERMISSION_DENIED,
+    CallStatus.FAILED_PRECONDITION,
+    CallStatus.INVALID_ARGUMENT,
+)
+
+
+class CallError(Exception):
+    """The error of a call that did not end with status OK.
+
+    Its cause, if any, is the error that ended the connection.
+
+    Args:
+        code: The status.
+        details: Text for people.
+    """
+
+    def __init__(self, code: CallStatus, details: str) -> None:
+        super().__init__(f"{code.name.lower().replace('_', ' ')} ({details})")
+        self.code = code
+        self.details = details
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another try cannot succeed."""
+        return self.code in _FINAL
+
+
+# doc/http-grpc-status-mapping.md: of a response without a status of gRPC, such as that of a proxy.
+_OF_HTTP = {
+    b"400": CallStatus.INTERNAL,
+    b"401": CallStatus.UNAUTHENTICATED,
+    b"403": CallStatus.PERMISSION_DENIED,
+    b"404": CallStatus.UNIMPLEMENTED,
+    b"429": CallStatus.UNAVAILABLE,
+    b"502": CallStatus.UNAVAILABLE,
+    b"503": CallStatus.UNAVAILABLE,
+    b"504": CallStatus.UNAVAILABLE,
+}
+# doc/PROTOCOL-HTTP2.md, "Errors", for the codes of RFC 9113, section 7; all others are INTERNAL.
+_OF_RESET = {
+    7: CallStatus.UNAVAILABLE,  # REFUSED_STREAM: it was not processed
+    8: CallStatus.CANCELLED,  # CANCEL
+    11: CallStatus.RESOURCE_EXHAUSTED,  # ENHANCE_YOUR_CALM
+    12: CallStatus.PERMISSION_DENIED,  # INADEQUATE_SECURITY
+}
+
+
+def response_error(headers: Mapping[bytes, bytes]) -> CallError | None:
+    """Return why the headers of a response are not those of gRPC (``PROTOCOL-HTTP2.md``, "Responses"); None: they are.
+
+    Args:
+        headers: The headers.
+    """
+    status = headers.get(b":status", b"")
+    kind = headers.get(b"content-type", b"")
+    if status == b"200" and kind.startswith(b"application/grpc"):
+        return None
+    text = f"the answer has HTTP status {status.decode('latin-1')} and type {kind.decode('latin-1')!r}"
+    return CallError(_OF_HTTP.get(status, CallStatus.UNKNOWN), text)
+
+
+def error_in(trailers: Mapping[bytes, bytes]) -> CallError | None:
+    """Return the error that trailers state; None: the call has succeeded."""
+    try:
+        code = CallStatus(int(trailers.get(b"grpc-status", b"")))
+    except ValueError:
+        return CallError(CallStatus.UNKNOWN, f"the answer ends with status {trailers.get(b'grpc-status')!r}")
+    # PROTOCOL-HTTP2.md: Status-Message is percent-encoded, and decoding it must not fail.
+    details = unquote(trailers.get(b"grpc-message", b"").decode("latin-1"), errors="replace")
+    return None if code is CallStatus.OK else CallError(code, details)
+
+
+def reset_error(code: int) -> CallError:
+    """Return the error of a call whose stream the server has reset with this code of RFC 9113, section 7."""
+    return CallError(_OF_RESET.get(code, CallStatus.INTERNAL), f"the stream was reset with code {code} of HTTP/2")

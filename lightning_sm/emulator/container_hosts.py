@@ -1,0 +1,308 @@
+"""Emulated hosts as containers of an image, as on the service, in one network, each with files of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+
+from lightning_sm.emulator.agent import UploadAgent
+from lightning_sm.emulator.docker import (
+    ALIVE,
+    bind,
+    docker,
+    docker_program,
+    entry_point,
+    label,
+    maps_root,
+    remove_containers,
+    remove_job,
+    state_of,
+    tell,
+)
+from lightning_sm.emulator.faults import Kind
+from lightning_sm.emulator.guard import guarded
+from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime, default_variables, job_settings
+from lightning_sm.emulator.output import Output
+from lightning_sm.emulator.script import check_script
+from lightning_sm.emulator.spec import CHECKPOINTS, CONTROL, ClusterSpec, LocalHost
+from lightning_sm.errors import ContainerError, ScriptError
+from lightning_sm.job.control_folder import ControlFolder
+from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import CONTROL_DIR, HOST_FOLDER
+
+_ML = "/opt/ml"
+# The parts of a host's folder that it sees. Not all of /opt/ml, where images keep their code.
+_FOLDERS = ("input", "model", "output", CONTROL, CHECKPOINTS)
+# Where the containers have the code that is given.
+CODE_DIR = f"{_ML}/code"
+_LAUNCHER = "lightning-sm"
+# A user whom the image does not know has neither a home nor a name; PyTorch and Matplotlib ask for both.
+_USER_VARIABLES = {"HOME": "/tmp", "USER": "user", "LOGNAME": "user"}  # noqa: S108 - in the container
+# Time for Docker's client to exit after its container.
+_KILL_S = 30.0
+
+
+class ContainerHost(EmulatedHost):
+    """A host that is a container; see ``EmulatedHost``.
+
+    Args:
+        container: Name of the container, which exists.
+        host: The host.
+        output: Receives the host's lines.
+        changed: Set when the container has exited.
+        agent: Uploads the host's checkpoints while the container runs.
+    """
+
+    def __init__(
+        self,
+        container: str,
+        host: LocalHost,
+        output: Output,
+        changed: threading.Event,
+        *,
+        agent: UploadAgent | None,
+    ) -> None:
+        self._container = container
+        self._is_frozen = self._is_told = self._is_killed = False
+        client = [docker_program(), "start", "--attach", container]
+        super().__init__(host, client, _client_environment(host), output, changed, agent=agent)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the emulator killed the container."""
+        return self._is_killed
+
+    def listens(self) -> bool:
+        """Return whether process 1 has a handler for SIGTERM, or blocks it; see ``EmulatedHost``."""
+        if self._is_frozen:  # Docker starts no command there
+            return True
+        if not self._is_started():
+            return False
+        try:
+            status = docker("exec", self._container, "cat", "/proc/1/status")
+        except ContainerError:  # it has just exited, or the image has no cat
+            return self._is_started()
+        masks = [line.split()[1] for line in status.splitlines() if line.startswith(("SigCgt:", "SigBlk:"))]
+        return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to process 1, once it is not frozen; a container that has not started yet is killed."""
+        if self._is_frozen:  # with the signal, Docker would let the container continue
+            self._is_told = True
+        elif not tell(self._container, "kill", "--signal", "TERM") and self.exit_code is None:
+            self.kill()
+
+    def freeze(self) -> None:
+        """Pause the container."""
+        if not self._is_frozen:
+            self._is_frozen = tell(self._container, "pause")
+
+    def thaw(self) -> None:
+        """Let a paused container continue."""
+        if self._is_frozen:
+            self._is_frozen = False
+            tell(self._container, "unpause")
+            if self._is_told:
+                self.terminate()
+
+    def kill(self) -> None:
+        """Kill the container: with process 1, the kernel ends all others."""
+        self._is_killed = True
+        if not tell(self._container, "kill") and self.exit_code is None:
+            # It has exited, or will never start; then its client may wait for it.
+            tell(self._container, "rm", "--force")
+        self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
+
+    def kill_launcher(self) -> None:
+        """Send SIGKILL to process 1, without which the kernel lets no other process of the container live."""
+        self.kill()
+
+    def rank_killer(self, local_rank: int) -> Callable[[], object] | None:
+        """Return what kills the process of a local rank, which its heartbeat names; see ``EmulatedHost``."""
+        beats = ControlFolder(self.host.control_dir).beats()
+        latest = {beat.rank: beat for beat in sorted(beats, key=lambda beat: beat.at)}
+        ranks = sorted(rank for rank in latest if rank >= 0)
+        if local_rank < len(ranks):
+            pid = latest[ranks[local_rank]].pid
+        elif latest and not ranks and self.host.role is Role.DATA:
+            pid = next(iter(latest.values())).pid
+        else:
+            return None
+        # The process, and with it the container, may end before Docker has started the command.
+        return partial(tell, self._container, "exec", then=["sh", "-c", f"kill -9 {pid} || true"])
+
+    def _is_started(self) -> bool:
+        return state_of(self._container) in ALIVE
+
+
+class ContainerRuntime(HostRuntime):
+    """The hosts of a job as containers of an image.
+
+    Args:
+        image: Name of the image, which Docker has on this machine.
+        code: The folder that the containers see in place of ``/opt/ml/code``; None for the image's own.
+        copies_code: Whether each host has a copy of that folder, as on the service.
+
+    Raises:
+        ContainerError: Docker is missing, or does not have the image.
+    """
+
+    interface = "eth0"
+    unsupported_faults: ClassVar[Mapping[Kind, str]] = {Kind.SLOW_DNS: "Docker resolves the names of containers"}
+
+    def __init__(self, image: str, code: Path | None = None, *, copies_code: bool = False) -> None:
+        self._image = image
+        self._code = code
+        self._copies_code = copies_code
+        self._entry_point = entry_point(image)
+        # On Linux, the files of a container's root are root's: the agent of another user could not upload checkpoints.
+        is_foreign = os.getuid() != 0 and not maps_root()
+        self._user = ["--user", f"{os.getuid()}:{os.getgid()}"] if is_foreign else []
+
+    def check_job(self, spec: ClusterSpec) -> None:
+        """Accept any job: what the hosts install, they install in their containers."""
+
+    def check_command(self, command: Sequence[str]) -> None:
+        """Reject a script that the image's entry point does not take, or that is not in the folder of the code.
+
+        Raises:
+            ScriptError: The script cannot be read or parsed, or is elsewhere.
+        """
+        if not command:
+            return
+        if self._code is None or not any(Path(word).name == _LAUNCHER for word in self._entry_point):
+            raise ScriptError(
+                f"The entry point of {self._image} is {' '.join(self._entry_point) or 'empty'}, which takes no script; "
+                "lightning-sm does. Leave out the script, and name it by the hyperparameter sagemaker_program."
+            )
+        check_script(command[0])
+        script = Path(command[0]).absolute()
+        if not script.is_relative_to(self._code):
+            raise ScriptError(
+                f"The training script {command[0]!r} is outside the current folder ({self._code}), which is all that "
+                "the containers see of this machine. Change to the folder of your code."
+            )
+
+    def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
+        """Return the variables that the service, this runtime and the job set; none of this machine's."""
+        return {
+            **default_variables(spec),
+            **(_USER_VARIABLES if self._user else {}),
+            **job_settings(spec),
+            **spec.environment,
+        }
+
+    def host_environment(self, job_dir: Path, folder: Path) -> dict[str, str]:
+        """Return the variable that names the folder from which the emulator reads steps."""
+        del job_dir, folder
+        return {CONTROL_DIR.name: f"{_ML}/{CONTROL}"}
+
+    def base_dir(self, job_dir: Path, folder: Path) -> Path:
+        """Return ``/opt/ml``."""
+        del job_dir, folder
+        return Path(_ML)
+
+    def add_channel(self, path: Path, source: Path) -> None:
+        """Make the folder over which the channel is mounted."""
+        del source
+        path.mkdir()
+
+    def reserve(self, topology: Topology) -> ExitStack:
+        """Reserve nothing: each container has all ports of its own."""
+        del topology
+        return ExitStack()
+
+    def shared_disk_reason(self) -> str:
+        """Return nothing: containers do not see each other's files."""
+        return ""
+
+    def watch_command(self, name: str, host: str) -> str:
+        """Return the command that shows the running job from inside of its main host."""
+        return f"docker exec -it {_container_name(name, host)} lightning-sm top"
+
+    @contextlib.contextmanager
+    def running(self, name: str, job_dir: Path) -> Iterator[None]:
+        """Make the network of a job, and remove it with all containers; the guard does so if this process dies."""
+        with guarded(job_dir, containers_of=name):
+            try:
+                docker("network", "create", *label(name), name)
+                yield
+            finally:
+                remove_job(name)
+
+    @contextlib.contextmanager
+    def attempt(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> Iterator[None]:
+        """Run an attempt, and remove its containers."""
+        del job_dir, hosts
+        try:
+            yield
+        finally:
+            remove_containers(name)
+
+    def start(
+        self,
+        host: LocalHost,
+        command: Sequence[str],
+        output: Output,
+        changed: threading.Event,
+        variables: Mapping[str, str],
+        *,
+        agent: UploadAgent | None,
+    ) -> ContainerHost:
+        """Create the container of a host and start it; see ``HostRuntime``."""
+        job = host.env["TRAINING_JOB_NAME"]
+        container = _container_name(job, host.name)
+        options = ["--name", container, "--hostname", host.name, *label(job), *self._user]
+        options += ["--network", job, "--network-alias", host.name]
+        # The engine's 64 MB are too few for data workers; this is the limit that Linux gives a machine.
+        options += ["--shm-size", str(psutil.virtual_memory().total // 2)]
+        for name in _FOLDERS:
+            if (host.folder / name).is_dir():
+                options += bind(host.folder / name, f"{_ML}/{name}")
+        for name, source in host.channels.items():
+            options += bind(source.absolute(), f"{_ML}/input/data/{name}", read_only=True)
+        if self._code is not None:
+            code = shutil.copytree(self._code, host.folder / "code") if self._copies_code else self._code
+            options += bind(code, CODE_DIR)
+            if command:
+                options += ["--workdir", CODE_DIR]
+                command = [str(Path(command[0]).absolute().relative_to(self._code)), *command[1:]]
+        with _variables({**host.env, **variables}) as (variable_options, client_variables):
+            create = ["create", *options, *variable_options, self._image, "train", *command]
+            docker(*create, env={**_client_environment(host), **client_variables})
+        return ContainerHost(container, host, output, changed, agent=agent)
+
+
+@contextlib.contextmanager
+def _variables(env: Mapping[str, str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Pass variables on to a container, whose values no command line shows, as they may be secret.
+
+    Yields:
+        Options for ``docker create``, and the variables that its client needs for them.
+    """
+    # A line of the file is a variable, so that values with several lines go another way.
+    several_lines = {name: value for name, value in env.items() if "\n" in value}
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:  # only this user can read it
+        file.writelines(f"{name}={value}\n" for name, value in env.items() if name not in several_lines)
+        file.flush()
+        yield ["--env-file", file.name, *(f"--env={name}" for name in several_lines)], several_lines
+
+
+def _container_name(job: str, host: str) -> str:
+    return f"{job}-{host}"
+
+
+def _client_environment(host: LocalHost) -> dict[str, str]:
+    """Return the environment of Docker's client, by which the guard finds it."""
+    return {**os.environ, HOST_FOLDER.name: str(host.folder)}

@@ -1,0 +1,304 @@
+"""What the emulator needs of a running host, and of the system that runs it: processes here, or containers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import ClassVar
+
+from lightning_sm._linux import usable_cpus
+from lightning_sm.emulator.agent import UploadAgent
+from lightning_sm.emulator.faults import Kind
+from lightning_sm.emulator.output import Output
+from lightning_sm.emulator.spec import ClusterSpec, LocalHost
+from lightning_sm.job.secret import new_secret
+from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import DEVICES, PRICES, REPORT_S
+from lightning_sm.launcher.pipe import DrainedPipe
+
+
+class EmulatedHost(ABC):
+    """One running host, and threads that read its output and wait until it exits.
+
+    Args:
+        host: The host.
+        command: Starts the process here that exits with the host's exit code, and whose output is the host's.
+        env: The environment of this process.
+        output: Receives the host's lines.
+        changed: Set when the host has exited.
+        agent: Uploads the host's checkpoints while the host runs.
+
+    Attributes:
+        host: The host.
+        agent: Uploads the host's checkpoints, or None.
+        process: The process here that exits with the host's exit code.
+        ended_at: When the host exited, by ``time.monotonic``; None while it runs.
+        interrupted_at: When the launcher received the SIGTERM of an interruption, or None.
+        waiter: The thread that waits until the host exits.
+    """
+
+    def __init__(
+        self,
+        host: LocalHost,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        output: Output,
+        changed: threading.Event,
+        *,
+        agent: UploadAgent | None,
+    ) -> None:
+        self.host = host
+        self.agent = agent
+        self.process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that Ctrl-C reaches only the emulator, which decides the order
+        )
+        self.ended_at: float | None = None
+        self.interrupted_at: float | None = None
+        self._changed = changed
+        self._started_at = time.monotonic()
+        assert self.process.stdout is not None  # noqa: S101 - a pipe
+        self._pipe = DrainedPipe(self.process.stdout)
+        self._reader = threading.Thread(target=output.copy, args=(host, self._pipe), daemon=True)
+        self._reader.start()
+        self.waiter = threading.Thread(target=self._wait, daemon=True)
+        self.waiter.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """The launcher's exit code; 128 + n if signal n killed it; None while the host runs."""
+        code = self.process.returncode if self.ended_at is not None else None
+        return 128 - code if code is not None and code < 0 else code
+
+    @property
+    def seconds(self) -> float:
+        """How long the host ran."""
+        return (self.ended_at or time.monotonic()) - self._started_at
+
+    @property
+    def seconds_to_exit(self) -> float | None:
+        """Seconds from the SIGTERM of an interruption to the launcher's exit; None unless both have happened."""
+        if self.interrupted_at is None or self.ended_at is None:
+            return None
+        return max(0.0, self.ended_at - self.interrupted_at)
+
+    def interrupt(self) -> bool:
+        """Send SIGTERM to the launcher, as the service does.
+
+        Returns:
+            False if the launcher has no handler, so that the signal is lost.
+        """
+        self.interrupted_at = time.monotonic()
+        if not self.listens():
+            return False
+        self.terminate()
+        return True
+
+    def read_rest(self, timeout_s: float) -> bool:
+        """Copy what the processes of the host, which have all exited, have left in the pipe.
+
+        Args:
+            timeout_s: How long that may take: it waits for whoever reads the emulator's output.
+
+        Returns:
+            Whether all of it was copied in time.
+        """
+        self._pipe.end_when_empty()
+        self._reader.join(timeout=timeout_s)
+        return not self._reader.is_alive()
+
+    @abstractmethod
+    def listens(self) -> bool:
+        """Return whether the launcher would receive SIGTERM as process 1 of a container, as on the service.
+
+        The kernel drops every signal to process 1 for which it has no handler ("man 7 pid_namespaces"). True if the
+        system does not say.
+        """
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Send SIGTERM to the launcher, whether or not it has a handler."""
+
+    @abstractmethod
+    def freeze(self) -> None:
+        """Stop all processes of the host, so that none sees another one die."""
+
+    @abstractmethod
+    def thaw(self) -> None:
+        """Let all processes of a frozen host continue."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Send SIGKILL to all processes of the host at once, and wait until its exit code is known."""
+
+    @abstractmethod
+    def kill_launcher(self) -> None:
+        """Send SIGKILL to the launcher only."""
+
+    @abstractmethod
+    def rank_killer(self, local_rank: int) -> Callable[[], object] | None:
+        """Return what kills the process of a local rank, or None if it does not run (yet).
+
+        Local rank 0 is the script itself, even on a host that does not train.
+        """
+
+    @property
+    @abstractmethod
+    def was_killed(self) -> bool:
+        """Whether a signal ended the launcher."""
+
+    def _wait(self) -> None:
+        # One thread per host, so that the times are exact: of hosts that fail together, the first one has the cause.
+        self.process.wait()
+        self.ended_at = time.monotonic()
+        if self.agent is not None:
+            # Whether the service uploads anything after the containers of an interrupted job is not documented.
+            self.agent.stop(is_over=self.interrupted_at is None and not self.was_killed)
+        self._changed.set()
+
+
+class HostRuntime(ABC):
+    """The system that runs the hosts of an emulated job.
+
+    Attributes:
+        interface: The network interface of the hosts.
+        unsupported_faults: The faults that it cannot inject, and why.
+    """
+
+    interface: ClassVar[str]
+    unsupported_faults: ClassVar[Mapping[Kind, str]] = {}
+
+    @abstractmethod
+    def check_job(self, spec: ClusterSpec) -> None:
+        """Reject a job that its hosts cannot run.
+
+        Raises:
+            LightningSMError: There is a problem; nothing was started.
+        """
+
+    @abstractmethod
+    def check_command(self, command: Sequence[str]) -> None:
+        """Reject a training script with its arguments that its hosts cannot run.
+
+        Raises:
+            LightningSMError: There is a problem; nothing was started.
+        """
+
+    @abstractmethod
+    def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
+        """Return the environment of all hosts."""
+
+    @abstractmethod
+    def host_environment(self, job_dir: Path, folder: Path) -> dict[str, str]:
+        """Return what the environment of one host has besides: where its folders are.
+
+        Args:
+            job_dir: Folder of the job.
+            folder: Folder of the host in it.
+        """
+
+    @abstractmethod
+    def base_dir(self, job_dir: Path, folder: Path) -> Path:
+        """Return the path by which a host sees its folder: ``/opt/ml``, or what takes its place."""
+
+    @abstractmethod
+    def add_channel(self, path: Path, source: Path) -> None:
+        """Prepare a host's input channel.
+
+        Args:
+            path: Its place in the host's folder.
+            source: The folder with the data.
+        """
+
+    @abstractmethod
+    def reserve(self, topology: Topology) -> ExitStack:
+        """Reserve the ports of a job, if other jobs on this machine could take them.
+
+        Raises:
+            NeedsLinuxError: There are data hosts, which this system cannot run.
+            PortInUseError: A port is taken.
+        """
+
+    @abstractmethod
+    def shared_disk_reason(self) -> str:
+        """Return why hosts can read each other's folders on this system; empty if they cannot."""
+
+    @abstractmethod
+    def watch_command(self, name: str, host: str) -> str:
+        """Return the command that shows the running job.
+
+        Args:
+            name: Name of the job.
+            host: Name of its main host.
+        """
+
+    @abstractmethod
+    def running(self, name: str, job_dir: Path) -> AbstractContextManager[object]:
+        """Run a job in this context: nothing of it is left when the context, or this process, has ended.
+
+        Args:
+            name: Name of the job.
+            job_dir: Folder of the job.
+        """
+
+    @abstractmethod
+    def attempt(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> AbstractContextManager[object]:
+        """Run an attempt in this context, at whose end all that the hosts left behind is killed.
+
+        Args:
+            name: Name of the job.
+            job_dir: Folder of the job.
+            hosts: The hosts that were started, to which the attempt adds.
+        """
+
+    @abstractmethod
+    def start(
+        self,
+        host: LocalHost,
+        command: Sequence[str],
+        output: Output,
+        changed: threading.Event,
+        variables: Mapping[str, str],
+        *,
+        agent: UploadAgent | None,
+    ) -> EmulatedHost:
+        """Start a host.
+
+        Args:
+            host: The host.
+            command: Training script and its arguments.
+            output: Receives the host's lines.
+            changed: Set when the host has exited.
+            variables: Environment variables in addition to those of the host.
+            agent: Uploads the host's checkpoints while it runs.
+        """
+
+
+def default_variables(spec: ClusterSpec) -> dict[str, str]:
+    """Return variables that users may set differently on this machine."""
+    num_processes = len(spec.host_names) * (spec.devices or 1)
+    return {
+        "AWS_REGION": "us-east-1",
+        # All hosts share this machine's CPUs, and PyTorch would start one thread per CPU in every process.
+        "OMP_NUM_THREADS": str(max(1, usable_cpus() // num_processes)),
+    }
+
+
+def job_settings(spec: ClusterSpec) -> dict[str, str]:
+    """Return the settings that the emulator gives to all hosts of a job, with a new secret."""
+    return {
+        **({} if spec.devices is None else {DEVICES.name: str(spec.devices)}),
+        **new_secret(),
+        # These two concern what this machine reports about a job, not what the job does.
+        **{setting.name: os.environ[setting.name] for setting in (REPORT_S, PRICES) if setting.name in os.environ},
+    }

@@ -1,0 +1,327 @@
+"""Emulated hosts as groups of processes of this machine: each a launcher with its descendants."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from lightning_sm._linux import (
+    LOOPBACK_INTERFACE,
+    adopt_orphans,
+    handles_signal,
+    loopback_addresses,
+    require_linux,
+)
+from lightning_sm.emulator import own_disk
+from lightning_sm.emulator.agent import UploadAgent
+from lightning_sm.emulator.guard import guarded
+from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime, default_variables, job_settings
+from lightning_sm.emulator.output import Output
+from lightning_sm.emulator.ports import reserve_ports
+from lightning_sm.emulator.processes import is_alive, processes_of_job, signal_process, variable_of
+from lightning_sm.emulator.script import check_script
+from lightning_sm.emulator.spec import CONTROL, ClusterSpec, LocalHost
+from lightning_sm.errors import JobConfigError, ScriptError
+from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import (
+    CONTROL_DIR,
+    HOST_ADDRESSES,
+    HOST_FOLDER,
+    INSTALL_REQUIREMENTS,
+    PREFIX,
+    Install,
+)
+
+# Time for processes to exit after SIGKILL; only one that waits for a disk or a network folder needs it.
+_KILL_S = 5.0
+# Time for processes to stop after SIGSTOP. Limited, because a process never stops while it waits for a stopped child to
+# start a program.
+_FREEZE_S = 1.0
+_POLL_S = 0.01
+# Between two looks for processes that SIGKILL has not ended yet.
+_LEFT_POLL_S = 0.1
+# Variables that a launcher, a toolkit or another job may have left in this shell: the hosts would mistake them for
+# their own.
+_LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
+_LEAKING_NAMES = frozenset(
+    {
+        "CURRENT_HOST",
+        "GROUP_RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "PL_GLOBAL_SEED",
+        "RANK",
+        "WORLD_SIZE",
+    }
+)
+
+
+class ProcessHost(EmulatedHost):
+    """A host that is a launcher and its descendants; see ``EmulatedHost``.
+
+    Args:
+        host: The host.
+        command: Training script and its arguments.
+        output: Receives the host's lines.
+        changed: Set when the launcher has exited.
+        variables: Environment variables in addition to those of the host.
+        agent: Uploads the host's checkpoints while the launcher runs.
+    """
+
+    def __init__(
+        self,
+        host: LocalHost,
+        command: Sequence[str],
+        output: Output,
+        changed: threading.Event,
+        variables: Mapping[str, str],
+        *,
+        agent: UploadAgent | None,
+    ) -> None:
+        self._script = os.path.basename(command[0])
+        self._frozen: list[psutil.Process] = []
+        launcher = [sys.executable, "-m", "lightning_sm", "train", *command]
+        on_own_disk = own_disk.command(host.folder.parent, host.folder, launcher)
+        super().__init__(host, on_own_disk, {**host.env, **variables}, output, changed, agent=agent)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended the launcher."""
+        return (self.process.returncode or 0) < 0
+
+    def listens(self) -> bool:
+        """Return whether the launcher has a handler for SIGTERM, or blocks it; see ``EmulatedHost``."""
+        return handles_signal(self.process.pid, signal.SIGTERM, or_blocks=True) is not False
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the launcher, whether or not it has a handler."""
+        self.process.terminate()
+
+    def kill_launcher(self) -> None:
+        """Send SIGKILL to the launcher only."""
+        self.process.kill()
+
+    def rank_killer(self, local_rank: int) -> Callable[[], object] | None:
+        """Return what kills the process of a local rank; see ``EmulatedHost``."""
+        process = self._training_process(local_rank)
+        return None if process is None else partial(signal_process, process, psutil.Process.kill)
+
+    def freeze(self) -> None:
+        """Send SIGSTOP to all processes of the host, including those that are just starting."""
+        deadline = time.monotonic() + _FREEZE_S
+        while time.monotonic() < deadline:
+            new = [process for process in self._processes() if process not in self._frozen]
+            for process in new:
+                signal_process(process, psutil.Process.suspend)
+            self._frozen += new
+            # A process that was forking when the signal came is stopped only after its child exists, so look again.
+            if not new and all(_is_stopped(process) for process in self._frozen):
+                return
+            if not new:
+                time.sleep(_POLL_S)  # the kernel does not announce when other processes' children stop or die
+
+    def thaw(self) -> None:
+        """Send SIGCONT to all frozen processes."""
+        for process in self._frozen:
+            signal_process(process, psutil.Process.resume)
+        self._frozen = []
+
+    def kill(self) -> None:
+        """Freeze all processes of the host, so that none sees another one die, then send them SIGKILL."""
+        self.freeze()
+        deadline = time.monotonic() + _KILL_S
+        while (left := self._processes()) and time.monotonic() < deadline:
+            for process in left:
+                signal_process(process, psutil.Process.kill)
+            time.sleep(_POLL_S)
+        self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
+
+    def _training_process(self, local_rank: int) -> psutil.Process | None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for script in psutil.Process(self.process.pid).children():
+                if not is_alive(script) or not self._is_script(script):
+                    continue
+                # A process that only starts ranks is not one itself: it has the size of the host, but no rank.
+                is_starter = variable_of(script, "LOCAL_WORLD_SIZE") and not variable_of(script, "LOCAL_RANK")
+                if local_rank == 0 and not is_starter:
+                    return script
+                # Children of the rank inherit the variable; the rank itself is the oldest.
+                processes = script.children(recursive=True)
+                ranks = [process for process in processes if variable_of(process, "LOCAL_RANK") == str(local_rank)]
+                return min(ranks, key=psutil.Process.create_time, default=None)
+        return None
+
+    def _processes(self) -> list[psutil.Process]:
+        """Return all live processes of the host, including those that lost their parents or left their session."""
+        below: set[psutil.Process] = set()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.process.pid)
+            if self.ended_at is None:
+                below = {launcher, *launcher.children(recursive=True)}
+        # Orphans belong to the host whose folder is in their environment.
+        others = [process for process in processes_of_job(self.host.folder.parent) if process not in below]
+        mine = [process for process in others if variable_of(process, HOST_FOLDER.name) == str(self.host.folder)]
+        return [process for process in (*below, *mine) if is_alive(process)]
+
+    def _is_script(self, process: psutil.Process) -> bool:
+        try:
+            return any(argument.endswith(self._script) for argument in process.cmdline())
+        except psutil.Error:
+            return False
+
+
+class ProcessRuntime(HostRuntime):
+    """The hosts of a job as processes of this machine, which all share its network and its CPUs."""
+
+    interface = LOOPBACK_INTERFACE
+
+    def check_job(self, spec: ClusterSpec) -> None:
+        """Reject a job that is to install packages into this Python.
+
+        Raises:
+            JobConfigError: It is.
+        """
+        if INSTALL_REQUIREMENTS.read(spec.environment) in (Install.ALWAYS, Install.UNPROTECTED):
+            raise JobConfigError(
+                f"--env {INSTALL_REQUIREMENTS.name}={spec.environment[INSTALL_REQUIREMENTS.name]}: emulated hosts use "
+                "the packages of this Python, and install none. Leave the variable out, and install the requirements "
+                "yourself."
+            )
+
+    def check_command(self, command: Sequence[str]) -> None:
+        """Reject a command without a script that can start.
+
+        Raises:
+            ScriptError: There is no script, or it cannot be read or parsed.
+        """
+        if not command:
+            raise ScriptError(
+                "No training script was given. Example: lightning-sm local --group trainer=2 -- app/train.py fit"
+            )
+        check_script(command[0])
+
+    def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
+        """Return the environment of this process without what a job may have left there, and the job's settings."""
+        hosts = spec.host_names
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _LEAKING_NAMES and not name.startswith(_LEAKING_PREFIXES)
+        }
+        return {
+            **default_variables(spec),
+            **inherited,
+            "CUDA_VISIBLE_DEVICES": "",
+            # Lightning's switch against Apple's GPU (accelerators/mps.py), on which it refuses to train on several
+            # hosts.
+            "DISABLE_MPS": "1",
+            "SM_NUM_GPUS": "0",
+            "PYTHONUNBUFFERED": "1",
+            **job_settings(spec),
+            HOST_ADDRESSES.name: json.dumps(dict(zip(hosts, loopback_addresses(len(hosts)), strict=True))),
+            **spec.environment,
+            INSTALL_REQUIREMENTS.name: Install.NEVER.value,
+        }
+
+    def host_environment(self, job_dir: Path, folder: Path) -> dict[str, str]:
+        """Return the variables that name a host's folders."""
+        base_dir = self.base_dir(job_dir, folder)
+        return {
+            "SAGEMAKER_BASE_DIR": str(base_dir),
+            CONTROL_DIR.name: str(base_dir / CONTROL),
+            HOST_FOLDER.name: str(folder),
+        }
+
+    def base_dir(self, job_dir: Path, folder: Path) -> Path:
+        """Return the path by which a host sees its folder: the same for all, where each has a disk of its own."""
+        return own_disk.base_dir(job_dir, folder)
+
+    def add_channel(self, path: Path, source: Path) -> None:
+        """Make a link to the channel's folder."""
+        path.symlink_to(source.absolute(), target_is_directory=True)
+
+    def reserve(self, topology: Topology) -> contextlib.ExitStack:
+        """Reserve the ports of a job; see ``HostRuntime``."""
+        if topology.data_hosts:
+            require_linux(
+                f"A cluster with data hosts ({', '.join(topology.data_hosts)})",
+                "Leave the data groups out, or run it in Linux containers: lightning-sm local --image IMAGE.",
+            )
+        return reserve_ports(topology)
+
+    def shared_disk_reason(self) -> str:
+        """Return why hosts can read each other's folders on this system; empty if they cannot."""
+        return own_disk.obstacle()
+
+    def watch_command(self, name: str, host: str) -> str:
+        """Return the command that shows the running job: it finds all processes of this machine."""
+        del name, host
+        return "lightning-sm top"
+
+    @contextlib.contextmanager
+    def running(self, name: str, job_dir: Path) -> Iterator[None]:
+        """Run a job under its guard."""
+        del name
+        with guarded(job_dir):
+            yield
+
+    @contextlib.contextmanager
+    def attempt(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> Iterator[None]:
+        """Run an attempt, and kill all processes that its hosts left behind, including daemons."""
+        del name
+        spared = {process.pid for process in psutil.Process().children(recursive=True)}
+        adopt_orphans(True)
+        try:
+            yield
+        finally:
+            try:
+                _kill_descendants(job_dir, hosts, spared)
+            finally:
+                adopt_orphans(False)
+
+    def start(
+        self,
+        host: LocalHost,
+        command: Sequence[str],
+        output: Output,
+        changed: threading.Event,
+        variables: Mapping[str, str],
+        *,
+        agent: UploadAgent | None,
+    ) -> ProcessHost:
+        """Start the launcher of a host; see ``HostRuntime``."""
+        return ProcessHost(host, command, output, changed, variables, agent=agent)
+
+
+def _kill_descendants(job_dir: Path, hosts: Sequence[EmulatedHost], spared: set[int]) -> None:
+    """Kill all processes that the hosts left behind until none remains, or until a time limit."""
+    launchers = {host.process.pid: host.waiter for host in hosts}  # reaped by their own threads
+    deadline = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:
+        left = [process for process in processes_of_job(job_dir) if process.pid not in spared]
+        if not left:
+            return
+        for process in left:
+            signal_process(process, psutil.Process.kill)
+        psutil.wait_procs([process for process in left if process.pid not in launchers], timeout=_LEFT_POLL_S)
+        for process in left:
+            if process.pid in launchers:
+                launchers[process.pid].join(timeout=_LEFT_POLL_S)
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,85 @@
+"""The description of an emulated job, and of each of its hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_sm.job.emulated_service import GroupSpec
+from lightning_sm.job.topology import Role
+
+CONTROL, CHECKPOINTS = "control", "checkpoints"
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The description of a job to emulate.
+
+    Attributes:
+        groups: The instance groups.
+        devices: Processes on each trainer host; None if the job does not state it, as on the service.
+        hyperparameters: Values as a user would pass them to the Estimator.
+        channels: Folder of each input channel.
+        channel_groups: Names of the groups that see a channel; all groups, if the channel is not named here.
+        bucket: The folder that stands for the checkpoints' address in S3, or None for a job without checkpoints.
+        keeps_checkpoints: Whether the job has checkpoints also if ``bucket`` is None: then that is a folder inside the
+            job's own.
+        upload_delay_s: How long the upload of a checkpoint's file takes, in seconds.
+        environment: Variables as a user would pass them to ``Estimator(environment=...)``.
+        seed: Seed of the assignment of hosts to groups; None for a different one each time, as on the service.
+    """
+
+    groups: Sequence[GroupSpec] = (GroupSpec("trainer", 1),)
+    devices: int | None = 1
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    channels: Mapping[str, Path] = field(default_factory=dict)
+    channel_groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    bucket: Path | None = None
+    keeps_checkpoints: bool = False
+    upload_delay_s: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+
+    @property
+    def host_names(self) -> list[str]:
+        """The names of all hosts, in the order of their numbers."""
+        return [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in self.groups) + 1)]
+
+    def channels_of(self, group: str) -> dict[str, Path]:
+        """Return the folders of the channels that a group sees."""
+        return {
+            name: folder for name, folder in self.channels.items() if group in self.channel_groups.get(name, [group])
+        }
+
+
+@dataclass(frozen=True)
+class LocalHost:
+    """One emulated host.
+
+    Attributes:
+        name: Its name, ``algo-1`` and so on.
+        group: Name of its instance group.
+        role: Its role in the job.
+        folder: The folder that takes the place of ``/opt/ml``, by its path outside of the host.
+        env: The environment that the job gives to its processes, whose paths are those that the host sees.
+        channels: Folder of each input channel that it sees, outside of the host.
+    """
+
+    name: str
+    group: str
+    role: Role
+    folder: Path
+    env: Mapping[str, str]
+    channels: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def control_dir(self) -> Path:
+        """The folder in which its training processes report where they stand."""
+        return self.folder / CONTROL
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Its checkpoint folder, if the job has checkpoints."""
+        return self.folder / CHECKPOINTS

@@ -1,0 +1,39 @@
+"""The files that commands write where the user says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from lightning_sm.errors import OutputDirectoryError
+
+
+def write_new(file: Path, text: str) -> None:
+    """Write a file that must not exist.
+
+    Raises:
+        OutputDirectoryError: It exists, or cannot be written.
+    """
+    try:
+        with file.open("x", encoding="utf-8") as new:
+            new.write(text)
+    except FileExistsError:
+        raise OutputDirectoryError(f"{file} exists, and is not replaced. Remove it, or name another file.") from None
+    except OSError as error:
+        raise OutputDirectoryError(f"{file} cannot be written: {error.strerror}.") from error
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write or replace a file at once: a reader sees either the old one or the new one. Its folder is made.
+
+    Raises:
+        OutputDirectoryError: It cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".", dir=file.parent) as folder:
+            unfinished = Path(folder, file.name)
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(file)
+    except OSError as error:
+        raise OutputDirectoryError(f"{file} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,78 @@
+"""The conversion of hyperparameters to the command line of a Hydra script: ``name=value``, in Hydra's own grammar."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_sm.errors import HyperparameterError
+from lightning_sm.job.hyperparameters import check_name, values_of
+
+# Options of Hydra itself, which are no overrides.
+_OPTIONS = ("config-dir", "config-name", "config-path")
+# Text that means itself without quotes. All else is quoted: a comma would start a sweep, a brace a dict.
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
+_WORDS = frozenset({"null", "true", "false", "nan", "inf"})
+_IMPOSSIBLE = re.compile("[\0\ud800-\udfff]")
+_QUOTE_OR_END = re.compile(r"(?P<backslashes>\\*)(?:(?P<quote>')|\Z)")
+_KEY = re.compile(r"[\w./-]+", re.ASCII)
+
+
+def to_overrides(hyperparameters: Mapping[str, str]) -> list[str]:
+    """Turn the content of ``hyperparameters.json`` into arguments of a Hydra script.
+
+    Args:
+        hyperparameters: Names and undecoded values. A name may begin with ``+`` or ``++``, which add what the
+            configuration lacks. ``config-name``, ``config-dir`` and ``config-path`` become options of Hydra.
+
+    Returns:
+        For example ``["--config-name=gpu", "trainer.max_epochs=3"]``.
+
+    Raises:
+        HyperparameterError: A name or a value has no form in Hydra's grammar.
+
+    Source:
+        Hydra 1.3, "Extended Override syntax", and ``OverrideLexer.g4``.
+    """
+    arguments = []
+    values = values_of(hyperparameters)
+    for name in sorted(values, key=lambda name: (name not in _OPTIONS, name)):
+        check_name(name)
+        value = values[name]
+        arguments.append(f"--{name}={value}" if name in _OPTIONS else f"{name}={_element(name, value)}")
+    return arguments
+
+
+def _element(name: str, value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return _text(name, value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_element(name, item) for item in value) + "]"
+    for key in value:
+        if not _KEY.fullmatch(str(key)):
+            raise HyperparameterError(
+                f"Hyperparameter {name!r} has the key {key!r}: Hydra's command line has keys of letters, digits and "
+                "._/- only. Write the value into a configuration file."
+            )
+    return "{" + ",".join(f"{key}:{_element(name, item)}" for key, item in value.items()) + "}"
+
+
+def _text(name: str, text: str) -> str:
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+        return text
+    if _IMPOSSIBLE.search(text):
+        raise HyperparameterError(f"Hyperparameter {name!r} has NUL or a lone surrogate, which no argument can have.")
+    return f"'{_QUOTE_OR_END.sub(_escaped, text)}'"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """Escape a quote. Before it, and before the closing one, backslashes are special."""
+    return 2 * match["backslashes"] + (r"\'" if match["quote"] else "")

@@ -1,0 +1,551 @@
+"""The life of a host in a job: a state machine without clock and I/O, whose work ``train`` does.
+
+``step`` takes the state of a launcher and an event to its next state, and to what is to be done at once. Each phase is
+one piece of work, at whose end its event comes (``ENDS_OF_WORK``). News come at any time, from other threads. They
+change no phase: either they end the script, or the work of the phase waits for them.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome, OutcomeKind
+from lightning_sm.job.topology import Role
+from lightning_sm.launcher.failure import not_started_reason
+from lightning_sm.launcher.peers.outcome import Restart
+
+# Pauses before a data host's script is started again: memory may be short only for a moment, and training continues
+# meanwhile. After four kills, a fifth is certain.
+_PAUSES_S = (1.0, 2.0, 4.0)
+# Exit codes of a script that was killed rather than asked to exit.
+_KILLED = frozenset(128 + number for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGINT})
+
+
+class LauncherPhase(Enum):
+    """What a launcher works at."""
+
+    PREPARING = "fetching the code, and installing its requirements"
+    RUNNING = "running the script"
+    PAUSING = "waiting to start the script of a data host again, which was killed"
+    JUDGING = "finding out why the script has ended"
+    UPLOADING = "waiting for the upload of an interrupted script's checkpoint"
+    AWAITING_TRAINERS = "waiting until the scripts of all trainer hosts have ended"
+    AWAITING_DECISION = "waiting until the other hosts know that the script has failed"
+    AWAITING_ABSENT_HOSTS = "waiting, after a failure, for hosts that have not connected"
+    AWAITING_STOP = "waiting, with a saved checkpoint, for the other hosts and for the signal that stops this one"
+    AWAITING_RESTART = "waiting until the scripts of all trainer hosts have exited for a restart"
+    AWAITING_STACKS = "letting the other hosts save their stacks, after a hang here"
+    AWAITING_FIRST_EXIT = "letting the host that failed first exit first"
+    REPORTING = "writing the report of the run, on the main host"
+    OVER = "exiting"
+
+
+class Stop(Enum):
+    """The stop of this host by SageMaker or a user, if any."""
+
+    NONE = "it was not stopped"
+    FIRST = "it was stopped before any host had failed by itself"
+    AFTER_FAILURE = "it was stopped because another host had failed"
+
+
+class Host(NamedTuple):
+    """What does not change.
+
+    Attributes:
+        name: Name of this host.
+        role: Its role.
+        main_host: Name of the main host.
+        num_data_hosts: Number of data hosts of the job.
+    """
+
+    name: str
+    role: Role
+    main_host: str
+    num_data_hosts: int
+
+
+@dataclass(frozen=True)
+class HostState:
+    """The state of a launcher.
+
+    Attributes:
+        host: The host.
+        phase: What it works at.
+        stop: Whether the host was stopped.
+        stopped_by: The signal that stopped it; None if there was none.
+        job: The outcome of the job, once it is known.
+        restart: The last restart of the job that was ordered, if any.
+        attempt: The number of the last restart in which this host took part; 0 before the first.
+        num_kills: How often the script of this data host was killed and started again.
+        exit_code: Exit code of the script that has ended last.
+        own: The outcome of this host; None while its script runs, and before.
+        is_saved: Whether the script was interrupted and has saved a checkpoint.
+        is_consequence: Whether the script has failed because another host had.
+    """
+
+    host: Host
+    phase: LauncherPhase = LauncherPhase.PREPARING
+    stop: Stop = Stop.NONE
+    stopped_by: int | None = None
+    job: JobOutcome | None = None
+    restart: Restart | None = None
+    attempt: int = 0
+    num_kills: int = 0
+    exit_code: int = 0
+    own: Outcome | None = None
+    is_saved: bool = False
+    is_consequence: bool = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether this host was stopped."""
+        return self.stop is not Stop.NONE
+
+    @property
+    def is_data_host(self) -> bool:
+        """Whether this is a data host."""
+        return self.host.role is Role.DATA
+
+    @property
+    def pending_restart(self) -> Restart | None:
+        """The restart in which the script of this host must take part; None if there is none."""
+        restart = self.restart
+        return restart if restart is not None and restart.number > self.attempt and not self.is_data_host else None
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the script must not be started again."""
+        return self.is_stopped or self._does_job_end_script
+
+    @property
+    def pause_s(self) -> float:
+        """How many seconds to wait before the script of a data host is started again."""
+        return _PAUSES_S[self.num_kills - 1]
+
+    @property
+    def is_first_failure_elsewhere(self) -> bool:
+        """Whether the job has failed on another host, with whose reason this one exits."""
+        own = self.own
+        return own is not None and self._final(own) is FinalOutcome.FAILED_ELSEWHERE
+
+    @property
+    def outcome(self) -> Outcome:
+        """How this host exits, once its script has ended for good."""
+        own, job = self.own, self.job
+        if own is None:
+            raise ValueError(f"A launcher that is {self.phase.value} has no outcome.")
+        final = self._final(own)
+        if final is FinalOutcome.NOT_NEEDED:
+            return Outcome.of_exit_code(0)
+        if final is FinalOutcome.FAILED_ELSEWHERE and job is not None:
+            return Outcome.of_exit_code(own.exit_code or 1, job.reason)
+        if job is not None and job.host == self.host.name and own.kind is not OutcomeKind.SUCCESS:
+            return replace(own, reason=job.reason)  # the job's reason names the restarts, too
+        return own
+
+    @property
+    def known_job(self) -> JobOutcome | None:
+        """The outcome of the job; None if it is unknown, or if the stop of this host came before it."""
+        own, job = self.own, self.job
+        is_stop_first = self.stop is Stop.FIRST and own is not None and own.kind is not OutcomeKind.SUCCESS
+        return None if is_stop_first else job
+
+    @property
+    def shows_consequences(self) -> bool:
+        """Whether to show the tracebacks that were left out as consequences: no other host has failed."""
+        own = self.own
+        return own is not None and self.is_consequence and self._final(own) is FinalOutcome.OWN and not self.is_stopped
+
+    @property
+    def _does_job_end_script(self) -> bool:
+        job = self.job
+        return job is not None and ends_script(self.host.role, job, self.host.name, is_stopped=self.is_stopped)
+
+    def _final(self, own: Outcome) -> FinalOutcome:
+        return final_outcome(self.host.role, self.stop, own.exit_code, self.job, self.host.name)
+
+
+# ---- Events
+
+
+@dataclass(frozen=True)
+class Done:
+    """The work of the phase is done, or has no point any longer."""
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """The script cannot be started, or must not be any longer.
+
+    Attributes:
+        outcome: How this host exits.
+    """
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The script has exited.
+
+    Attributes:
+        exit_code: Its exit code; 128 + n if signal n killed it.
+    """
+
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Judged:
+    """It is known why the script has ended.
+
+    Attributes:
+        outcome: The outcome.
+        has_saved: Whether a rank has said that it has saved a checkpoint.
+        is_consequence: Whether it has failed because another host had.
+    """
+
+    outcome: Outcome
+    has_saved: bool = False
+    is_consequence: bool = False
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The scripts of all trainer hosts have exited, and may start again.
+
+    Attributes:
+        attempt: The number of the restart.
+    """
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class HostStopped:
+    """News: this host was told to stop.
+
+    Attributes:
+        signum: The signal.
+    """
+
+    signum: int
+
+
+@dataclass(frozen=True)
+class JobEnded:
+    """News: the outcome of the job is known.
+
+    Attributes:
+        job: The outcome.
+    """
+
+    job: JobOutcome
+
+
+@dataclass(frozen=True)
+class RestartOrdered:
+    """News: the scripts of all trainer hosts are to restart.
+
+    Attributes:
+        restart: The order.
+    """
+
+    restart: Restart
+
+
+End = Done | NotStarted | Exited | Judged | Restarted
+News = HostStopped | JobEnded | RestartOrdered
+
+_DONE = (Done,)
+# The events with which the work of each phase may end.
+ENDS_OF_WORK: Mapping[LauncherPhase, tuple[type[End], ...]] = MappingProxyType(
+    {
+        LauncherPhase.PREPARING: (Done, NotStarted),
+        LauncherPhase.RUNNING: (Exited, NotStarted),
+        LauncherPhase.PAUSING: _DONE,
+        LauncherPhase.JUDGING: (Judged,),
+        LauncherPhase.UPLOADING: _DONE,
+        LauncherPhase.AWAITING_TRAINERS: _DONE,
+        LauncherPhase.AWAITING_DECISION: _DONE,
+        LauncherPhase.AWAITING_ABSENT_HOSTS: _DONE,
+        LauncherPhase.AWAITING_STOP: _DONE,
+        LauncherPhase.AWAITING_RESTART: (Done, Restarted),
+        LauncherPhase.AWAITING_STACKS: _DONE,
+        LauncherPhase.AWAITING_FIRST_EXIT: _DONE,
+        LauncherPhase.REPORTING: _DONE,
+        LauncherPhase.OVER: (),
+    }
+)
+
+
+# ---- Actions
+
+
+@dataclass(frozen=True)
+class EndScript:
+    """End the script, without waiting for its exit.
+
+    Attributes:
+        kind: The outcome because of which it ends. After a hang elsewhere, its stacks are saved first.
+        restart: The number of the restart for which it ends; None: for good.
+    """
+
+    kind: OutcomeKind
+    restart: int | None = None
+
+
+@dataclass(frozen=True)
+class SaveStacks:
+    """Save the stacks of the script, which goes on."""
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """SendReport the outcome of this host to the others.
+
+    Attributes:
+        outcome: The outcome.
+    """
+
+    outcome: Outcome
+
+
+Action = EndScript | SaveStacks | SendReport
+Transition = tuple[HostState, tuple[Action, ...]]
+
+
+def step(state: HostState, event: End | News) -> Transition:
+    """Return the next state, and what is to be done at once.
+
+    Raises:
+        ValueError: The work of this phase does not end with this event.
+    """
+    if isinstance(event, News):
+        return _on_news(state, event)
+    if not isinstance(event, ENDS_OF_WORK[state.phase]):
+        raise ValueError(f"{event} came while the launcher was {state.phase.value}.")  # noqa: TRY004 - the event is wrong for the phase
+    match event:
+        case Exited(exit_code):
+            return _on_exit(state, exit_code)
+        case NotStarted(outcome):
+            return _ended(replace(state, own=outcome))
+        case Judged(outcome, has_saved, is_consequence):
+            is_interrupted = outcome.kind is OutcomeKind.INTERRUPTION and not outcome.may_restart
+            is_saved = is_interrupted and has_saved
+            return _ended(replace(state, own=outcome, is_saved=is_saved, is_consequence=is_consequence))
+        case Restarted(attempt):
+            return _run(replace(state, attempt=attempt, own=None))
+        case Done():
+            return _AFTER[state.phase](state)
+
+
+def _on_news(state: HostState, news: News) -> Transition:
+    has_script = state.phase in (LauncherPhase.PREPARING, LauncherPhase.RUNNING, LauncherPhase.PAUSING)
+    match news:
+        case HostStopped(signum):
+            job = state.job
+            # A stop after a failure is SageMaker's response to it, unless the failure was itself an interruption.
+            is_response = job is not None and job.kind is not OutcomeKind.INTERRUPTION
+            stop = state.stop if state.is_stopped else Stop.AFTER_FAILURE if is_response else Stop.FIRST
+            return replace(state, stop=stop, stopped_by=signum), ()  # its processes get signals by the stop schedule
+        case JobEnded(job):
+            state = replace(state, job=job)
+            return state, (EndScript(job.kind),) if has_script and state._does_job_end_script else ()
+        case RestartOrdered(restart):
+            state = replace(state, restart=restart)
+            if state.pending_restart is not None and state.phase is LauncherPhase.RUNNING:
+                return state, (EndScript(restart.kind, restart.number),)
+            is_hang_elsewhere = state.is_data_host and restart.kind is OutcomeKind.HANG
+            return state, (SaveStacks(),) if is_hang_elsewhere and state.phase is LauncherPhase.RUNNING else ()
+
+
+def _on_exit(state: HostState, exit_code: int) -> Transition:
+    """Start the script of a data host again after a kill, whose cause may pass: an error of its own would recur."""
+    is_killed = state.is_data_host and exit_code in _KILLED
+    if is_killed and state.num_kills < len(_PAUSES_S) and not state.must_end:
+        return replace(state, phase=LauncherPhase.PAUSING, exit_code=exit_code, num_kills=state.num_kills + 1), ()
+    return replace(state, phase=LauncherPhase.JUDGING, exit_code=exit_code), ()
+
+
+def _run(state: HostState) -> Transition:
+    restart = state.pending_restart
+    if restart is None:
+        return replace(state, phase=LauncherPhase.RUNNING), ()
+    why = "The job restarted before the script was started."
+    return _ended(replace(state, own=Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, why, may_restart=True)))
+
+
+def _run_again(state: HostState) -> Transition:
+    if state.must_end:  # the work of this data host is over
+        return _ended(replace(state, own=Outcome.of_exit_code(0)))
+    return replace(state, phase=LauncherPhase.RUNNING), ()
+
+
+def _ended(state: HostState) -> Transition:
+    """SendReport how the script has ended, and wait for what depends on it."""
+    own = state.own
+    if state.is_saved:
+        return replace(state, phase=LauncherPhase.UPLOADING), ()  # other hosts leave when they have the report
+    if own is not None and own.kind is OutcomeKind.SUCCESS:
+        # A stopped data host has served all ranks: it does not wait for a main host that may be dead.
+        must_wait = not (state.is_data_host and state.is_stopped)
+        phase = LauncherPhase.AWAITING_TRAINERS
+    elif state.is_data_host and state.host.num_data_hosts > 1:
+        # SageMaker stops a job as soon as one of its hosts exits with an error.
+        must_wait = not state.is_stopped
+        phase = LauncherPhase.AWAITING_TRAINERS
+    else:
+        # The host exits as soon as the others have its report, so that SageMaker shows its reason and not theirs. If
+        # this host was stopped, so are the others: they need no report.
+        must_wait = not state.is_stopped
+        phase = LauncherPhase.AWAITING_DECISION
+    if must_wait:
+        return replace(state, phase=phase), _report(state)
+    after, actions = _after_report(state)
+    return after, (*_report(state), *actions)
+
+
+def _report_saved(state: HostState) -> Transition:
+    return replace(state, phase=LauncherPhase.AWAITING_STOP), _report(state)
+
+
+def _report(state: HostState) -> tuple[Action, ...]:
+    return () if state.own is None else (SendReport(state.own),)
+
+
+def _await_absent_hosts(state: HostState) -> Transition:
+    return replace(state, phase=LauncherPhase.AWAITING_ABSENT_HOSTS), ()
+
+
+def _after_report(state: HostState) -> Transition:
+    own = state.own
+    has_failed_for_good = own is not None and own.kind is not OutcomeKind.SUCCESS and not own.may_restart
+    if state.pending_restart is None or (state.is_stopped and has_failed_for_good):
+        return _close(state)
+    return replace(state, phase=LauncherPhase.AWAITING_RESTART), ()
+
+
+def _close_without_restart(state: HostState) -> Transition:
+    """Exit after a wait for a restart that never came."""
+    job, restart = state.job, state.pending_restart
+    if restart is None or (job is not None and job.kind is not OutcomeKind.INTERRUPTION):
+        return _close(state)
+    # A stop while waiting is an interruption, after which SageMaker starts the job again, and not the failure that the
+    # restart was meant to overcome. Another host may have been stopped first.
+    if state.stopped_by is None:
+        if job is None:
+            return _close(state)
+        return _close(replace(state, own=Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, job.reason)))
+    doing = f"waiting for restart {restart.number} of {restart.most}. Its cause: {restart.cause}"
+    own = Outcome.of_exit_code(128 + state.stopped_by, not_started_reason(state.stopped_by, doing))
+    after, actions = _close(replace(state, own=own))
+    return after, (SendReport(own), *actions)
+
+
+def _close(state: HostState) -> Transition:
+    if state.own is not None and state.own.kind is OutcomeKind.HANG:
+        return replace(state, phase=LauncherPhase.AWAITING_STACKS), ()
+    return _leave(state)
+
+
+def _leave(state: HostState) -> Transition:
+    if state.is_first_failure_elsewhere:
+        return replace(state, phase=LauncherPhase.AWAITING_FIRST_EXIT), ()
+    return _write_report(state)
+
+
+def _write_report(state: HostState) -> Transition:
+    is_main = state.host.name == state.host.main_host
+    return replace(state, phase=LauncherPhase.REPORTING if is_main else LauncherPhase.OVER), ()
+
+
+def _exit(state: HostState) -> Transition:
+    return replace(state, phase=LauncherPhase.OVER), ()
+
+
+# By the phase whose work is done.
+_AFTER: Mapping[LauncherPhase, Callable[[HostState], Transition]] = MappingProxyType(
+    {
+        LauncherPhase.PREPARING: _run,
+        LauncherPhase.PAUSING: _run_again,
+        LauncherPhase.UPLOADING: _report_saved,
+        LauncherPhase.AWAITING_TRAINERS: _after_report,
+        LauncherPhase.AWAITING_DECISION: _await_absent_hosts,
+        LauncherPhase.AWAITING_ABSENT_HOSTS: _after_report,
+        LauncherPhase.AWAITING_STOP: _after_report,
+        LauncherPhase.AWAITING_RESTART: _close_without_restart,
+        LauncherPhase.AWAITING_STACKS: _leave,
+        LauncherPhase.AWAITING_FIRST_EXIT: _write_report,
+        LauncherPhase.REPORTING: _exit,
+    }
+)
+
+
+# ---- Rules
+
+
+class FinalOutcome(Enum):
+    """The way in which a host exits."""
+
+    OWN = "as its own script did"
+    NOT_NEEDED = "with 0: training succeeded without this data host"
+    FAILED_ELSEWHERE = "with its own exit code or 1, and the reason of the host that failed first"
+
+
+def final_outcome(role: Role, stop: Stop, exit_code: int, job: JobOutcome | None, host: str) -> FinalOutcome:
+    """Return how this host exits.
+
+    A trainer host never looks successful when another host has failed.
+
+    ======= ============== ======================== ===================
+    role    own exit code  job                      this host exits as
+    ======= ============== ======================== ===================
+    data    not 0          finished                 ``NOT_NEEDED``
+    data    any            anything else            ``OWN``
+    trainer any            unknown, finished, or    ``OWN``
+                           failed on this host
+    trainer not 0          failed on another host,  ``OWN``
+                           but the stop was first
+    trainer any            failed on another host   ``FAILED_ELSEWHERE``
+    ======= ============== ======================== ===================
+
+    Args:
+        role: The role of this host.
+        stop: Whether this host was stopped.
+        exit_code: Exit code of the script of this host.
+        job: The outcome of the job; None if this host never learned it.
+        host: Name of this host.
+    """
+    if role is Role.DATA:
+        is_needless = job is not None and not job.is_failure and exit_code != 0
+        return FinalOutcome.NOT_NEEDED if is_needless else FinalOutcome.OWN
+    failed_elsewhere = job is not None and job.is_failure and job.host != host
+    if not failed_elsewhere or (stop is Stop.FIRST and exit_code != 0):
+        return FinalOutcome.OWN
+    return FinalOutcome.FAILED_ELSEWHERE
+
+
+def ends_script(role: Role, job: JobOutcome, host: str, *, is_stopped: bool) -> bool:
+    """Return whether the outcome of the job leaves the script of this host nothing to do.
+
+    A data host's work ends with the training, successful or not. A trainer host that was stopped keeps its whole
+    schedule to save a checkpoint, even if another host exits earlier.
+
+    Args:
+        role: The role of this host.
+        job: The outcome of the job.
+        host: Name of this host.
+        is_stopped: Whether this host was stopped.
+    """
+    if job.host == host:
+        return False
+    if role is Role.DATA:
+        return True
+    has_first_host_left = job.kind in (OutcomeKind.LOST, OutcomeKind.INTERRUPTION)
+    return job.is_failure and not (is_stopped and has_first_host_left)

@@ -1,0 +1,226 @@
+"""The command that runs the training script: its program, its arguments and its environment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_sm._log import command_logger
+from lightning_sm._version import installed_version
+from lightning_sm.errors import HyperparameterError
+from lightning_sm.job.command_line import job_arguments, secret_options, without_options
+from lightning_sm.job.control_folder import ControlFolder
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.hash_seed import hash_seed
+from lightning_sm.job.overrides import to_overrides
+from lightning_sm.job.redaction import shown_arguments
+from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HIDDEN_OPTIONS, RESTART_DIR
+from lightning_sm.launcher.hang import nccl_variables
+from lightning_sm.launcher.host_record import HostRecord
+from lightning_sm.launcher.ranks import Ranks
+from lightning_sm.launcher.standby import waiting_command
+from lightning_sm.launcher.toolkit.distribution import exported_variables, processes_per_host
+from lightning_sm.launcher.toolkit.variables import toolkit_variables
+from lightning_sm.launcher.user_code.prepare import Preparation
+from lightning_sm.launcher.user_code.script import Program, Script, find_program, find_script, find_submission
+from lightning_sm.launcher.user_code.script_kind import Parser, parser_of
+
+_LOG = command_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ScriptCommand:
+    """The command that runs the script.
+
+    Attributes:
+        arguments: Program and arguments.
+        directory: Its working directory.
+        env: Its environment.
+        hidden: Secret options that are not on the command line, because SageMakerCLI reads them from the job.
+        waiting: Program and arguments of a process that waits to run the script (see ``Standby``); empty if it is not
+            run by Python.
+    """
+
+    arguments: Sequence[str]
+    directory: Path
+    env: Mapping[str, str]
+    hidden: Sequence[str] = ()
+    waiting: Sequence[str] = ()
+
+
+class CommandBuilder:
+    """Gets the script's code and requirements, and builds its command.
+
+    Args:
+        job: The job.
+        topology: Its hosts.
+        env: Environment of the launcher.
+        preparation: Gets code and requirements.
+        record: The record of the run.
+        control: The control folder.
+        restart_dir: The folder in memory in which ranks save their last step; None in a job that never restarts.
+    """
+
+    def __init__(
+        self,
+        job: SageMakerJob,
+        topology: Topology,
+        env: Mapping[str, str],
+        *,
+        preparation: Preparation,
+        record: HostRecord,
+        control: ControlFolder,
+        restart_dir: Path | None,
+    ) -> None:
+        self._job = job
+        self._topology = topology
+        self._env = env
+        self._preparation = preparation
+        self._record = record
+        self._control = control
+        self._restart_dir = restart_dir
+
+    def build(self, name: str | None, args: Sequence[str]) -> ScriptCommand:
+        """Get the code, install its requirements, and return the command.
+
+        Args:
+            name: Path of the script, if the launcher was given one.
+            args: Arguments given to the launcher.
+
+        Raises:
+            LightningSMError: The script could not be found, fetched or given its arguments.
+            Stopped: The host was told to end meanwhile.
+        """
+        job = self._job
+        banner = _banner(job, self._topology)
+        program = find_program(name, job, self._env)
+        submission = find_submission(job, self._env)
+        folder = devices = None
+        if submission is not None:
+            devices = self._introduce(banner, program)  # before the download, which may take minutes
+            folder = self._preparation.fetch(submission, job)
+        script = find_script(program, job, self._env, folder)
+        parser = parser_of(script)
+        argv = hydra_command_line(args, job) if parser is Parser.HYDRA else command_line(args, job, script.directory)
+        command = shown_arguments([*script.shown, *argv])
+        self._record.began(command)
+        shown = shlex.join(command)
+        if submission is None:
+            devices = self._introduce(f"{banner} | {shown}", program)
+        else:
+            _LOG.info("starting %s in %s", shown, script.directory)
+        self._preparation.install(script)
+        self._preparation.check_not_stopped("starting the script")
+        ranks = Ranks(job, self._topology, script, devices)
+        env = self._environment(program, script, argv, devices)
+        env |= ranks.variables(env)
+        hidden = self._hidden_options(parser, argv, args)
+        env[HIDDEN_OPTIONS.name] = ",".join(hidden)
+        own = [*script.command, *without_options(argv, hidden)]
+        waiting = ranks.command(waiting_command(own), self._control, copies_stdin=True) if script.is_python else ()
+        return ScriptCommand(ranks.command(own, self._control), script.directory, env, hidden, waiting)
+
+    def _hidden_options(self, parser: Parser, argv: Sequence[str], args: Sequence[str]) -> tuple[str, ...]:
+        """Return the secret hyperparameters among the arguments, if the script reads these from the job."""
+        names = secret_options([argument for argument in argv if argument not in args])
+        if not names:
+            return ()
+        options = ", ".join(names)
+        if parser is not Parser.SAGEMAKER_CLI:
+            _LOG.info(
+                "every process of this host, and W&B, can read the script's command line, which has the values of %s. "
+                "They are left out only if the script calls SageMakerCLI, and reads its arguments by nothing else.",
+                options,
+            )
+            return ()
+        _LOG.info("%s: not on the script's command line. SageMakerCLI reads the values from the job.", options)
+        return tuple(names)
+
+    def _introduce(self, banner: str, program: Program) -> int | None:
+        """Log which host this is; return the number of processes per host that the job states, if any."""
+        logging.getLogger("lightning_sm").info("%s", banner)  # already begins with the name of the command
+        for other in program.overruled:
+            _LOG.info(
+                "%s names the script %s. Ignoring %s, which names %s.",
+                program.named_by.value,
+                program.name,
+                other.named_by.value,
+                other.name,
+            )
+        return processes_per_host(self._job, self._topology)
+
+    def _environment(
+        self, program: Program, script: Script, argv: Sequence[str], devices: int | None
+    ) -> dict[str, str]:
+        given = {**self._env, **exported_variables(self._job, self._topology)}
+        env = {**given, **hash_seed(given)}
+        if devices is not None:
+            env[DEVICES.name] = str(devices)
+        env[CONTROL_DIR.name] = str(self._control.path)
+        if self._restart_dir is not None:
+            env[RESTART_DIR.name] = str(self._restart_dir)
+        env |= self._record.variables
+        env |= nccl_variables(self._control, env)
+        env |= toolkit_variables(self._job, program.name, argv, given)
+        # Python puts only the script's own folder on sys.path; "from app.model import X" needs the folder above app.
+        paths = list(script.module_dirs)
+        if given.get("PYTHONPATH"):
+            paths.append(given["PYTHONPATH"])
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+        return env
+
+
+def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> list[str]:
+    """Build the arguments of the training script.
+
+    Args:
+        args: Arguments given to the launcher; they come first.
+        job: The job. Its hyperparameters become options, and the files of its ``config`` channel ``--config`` options.
+        directory: Working directory of the script.
+
+    Raises:
+        HyperparameterError: A hyperparameter cannot become an argument, or the hyperparameter ``subcommand``
+            contradicts the one in ``args``.
+    """
+    resolved = job_arguments(job, directory)
+    if not resolved or resolved[0].startswith("-"):
+        return [*args, *resolved]
+    subcommand, *options = resolved
+    if not args or args[0].startswith("-"):
+        return [subcommand, *args, *options]
+    if args[0] != subcommand:
+        raise HyperparameterError(
+            f"The hyperparameter subcommand is {subcommand!r}, but the command line says {args[0]!r}. Remove one."
+        )
+    return [*args, *options]
+
+
+def hydra_command_line(args: Sequence[str], job: SageMakerJob) -> list[str]:
+    """Build the arguments of a script of Hydra, whose parser accepts its options only before all overrides.
+
+    Args:
+        args: Arguments given to the launcher.
+        job: The job. Its hyperparameters become overrides, which take precedence over those of ``args``.
+
+    Raises:
+        HyperparameterError: A hyperparameter cannot become an override.
+    """
+    arguments = to_overrides(job.hyperparameters)
+    options = [argument for argument in arguments if argument.startswith("--")]
+    return [*options, *args, *arguments[len(options) :]]
+
+
+def _banner(job: SageMakerJob, topology: Topology) -> str:
+    role = topology.role
+    rank = f", node rank {topology.node_rank} of {topology.num_nodes}" if role is Role.TRAINER else ""
+    names = ("lightning-sm", "torch", "pytorch-lightning", "lightning")
+    found = [f"{name} {version}" for name in names if (version := installed_version(name)) is not None]
+    versions = [*found, f"Python {platform.python_version()}"]
+    place = f"host {job.current_host}, group {job.current_group.name}, role {role.value}{rank}"
+    return f"{', '.join(versions)} | {place}"

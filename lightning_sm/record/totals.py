@@ -1,0 +1,130 @@
+"""The sums of a rank's steps, and the pace of several ranks: what every reader of a run means by a step's time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_sm.record.events import PARTS, Steps
+
+
+@dataclass
+class Totals:
+    """The sums of all measurements of a time, of whole steps.
+
+    Attributes:
+        num_steps: Number of steps whose time was measured, over which means are taken.
+        samples: Number of samples in their batches.
+        parts: Seconds by part.
+        spans: Seconds by name of the span.
+        in_transit_s: The part of ``data_wait`` in which the batch was in transit from a data host.
+        longest_s: The longest step, in sums of lines of a record.
+        num_untimed: Number of steps besides, in no other sum: the first one of each process.
+    """
+
+    num_steps: int = 0
+    samples: int = 0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    spans: dict[str, float] = field(default_factory=dict)
+    in_transit_s: float = 0.0
+    longest_s: float = 0.0
+    num_untimed: int = 0
+
+    @classmethod
+    def of(cls, lines: Iterable[Steps]) -> Totals:
+        """Add up lines of a record."""
+        lines = list(lines)
+        return cls(
+            sum(line.n for line in lines),
+            sum(line.samples for line in lines),
+            {part: math.fsum(line.parts.get(part, 0.0) for line in lines) for part in PARTS},
+            longest_s=max((line.longest_s for line in lines), default=0.0),
+            num_untimed=sum(line.untimed for line in lines),
+        )
+
+    @property
+    def num_trained(self) -> int:
+        """Number of all steps."""
+        return self.num_steps + self.num_untimed
+
+    @property
+    def wall_s(self) -> float:
+        """The seconds of the steps."""
+        return sum(self.parts.values())
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step; 0 without steps."""
+        return self.wall_s / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def waiting(self) -> float:
+        """The share of waiting for data in the steps' time, 0 to 1."""
+        return self.share("data_wait")
+
+    def share(self, *parts: str) -> float:
+        """Return the share of some parts in the steps' time, 0 to 1."""
+        return sum(self.parts[name] for name in parts) / max(1e-9, self.wall_s)
+
+    def copy(self) -> Totals:
+        """Return a snapshot."""
+        return replace(self, parts=dict(self.parts), spans=dict(self.spans))
+
+    def since(self, before: Totals) -> Totals:
+        """Return the sums added since a snapshot."""
+        parts = {name: seconds - before.parts[name] for name, seconds in self.parts.items()}
+        spans = {name: seconds - before.spans.get(name, 0.0) for name, seconds in self.spans.items()}
+        steps, samples = self.num_steps - before.num_steps, self.samples - before.samples
+        in_transit_s, untimed = self.in_transit_s - before.in_transit_s, self.num_untimed - before.num_untimed
+        return Totals(steps, samples, parts, spans, in_transit_s, num_untimed=untimed)
+
+
+def pace_of(ranks: Mapping[int, Totals], longest_wait: float = 0.0) -> tuple[int | None, Totals]:
+    """Return the rank that sets the pace, and its steps; None, and no steps, if there are none.
+
+    It is the one that comes last to the exchange of gradients in the backward pass.
+
+    Args:
+        ranks: The steps of each rank, in the same time.
+        longest_wait: The share of the time that training waits for data, as far as other ranks are known to wait.
+    """
+    timed = {rank: steps for rank, steps in ranks.items() if steps.num_steps}
+    if not timed:
+        return None, Totals()
+    rank = max(timed, key=lambda one: (timed[one].wall_s - timed[one].parts["backward"]) / timed[one].num_steps)
+    return rank, replace(timed[rank], parts=with_longest_wait(timed[rank].parts, longest_wait))
+
+
+def with_longest_wait(parts: Mapping[str, float], share: float) -> dict[str, float]:
+    """Return the parts of a rank's steps as they are of the rank that waits the longest for its data.
+
+    The others wait for that one in the backward pass, which looks like work. What it still waits while they work, it
+    does not work itself.
+
+    Args:
+        parts: Seconds by part.
+        share: The share of the time that the other rank waits for data, 0 to 1.
+    """
+    more_s = max(0.0, share * sum(parts.values()) - parts["data_wait"])
+    in_backward_s = min(more_s, parts["backward"])
+    work_s = sum(seconds for part, seconds in parts.items() if part not in ("data_wait", "backward"))
+    left = max(0.0, 1.0 - (more_s - in_backward_s) / max(1e-9, work_s))
+    found = {part: left * seconds for part, seconds in parts.items()}
+    return found | {"data_wait": parts["data_wait"] + more_s, "backward": parts["backward"] - in_backward_s}
+
+
+def samples_per_step(ranks: Iterable[Totals], world_size: int) -> float | None:
+    """Return the samples of a step of all ranks; None if one does not know.
+
+    Args:
+        ranks: The steps of ranks, each of at least one.
+        world_size: Number of ranks.
+    """
+    means = [steps.samples / steps.num_steps for steps in ranks]
+    return of_all_ranks(means, world_size) if means and all(means) else None
+
+
+def of_all_ranks(values: Sequence[float], world_size: int) -> float:
+    """Return the sum over all ranks; ranks without a value are taken to be like the others."""
+    return math.fsum(values) * max(1.0, world_size / len(values)) if values else 0.0

@@ -1,0 +1,82 @@
+"""The timeline of a run for Perfetto (https://ui.perfetto.dev), in Chrome's trace event format.
+
+Each process of the job that has a record is a process there, on one clock: seconds of its host since the run began.
+What rank 0 knows of data hosts has tracks of its own there, for data hosts without a record. The format is described
+in https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lightning_sm._text import count
+from lightning_sm.record.events import DataService, End, Event, HostUse, Span, Steps
+from lightning_sm.record.runs import ProcessRecord
+from lightning_sm.report.figures import Figures
+
+# Tracks of a process.
+_STEPS, _SPANS = 1, 2
+
+
+def trace(runs: Sequence[Figures]) -> str:
+    """Return the timeline of runs as JSON; each begins at 0.
+
+    Args:
+        runs: At least one. The names of several runs are part of those of their processes.
+    """
+    events: list[dict[str, Any]] = []
+    pids: dict[tuple[str, str], int] = {}
+    for run in runs:
+        for record in run.run.records:
+            prefix = f"{run.run.name}: " if len(runs) > 1 else ""
+            name = (prefix, f"{record.head.host} {record.head.who}")
+            if name not in pids:
+                pids[name] = len(pids) + 1
+                events += _names(pids[name], "".join(name))
+            events += _of_process(record, pids[name], run.begin)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def _names(pid: int, name: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    for tid, track in ((_STEPS, "steps"), (_SPANS, "outside the steps")):
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}}
+
+
+def _of_process(record: ProcessRecord, pid: int, begin: float) -> Iterator[dict[str, Any]]:
+    def event(kind: str, t: float, name: str, args: dict[str, Any], **more: Any) -> dict[str, Any]:
+        at = round(1e6 * (t - begin), 1)
+        return {"ph": kind, "pid": pid, "ts": at, "name": name.replace("_", " "), "args": args, **more}
+
+    def slice_of(tid: int, t: float, seconds: float, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        return event("X", t, name, args, tid=tid, dur=round(1e6 * max(0.0, seconds), 1))
+
+    for line in record.lines:
+        match line:
+            case Steps(n=n) if n:
+                parts = {part: round(1e3 * seconds / n, 3) for part, seconds in line.parts.items()}
+                args = {"ms of a step": parts, "longest ms": 1e3 * line.longest_s}
+                began = line.t - line.wall_s
+                yield slice_of(_STEPS, began, line.wall_s, f"{count(n, 'step')} to {line.step}", args)
+                yield event("C", began, "ms of a step", parts)
+            case Span():
+                yield slice_of(_SPANS, line.begin, line.t - line.begin, line.name, {"own seconds": line.seconds})
+            case HostUse():
+                gpus = {f"GPU {number}": 100 * gpu.use for number, gpu in enumerate(line.gpus)}
+                yield event("C", line.t, "% in use", {"CPUs": 100 * line.cpu, **gpus})
+                yield event("C", line.t, "memory (GB)", {"host": line.memory_bytes / 1e9})
+                rates = {"received": line.received_bytes_s / 1e6, "sent": line.sent_bytes_s / 1e6}
+                yield event("C", line.t, "network (MB/s)", rates)
+            case Event():
+                yield event("i", line.t, line.what, {"what": line.text}, s="p", tid=_SPANS)
+            case End():
+                yield event("i", line.t, line.outcome, {"what": line.reason}, s="p", tid=_SPANS)
+    for before, after in pairwise([line for line in record.lines if isinstance(line, DataService)]):
+        known = {host["name"]: host.get("num_built", 0) for host in before.hosts}
+        for host in after.hosts:
+            built = max(0, host.get("num_built", 0) - known.get(host["name"], 0))
+            rate = round(built / max(1e-6, after.t - before.t), 3)
+            yield event("C", before.t, f"batches/s of data host {host['name']}", {"built": rate})

@@ -1,0 +1,73 @@
+"""Options that override keys of a job file: ``--groups.trainer.count=4``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lightning_sm._text import closest
+from lightning_sm.errors import SubmitError
+from lightning_sm.submit.job_keys import keys_of, suggestion
+
+
+@dataclass(frozen=True)
+class Override:
+    """An option that stands for a key.
+
+    Attributes:
+        key: The key, with dots between its parts.
+        text: Its value.
+        start: What stands before the key.
+    """
+
+    key: str
+    text: str
+    start: str = "--"
+
+    @property
+    def option(self) -> str:
+        """The option without its value."""
+        return f"{self.start}{self.key}"
+
+
+def parse_overrides(
+    words: Sequence[str], section: type, own_options: Collection[str] = ()
+) -> tuple[list[Override], list[str]]:
+    """Separate the options that stand for keys from the rest of a command line.
+
+    Args:
+        words: The command line.
+        section: The section of the whole file.
+        own_options: Options of the command itself, which stay in the rest.
+
+    Returns:
+        The options that stand for keys, and the rest.
+
+    Raises:
+        SubmitError: An option is neither a key nor one of the command's own, or lacks its value.
+    """
+    overrides: list[Override] = []
+    rest: list[str] = []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        option, equals, text = word.partition("=")
+        if not option.startswith("--") or option == "--" or option in own_options:
+            rest.append(word)
+            continue
+        key = option.removeprefix("--")
+        if key.partition(".")[0] not in keys_of(section):
+            raise SubmitError(f"unknown option {option}.{_similar(option, section, own_options)}")
+        if not equals:
+            if not remaining or remaining[0].startswith("--"):
+                raise SubmitError(f"{option}: expected a value, as in {option}=1.")
+            text = remaining.pop(0)
+        overrides.append(Override(key, text))
+    return overrides, rest
+
+
+def _similar(option: str, section: type, own_options: Collection[str]) -> str:
+    close = closest(option, own_options)
+    if close is not None:
+        return f" Did you mean {close}?"
+    return suggestion(option.removeprefix("--"), section, section, option="--")[0]

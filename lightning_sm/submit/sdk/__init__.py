@@ -1,1 +1,0 @@
-"""The SageMaker SDK, versions 2 and 3."""

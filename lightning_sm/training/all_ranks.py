@@ -1,0 +1,18 @@
+"""An exchange of values between all ranks."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import distributed
+
+T = TypeVar("T")
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """Return the values of all ranks, in their order. A collective call; without a process group, this rank's value."""
+    if not distributed.is_initialized():
+        return [value]
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values

@@ -1,0 +1,274 @@
+"""MidEpoch: resume within an epoch with what its beginning set up and its batches added up, which Lightning loses."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_sm._lightning import (
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LightningModule,
+    StochasticWeightAveraging,
+    Trainer,
+    call,
+)
+from lightning_sm._unlisted import UnlistedCallback
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.training.all_ranks import of_all_ranks
+from lightning_sm.training.checkpoints.epoch_metrics import (
+    collected_metrics,
+    restore_callback_metrics,
+    restore_metrics,
+    saved_callback_metrics,
+    update_counts,
+)
+from lightning_sm.training.checkpoints.gradients import accumulated_gradients, restore_gradients
+from lightning_sm.training.checkpoints.kept_state import keep_checkpointed_state
+from lightning_sm.training.checkpoints.newest import JOB_KEY
+from lightning_sm.training.random_state import RandomState
+
+logger = logging.getLogger(__name__)
+
+MID_EPOCH_KEY = "lightning_sm.mid_epoch"
+_HOOK = "on_train_epoch_start"
+# Lightning's callbacks whose work at the start of an epoch is not in the checkpoint.
+_TO_REPEAT = (GradientAccumulationScheduler, StochasticWeightAveraging)
+_SEARCHES = (BatchSizeFinder, LearningRateFinder)
+# Of a callback whose state is larger, such as an average of the weights, none is kept from the start of the epoch.
+_MAX_STATE_BYTES = 1_000_000
+_NOT_USERS = ("lightning_sm", "pytorch_lightning", "lightning")
+
+
+class MidEpoch(UnlistedCallback):
+    """A callback that restores what belongs to an epoch in progress when training resumes within it.
+
+    It calls ``on_train_epoch_start`` again: Lightning calls neither the LightningModule's nor the callbacks', so what
+    they set would be missing for the rest of the epoch (a curriculum, or the number of batches over which gradients
+    accumulate). They get the random numbers of the epoch's start, and callbacks their state of that moment (up to
+    1 MB); weights and buffers are those of the checkpoint. What they do to the state that the checkpoint restores is
+    undone: it has happened before.
+
+    Parameters that were frozen or unfrozen since the training began (``BackboneFinetuning``) are so again in a restart
+    of the same job. Lightning restores the optimizer's groups, but not ``requires_grad``.
+
+    Gradients that accumulate over several batches are saved with the checkpoint, and so is what ``self.log`` and the
+    metrics of the LightningModule have collected for the values of the epoch.
+
+    It must be the first of a Trainer's callbacks that draws random numbers. ``SageMakerCLI`` and ``SageMakerTrainer``
+    add it to every job.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        job = SageMakerJob.from_environment()
+        self._job_name = None if job is None else job.name
+        self._started: _EpochStart | None = None
+        self._requires_grad: dict[str, bool] = {}
+        self._loaded: dict[str, Any] | None = None
+        self._is_restart = False
+        self._before_validation: dict[str, int] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what another run of the Trainer has loaded: a test, or a fit that has failed before it trained."""
+        self._loaded, self._is_restart = None, False
+        if stage == "fit":
+            self._started = None
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take the state of the epoch, if the checkpoint has one."""
+        self._loaded = checkpoint.get(MID_EPOCH_KEY)
+        self._is_restart = (checkpoint.get(JOB_KEY) or {}).get("name") == self._job_name
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the state of all ranks; a collective call, except on a rank that has failed and saves alone."""
+        if self._started is None:
+            return
+        changed = {
+            name: one.requires_grad
+            for name, one in pl_module.named_parameters()
+            if self._requires_grad.get(name, one.requires_grad) != one.requires_grad
+        }
+        own = {
+            "random": self._started.random.saved(),
+            "requires_grad": changed,
+            **self.collected(trainer),
+        }
+        ranks = [own] if trainer.interrupted else of_all_ranks(own)
+        started = {"epoch": self._started.epoch, "callbacks": self._started.callbacks}
+        checkpoint[MID_EPOCH_KEY] = {**started, "ranks": ranks, "gradients": accumulated_gradients(trainer)}
+
+    def collected(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what this rank has collected in the epoch so far."""
+        metrics = collected_metrics(trainer, self._before_validation)
+        return {"metrics": metrics, "callback_metrics": saved_callback_metrics(trainer)}
+
+    @property
+    def random_at_start(self) -> RandomState | None:
+        """The random state with which the epoch has started; None if none is in progress."""
+        return None if self._started is None else self._started.random
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which metrics have collected something before the validation."""
+        self._before_validation = update_counts(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore ``trainer.callback_metrics`` of a fit that had ended and has not trained any further."""
+        self._started = None  # no epoch is in progress when the model is exported
+        if self._loaded is not None:
+            restore_callback_metrics(trainer, self._saved_by(trainer).get("callback_metrics", {}))
+            self._loaded = None
+
+    def _saved_by(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what this rank has saved, or another one if there were fewer."""
+        ranks: list[dict[str, Any]] = (self._loaded or {}).get("ranks", [{}])
+        return ranks[trainer.global_rank % len(ranks)]
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Before the first batch of a resumed fit, repeat the start of the epoch, and restore gradients."""
+        loop = trainer.fit_loop
+        vars(loop).pop("on_advance_start", None)  # left by a fit that failed before its first epoch
+        vars(loop.epoch_loop.val_loop).pop("increment_progress_to_evaluation_end", None)
+        own = self._saved_by(trainer)
+        restore_callback_metrics(trainer, own.get("callback_metrics", {}))
+        loaded, self._loaded, self._started = self._loaded or {}, None, None
+        self._requires_grad = {name: one.requires_grad for name, one in pl_module.named_parameters()}
+        if self._is_restart:
+            for name, one in pl_module.named_parameters():
+                one.requires_grad_(own.get("requires_grad", {}).get(name, one.requires_grad))
+        is_within = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
+        if not (is_within or loaded):
+            return
+        gradients = loaded.get("gradients", {})
+        on_advance_start = loop.on_advance_start
+
+        def start_again() -> None:
+            vars(loop).pop("on_advance_start")
+            if not is_within:
+                restore_gradients(trainer, gradients)
+                on_advance_start()
+                return
+            on_advance_start()
+            # Lightning takes a checkpoint of an epoch's last batch for one within the next epoch.
+            is_same_epoch = loaded.get("epoch") == trainer.current_epoch
+            self._resume(trainer, loaded["callbacks"] if is_same_epoch else {}, own if is_same_epoch else {})
+            if is_same_epoch:
+                _restore_metrics(trainer, loaded["ranks"])
+            restore_gradients(trainer, gradients)
+
+        loop.on_advance_start = start_again
+        val_loop = loop.epoch_loop.val_loop
+        skip_validation = val_loop.increment_progress_to_evaluation_end
+
+        def skip_without_drawing() -> None:
+            # Lightning starts the validation's loaders to count its batches, which draws random numbers.
+            vars(val_loop).pop("increment_progress_to_evaluation_end")
+            now = RandomState.now()
+            skip_validation()
+            now.restore()
+
+        val_loop.increment_progress_to_evaluation_end = skip_without_drawing
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the state with which the epoch starts."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        states = {one.state_key: one.state_dict() for one in callbacks if _is_to_repeat(one) and _is_users(one)}
+        small = {key: deepcopy(state) for key, state in states.items() if 0 < _num_bytes(state) <= _MAX_STATE_BYTES}
+        self._started = _EpochStart(trainer.current_epoch, RandomState.now(), small)
+
+    def _resume(self, trainer: Any, callbacks: dict[str, Any], own: dict[str, Any]) -> None:
+        """Repeat the start of the current epoch.
+
+        Args:
+            trainer: The Trainer.
+            callbacks: States of the callbacks at the start of the epoch; those that are missing have their current one.
+            own: What this rank has saved in this epoch, if anything.
+        """
+        now = RandomState.now()
+        if own:
+            RandomState.of(own["random"]).restore()
+        _repeat_hooks(trainer, callbacks, lambda: self.on_train_epoch_start(trainer, trainer.lightning_module))
+        if own:
+            now.restore()
+
+
+@dataclass(frozen=True)
+class _EpochStart:
+    """What the hooks at the start of an epoch begin with.
+
+    Attributes:
+        epoch: The epoch.
+        random: The random state.
+        callbacks: States of the callbacks that are called again, by ``state_key``.
+    """
+
+    epoch: int
+    random: RandomState
+    callbacks: dict[str, Any]
+
+
+def _restore_metrics(trainer: Any, ranks: Sequence[Mapping[str, Any]]) -> None:
+    if len(ranks) == trainer.world_size:
+        restore_metrics(trainer, [rank["metrics"] for rank in ranks])
+    elif trainer.is_global_zero:
+        logger.warning(
+            "The metrics of this epoch cover the batches since the resume only: the checkpoint has those of %d ranks, "
+            "and there are %d now.",
+            len(ranks),
+            trainer.world_size,
+        )
+
+
+def _repeat_hooks(trainer: Any, states: dict[str, Any], record: Callable[[], None]) -> None:
+    """Call ``on_train_epoch_start`` of the LightningModule and the callbacks, as far as they are not restored.
+
+    Args:
+        trainer: The Trainer.
+        states: States of callbacks for the time of the call.
+        record: Called before the hooks.
+    """
+    model = trainer.lightning_module
+    callbacks = [one for one in trainer.callbacks if _is_to_repeat(one)]
+    with_state = [(one, deepcopy(one.state_dict())) for one in callbacks if one.state_key in states]
+    for callback, _ in with_state:
+        callback.load_state_dict(states[callback.state_key])
+    record()
+    if callbacks or _is_users(model):
+        with keep_checkpointed_state(trainer):
+            model._current_fx_name = _HOOK
+            for callback in callbacks:
+                callback.on_train_epoch_start(trainer, model)
+            model._current_fx_name = None
+            call._call_lightning_module_hook(trainer, _HOOK)
+    for callback, state in with_state:
+        callback.load_state_dict(state)
+
+
+def _num_bytes(state: Any) -> int:
+    """Return the size of a callback's state, roughly."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(_num_bytes, state.values()))
+    if isinstance(state, (list, tuple)):
+        return sum(map(_num_bytes, state))
+    return sys.getsizeof(state)
+
+
+def _is_to_repeat(callback: Callback) -> bool:
+    """Return whether a callback does something at the start of an epoch that the checkpoint does not restore."""
+    return isinstance(callback, _TO_REPEAT) or (_is_users(callback) and not isinstance(callback, _SEARCHES))
+
+
+def _is_users(owner: Any) -> bool:
+    """Return whether the hook of a callback or LightningModule is one of the user's."""
+    module: str = getattr(getattr(owner, _HOOK), "__module__", None) or ""
+    return module.partition(".")[0] not in _NOT_USERS

@@ -1,0 +1,71 @@
+"""The state of the random numbers of a training process, as checkpoints hold it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The random states of this process, and of a generator; those of CUDA and of the generator may be missing.
+
+    States are taken often and saved rarely, so they are converted only when they are saved.
+    """
+
+    torch_state: torch.Tensor
+    numpy_state: Any
+    python_state: Any
+    cuda_state: torch.Tensor | None
+    generator_state: torch.Tensor | None
+
+    @classmethod
+    def now(cls, generator: torch.Generator | None = None) -> RandomState:
+        """Return the states as they are."""
+        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls(
+            torch.get_rng_state(),
+            np.random.get_state(),  # the global state, which users' code draws from
+            random.getstate(),
+            torch.cuda.get_rng_state() if has_cuda else None,
+            None if generator is None else generator.get_state(),
+        )
+
+    def saved(self) -> dict[str, Any]:
+        """Convert to values that ``torch.load(weights_only=True)`` accepts."""
+        name, keys, *rest = self.numpy_state
+        version, numbers, gauss = self.python_state
+        return {
+            "torch": self.torch_state,
+            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
+            "python": [version, torch.tensor(numbers), gauss],
+            "cuda": self.cuda_state,
+            "generator": self.generator_state,
+        }
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> RandomState:
+        """Convert back what ``saved`` returned."""
+        name, keys, *rest = saved["numpy"]
+        version, numbers, gauss = saved["python"]
+        return cls(
+            saved["torch"].cpu(),
+            (name, keys.cpu().numpy().astype(np.uint32), *rest),
+            (version, tuple(numbers.tolist()), gauss),
+            None if saved["cuda"] is None else saved["cuda"].cpu(),
+            None if saved["generator"] is None else saved["generator"].cpu(),
+        )
+
+    def restore(self, generator: torch.Generator | None = None) -> None:
+        """Set the states of this process, and of a generator."""
+        torch.set_rng_state(self.torch_state)
+        np.random.set_state(self.numpy_state)
+        random.setstate(self.python_state)
+        if self.cuda_state is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda_state)
+        if self.generator_state is not None and generator is not None:
+            generator.set_state(self.generator_state)

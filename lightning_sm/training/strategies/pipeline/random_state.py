@@ -1,0 +1,81 @@
+"""The random numbers of a pipeline: the same on all ranks of a replica in hooks, others in each stage.
+
+User code outside the stages draws from the default generators of Python, NumPy and torch, whose states are equal on all
+ranks of a replica: where one rank alone draws, the others get its state. The stages of a rank draw from a stream of
+their own, whose seed is drawn from the default generator for each run. So a checkpoint with the state of the default
+generators has all that the stages draw later.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_sm.training.random_state import RandomState
+
+
+def random_state() -> tuple[Any, ...]:
+    """Return the state of the generators of Python, NumPy and torch, to be compared."""
+    legacy: Any = np.random.get_state(legacy=False)  # the generator that mixup code uses
+    states = [random.getstate(), pickle.dumps(legacy), torch.get_rng_state().numpy().tobytes()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return tuple(states)
+
+
+@contextmanager
+def preserve_random_state() -> Iterator[None]:
+    """Give the generators the state back that they have now."""
+    before = RandomState.now()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def sent_random_state() -> bytes:
+    """Return the state of the default generators, for another rank to take."""
+    now = RandomState.now()
+    cuda = None if now.cuda_state is None else now.cuda_state.numpy()
+    # Pickled as arrays: torch would write a file in memory for each tensor.
+    return pickle.dumps((now.torch_state.numpy(), now.numpy_state, now.python_state, cuda))
+
+
+def take_random_state(sent: bytes) -> None:
+    """Set the default generators to the state of another rank.
+
+    Args:
+        sent: What ``sent_random_state`` has returned there.
+    """
+    torch_state, numpy_state, python_state, cuda = pickle.loads(sent)  # noqa: S301 - a rank's own
+    cuda_state = None if cuda is None else torch.from_numpy(cuda)
+    RandomState(torch.from_numpy(torch_state), numpy_state, python_state, cuda_state, None).restore()
+
+
+def drawn_seed() -> int:
+    """Draw the seed of a run of the stages from the default generator, the same on ranks with the same state."""
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
+@contextmanager
+def stage_stream(seed: int, position: int) -> Iterator[None]:
+    """Let code draw from a rank's own stream of random numbers, and the default generators go on as before it.
+
+    Args:
+        seed: The seed of the run, the same on all ranks of the replica.
+        position: The rank's position in the replica: stages would otherwise drop the same features.
+    """
+    own = seed + position
+    with preserve_random_state():
+        torch.default_generator.manual_seed(own)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(own)  # that of this rank's device alone
+        random.seed(own)
+        np.random.seed(own % 2**32)
+        yield

@@ -1,0 +1,193 @@
+"""A server of HTTP/2 that says frame by frame what a test wants, and reads by h2 what the client says."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import Event, StreamEnded
+from hpack import Encoder
+
+from lightning_sm.data.protocol import h2_connection
+from lightning_sm.data.protocol.wire import Wire
+from tests.fakes.strangers import frame
+
+DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 5, 6, 7, 8, 9
+END_STREAM, ACK, END_HEADERS, PADDED = 1, 1, 4, 8
+TIMEOUT_S = 20.0
+
+OK_HEADERS = [(":status", "200"), ("content-type", "application/grpc")]
+OK_TRAILERS = [("grpc-status", "0")]
+
+_Event = TypeVar("_Event", bound=Event)
+
+
+def header_block(fields: Iterable[tuple[str, str]]) -> bytes:
+    """Return encoded headers that leave nothing in the table of the decoder."""
+    return Encoder().encode([(name, value, True) for name, value in fields])
+
+
+def headers(stream: int = 1, fields: Iterable[tuple[str, str]] = OK_HEADERS, flags: int = 0) -> bytes:
+    """Return a HEADERS frame."""
+    return frame(HEADERS, END_HEADERS | flags, stream, header_block(fields))
+
+
+def trailers(stream: int = 1, fields: Iterable[tuple[str, str]] = OK_TRAILERS) -> bytes:
+    """Return the frame that ends a stream."""
+    return headers(stream, fields, END_STREAM)
+
+
+def data(content: bytes, stream: int = 1, padding: int | None = None, flags: int = 0) -> bytes:
+    """Return a DATA frame, with so many bytes of padding."""
+    if padding is None:
+        return frame(DATA, flags, stream, content)
+    return frame(DATA, flags | PADDED, stream, bytes([padding]) + content + bytes(padding))
+
+
+def message(content: bytes, is_compressed: int = 0) -> bytes:
+    """Return a message of gRPC with its prefix."""
+    return struct.pack(">BI", is_compressed, len(content)) + content
+
+
+def settings(**values: int) -> bytes:
+    """Return a SETTINGS frame, with values by their number, such as ``s4=10``."""
+    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", int(name[1:]), value) for name, value in values.items()))
+
+
+class Http2Server:
+    """A listening socket, and the connection that it accepts."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(TIMEOUT_S)
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Http2Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def accept(self, first: bytes = settings()) -> Http2Peer:
+        """Accept a connection, and send the first bytes."""
+        sock, _ = self._listener.accept()
+        sock.settimeout(TIMEOUT_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = Http2Peer(sock)
+        peer.send(first)
+        return peer
+
+
+class Http2Peer:
+    """The server's end of a connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._h2 = H2Connection(H2Configuration(client_side=False, header_encoding="utf-8"))
+        self._h2.initiate_connection()
+        self._h2.data_to_send()  # the test sends its own
+        self._events: list[Event] = []
+
+    def __enter__(self) -> Http2Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def send(self, *frames: bytes) -> None:
+        """Send bytes."""
+        self.sock.sendall(b"".join(frames))
+
+    def next(self, kind: type[_Event]) -> _Event:
+        """Return the next event of a kind; those before it are forgotten."""
+        while True:
+            while self._events:
+                event = self._events.pop(0)
+                if isinstance(event, kind):
+                    return event
+            received = self.sock.recv(1 << 16)
+            if not received:
+                raise EOFError(f"the client closed the connection before {kind.__name__}")
+            self._events += self._h2.receive_data(received)
+
+    def try_to_send(self, content: bytes) -> None:
+        """Send bytes, unless the client closes the connection."""
+        with contextlib.suppress(OSError):
+            self.sock.sendall(content)
+
+    def whole_request(self) -> int:
+        """Wait for a call with all its requests, and return its stream."""
+        return self.next(StreamEnded).stream_id
+
+    def next_frame(self) -> tuple[int, int, bytes]:
+        """Return type, stream and payload of the next frame, which h2 does not see."""
+        head = self._exactly(9)
+        return head[3], int.from_bytes(head[5:], "big"), self._exactly(int.from_bytes(head[:3], "big"))
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        content = b""
+        while len(content) < num_bytes:
+            content += self.sock.recv(num_bytes - len(content))
+        return content
+
+    def read_to_end(self) -> None:
+        """Read until the client closes the connection."""
+        while self.sock.recv(1 << 16):
+            pass
+
+
+class ScriptedWire(Wire):
+    """A wire on which bytes arrive in parts, one after the other; then the connection is lost.
+
+    Args:
+        parts: The parts.
+    """
+
+    def __init__(self, parts: Iterable[bytes]) -> None:
+        super().__init__("nowhere:1", None)
+        self._parts = iter(parts)
+        self._part = memoryview(b"")
+
+    def connect(self) -> None:
+        """Connect to nobody."""
+
+    def wake(self) -> None:
+        """Wake up nobody: ``wait`` does not wait."""
+
+    def receive_into(self, target: memoryview) -> int:
+        """Return what is left of the part."""
+        received = min(len(target), len(self._part))
+        target[:received] = self._part[:received]
+        self._part = self._part[received:]
+        return received
+
+    def flush(self) -> bool:
+        """Send to nobody."""
+        self.outbox.clear()
+        return True
+
+    def wait(self, num_bytes: int, timeout_s: float) -> bool:
+        """Go on with the next part."""
+        part = next(self._parts, None)
+        if part is None:
+            raise ConnectionResetError("the script has ended")
+        self._part = memoryview(part)
+        return True
+
+    @classmethod
+    def install(cls, monkeypatch: object, parts: Iterable[bytes]) -> None:
+        """Let the next connection use such a wire."""
+        monkeypatch.setattr(h2_connection, "Wire", lambda *_: cls(parts))
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    """Run a function beside the test."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread

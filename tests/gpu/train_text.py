@@ -1,0 +1,12 @@
+"""The app's transformer, whose ranks may share a GPU: ``--trainer.strategy.process_group_backend=staged``."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import tests.gpu.staged  # noqa: F401  # registers the backend
+from app.train_text import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Ranks of two hosts read checkpoints that only one of them has; each writes what it read."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import distributed
+
+from lightning_sm.errors import CheckpointError
+from lightning_sm.training.checkpoints import transfer
+
+# Files get several pieces.
+transfer._PIECE_BYTES = 1000
+BASE = Path(os.environ["SAGEMAKER_BASE_DIR"])
+RANK = int(sys.argv[1])
+
+
+def broadcast(value):
+    """What a strategy does."""
+    values = [value]
+    distributed.broadcast_object_list(values, 0)
+    return values[0]
+
+
+TRAINER = SimpleNamespace(node_rank=RANK, local_rank=0, strategy=SimpleNamespace(broadcast=broadcast))
+
+
+def write(name, value):
+    """Write a file of torch, or of bytes."""
+    path = BASE / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(value, bytes):
+        path.write_bytes(value)
+    else:
+        torch.save(value, path)
+
+
+def read(path):
+    """What is in a file, or in the files of a folder by name."""
+    if path.is_dir():
+        return {str(file.relative_to(path)): read(file) for file in sorted(path.rglob("*")) if file.is_file()}
+    if not path.exists():
+        return None
+    return torch.load(path)["of"] if path.suffix == ".ckpt" else path.read_bytes().decode()
+
+
+def share(name, folder="received", holder=0):
+    """Load a checkpoint as Lightning does; return what was read, and whether it is the host's own file."""
+    path = name if "://" in name else str(BASE / name)
+    try:
+        with transfer.on_every_host(TRAINER, path, BASE / folder, holder) as shared:
+            found = read(Path(shared)), shared == path
+    except CheckpointError as error:
+        return str(error)
+    return *found, [left.name for left in (BASE / folder).iterdir()] if (BASE / folder).is_dir() else []
+
+
+def main():
+    """Write ``seen-<rank>.json``."""
+    distributed.init_process_group("gloo", init_method=sys.argv[2], rank=RANK, world_size=2)
+    big = torch.arange(5000)
+    write("same/last.ckpt", {"of": "both", "x": big})
+    write("stale/last.ckpt", {"of": f"host {RANK}", "x": big + RANK})
+    write("plain/model.bin", f"of host {RANK}".encode() * 300)
+    if RANK == 0:
+        write("first/a.ckpt", {"of": "host 0", "x": big})
+        write("folder/meta", b"m" * 2500)
+    else:
+        write("second/a.ckpt", {"of": "host 1", "x": big})
+        write("folder/deep/empty", b"")
+        (BASE / "blocked").write_text("no folder")
+    seen = {
+        "rank": RANK,
+        "same": share("same/last.ckpt"),
+        "stale": share("stale/last.ckpt", holder=1),
+        "plain": share("plain/model.bin"),
+        "first": share("first/a.ckpt"),
+        "second": share("second/a.ckpt"),
+        "folder": share("folder"),
+        "none": share("none.ckpt"),
+        "address": share("s3://bucket/a.ckpt"),
+        "blocked": share("first/a.ckpt", "blocked"),
+        "again": share("first/a.ckpt"),
+    }
+    (BASE / "output" / f"seen-{RANK}.json").write_text(json.dumps(seen))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

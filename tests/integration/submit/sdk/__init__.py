@@ -1,1 +1,0 @@
-"""Tests of ``lightning_sm.submit.sdk``, with the SDK itself."""

@@ -1,0 +1,60 @@
+"""submit_job, the command's work as a function."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.fakes.sagemaker_service import FakeService
+from tests.integration.submit.test_submit import COMPLETED, JOB
+
+ROOT = Path(__file__).parents[3]
+OVERRIDES = {
+    "hyperparameters.model.learning_rate": 1e-05,
+    "hyperparameters.data.name": "1e-3",
+    "groups.trainer.count": 4,
+    "spot": {"max_wait_s": 9000},
+    "tensorboard": None,
+}
+SCRIPT = f"""
+import json, sys
+from lightning_sm import submit_job
+answer = submit_job("job.yaml", {OVERRIDES!r}, wait=sys.argv[1] == "wait")
+print(json.dumps([answer["TrainingJobName"], answer.get("TrainingJobStatus"), "torch" in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize("waiting", ["wait", "at once"])
+def test_a_job_is_submitted_from_python(tmp_path, waiting):
+    """Values of any type replace those of the file; the answer has the name, and after the wait how the job ended."""
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB, sort_keys=False))
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
+    with FakeService() as service:
+        service.endings = [COMPLETED]
+        env = {**kept, **service.environment, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", SCRIPT, waiting]
+        ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 0, ended.stderr
+        (request,) = service.requests
+    name, status, has_torch = json.loads(ended.stdout)
+    assert (name, status) == (request["TrainingJobName"], "Completed" if waiting == "wait" else None)
+    assert not has_torch
+    assert float(request["HyperParameters"]["model.learning_rate"]) == 1e-05
+    assert request["HyperParameters"]["data.name"] == '"1e-3"'
+    assert request["ResourceConfig"]["InstanceGroups"][0]["InstanceCount"] == 4
+    assert request["StoppingCondition"]["MaxWaitTimeInSeconds"] == 9000
+    assert "TensorBoardOutputConfig" not in request
+
+
+def test_without_boto3_the_error_says_how_to_install_it(tmp_path):
+    """What is missing, and how to install it, is the whole message."""
+    code = "import sys; sys.modules['boto3'] = None; import lightning_sm; lightning_sm.submit_job('job.yaml')"
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "submit_job needs boto3, which is not installed: pip install 'boto3" in ended.stderr.splitlines()[-1]

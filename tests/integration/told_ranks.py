@@ -1,0 +1,30 @@
+"""A training that goes on until one of its ranks has been told to stop, however late the signal comes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from lightning_sm import SpotCheckpoint
+from lightning_sm._lightning import Trainer
+
+_TIMEOUT_S = 90.0
+
+
+def wait_until_told(trainer: Trainer, folder: Path) -> None:
+    """Wait until any rank has been told to stop; in a run that was resumed, return at once.
+
+    Ranks exchange their flags about once a second. Without this, a signal that takes as long as the rest of the
+    training, on a busy machine, would come too late for it.
+
+    Args:
+        trainer: The Trainer of this rank.
+        folder: A folder of all ranks.
+    """
+    told, deadline = folder / "told", time.monotonic() + _TIMEOUT_S
+    (own,) = (one for one in trainer.callbacks if isinstance(one, SpotCheckpoint))
+    while trainer.ckpt_path is None and not told.exists():
+        assert time.monotonic() < deadline, f"no rank was told to stop in {_TIMEOUT_S:g} s"
+        if own._signalled_at is not None:
+            told.touch()
+        time.sleep(0.01)

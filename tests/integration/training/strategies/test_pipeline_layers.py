@@ -1,0 +1,230 @@
+"""strategy=pipeline with layers as users have them: as one process, or refused on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.training.strategies.pipeline_runs import Fit
+from tests.integration.training.strategies.test_pipeline import TOLERANCE, Seen, difference, ranks_of
+
+pytestmark = pytest.mark.processes
+
+MODELS = ("lstm", "channels_last", "unet", "vit", "lengths", "counters")
+ONE = {f"one {model}": Fit(model=model) for model in MODELS}
+TIED = {"max_steps": 3, "max_epochs": -1}
+TIED_ON = {"max_steps": 6, "max_epochs": -1}
+OTHERS = ("unet, interleaved", "lstm, zbv", "vit, recomputed", "unet, recomputed")
+SHORT = {"max_steps": 2}
+TWO = {
+    "tied": Fit({}, "tied", {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
+    "tied, on the same rank": Fit(
+        {"schedule": "zbv"}, "tied", {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    ),
+    "tied until 3": Fit({}, "tied, adamw", TIED),
+    "meta": Fit({}, "meta"),
+    **{model: Fit({}, model) for model in MODELS},
+    "unet, interleaved": Fit({"schedule": "interleaved", "chunks": 2}, "unet"),
+    "lstm, zbv": Fit({"schedule": "zbv"}, "lstm"),
+    "vit, recomputed": Fit({"activation_checkpointing": 2}, "vit"),
+    "unet, recomputed": Fit({"schedule": "zbv", "activation_checkpointing": True}, "unet"),
+    "outputs": Fit({}, "outputs"),
+    "outputs, V": Fit({"schedule": "zbv"}, "outputs"),
+    "outputs, all": Fit({"outputs": "all"}, "outputs"),
+    "own logger": Fit({}, "own logger", {"logger": True}, refused=True),
+    "logger in validation": Fit({}, "logger in validation", {"logger": True}, refused=True),
+    "own logger, all": Fit({"outputs": "all"}, "own logger", {"logger": True}),
+    "dropouts": Fit({"split": [2]}, "dropouts", {"max_steps": 1}),
+    "draws": Fit({"split": [3]}, "draws"),
+    "draws, resumed": Fit({"split": [3]}, "draws", resume="draws at 4"),
+    "draws, all": Fit({"split": [3], "outputs": "all"}, "draws", {"max_epochs": 1}),
+    "raw lstm": Fit({"split": [1]}, "raw lstm", refused=True),
+    "norms": Fit({}, "norms", {"gradient_clip_val": 0.1}),
+    "norms by torch": Fit({}, "norms by torch", SHORT),
+    "lbfgs": Fit({}, "lbfgs", refused=True),
+    "changed copy": Fit({}, "changed copy", refused=True),
+    "skip": Fit({}, "skip", refused=True),
+    "draw": Fit({}, "draw", refused=True),
+    "trim": Fit({}, "trim", refused=True),
+}
+
+FOUR = {
+    "tied, replicas": Fit(
+        {"pipeline_parallel_size": 2}, "tied", {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    ),
+    "tied until 6": Fit({"pipeline_parallel_size": 4}, "tied, adamw", TIED_ON, resume="tied until 3"),
+    "meta, replicas": Fit({"pipeline_parallel_size": 2}, "meta"),
+}
+AFTER = {
+    "one outputs": Fit(model="outputs"),
+    "one norms": Fit(model="norms", trainer={"gradient_clip_val": 0.1}),
+    "one tied": Fit(model="tied", trainer={"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
+    "one tied until 3": Fit(model="tied, adamw", trainer=TIED),
+    "one tied until 6": Fit(model="tied, adamw", trainer=TIED_ON, resume="tied until 3"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of results and checkpoints."""
+    return tmp_path_factory.mktemp("layers")
+
+
+@pytest.fixture(scope="module")
+def fits(folder: Path) -> Seen:
+    """All fits."""
+    return {
+        name: seen
+        for number, some in ((2, TWO), (4, FOUR), (1, {**ONE, **AFTER}))
+        for name, seen in ranks_of(folder, number, some).items()
+    }
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str):
+    """Tensors that are not contiguous, forward or backward, and batches of more lengths than schedules are kept."""
+    (alone,) = fits[f"one {TWO[name].model}"]
+    for seen in fits[name]:
+        assert difference(seen, alone, "losses") <= TOLERANCE
+    assert difference(fits[name][0], alone, "weights") <= TOLERANCE
+
+
+def test_lengths_that_have_been_seen_cost_no_extra_pass(fits: Seen):
+    """Four microbatches in each of twelve steps, and one pass for each of six lengths."""
+    assert fits["lengths"][0]["extra"]["passes"] == 12 * 4 + 6
+
+
+def test_what_a_step_counts_is_counted_once_on_every_rank(fits: Seen):
+    """Attributes, containers and buffers of the module are those of one process."""
+    (alone,) = fits["one counters"]
+    for seen in fits["counters"]:
+        assert seen["extra"]["rows"] == alone["extra"]["rows"]
+        assert seen["extra"]["batches"] == alone["extra"]["batches"]
+        assert difference({"mean": seen["extra"]["mean"]}, {"mean": alone["extra"]["mean"]}, "mean") <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "holders"), [("outputs", [False, True]), ("outputs, V", [True, False]), ("outputs, all", [True, True])]
+)
+def test_only_the_last_stage_has_whole_outputs_unless_all_ask_for_them(fits: Seen, name: str, holders: list[bool]):
+    """Others have no tensor of their shape; losses, logged values and metrics are those of one process everywhere."""
+    (alone,) = fits["one outputs"]
+    for seen, is_holder in zip(fits[name], holders, strict=True):
+        assert (seen["extra"]["whole outputs"] > 0) is is_holder
+        assert seen["extra"]["returned"] == ["largest", "logits", "loss"]
+        for key in ("losses", "metrics"):
+            assert difference(seen, alone, key) <= TOLERANCE
+        assert difference(seen["extra"], alone["extra"], "largest") <= TOLERANCE
+    assert difference(fits[name][0], alone, "weights") <= TOLERANCE
+
+
+def test_a_logger_that_only_the_last_stage_would_use_is_an_error_on_every_rank(fits: Seen):
+    """It would write nothing there; with outputs for all, rank 0 writes."""
+    for seen in fits["own logger"]:
+        assert "training_step uses self.logger.log_metrics" in seen["error"]
+        assert "outputs: all" in seen["error"]
+    for seen in fits["logger in validation"]:
+        assert "validation_step uses self.logger.log_metrics" in seen["error"]
+        assert "on_validation_batch_end" in seen["error"]
+    assert [seen["step"] for seen in fits["own logger, all"]] == [12, 12]
+
+
+def test_stages_drop_different_features(fits: Seen):
+    """Each stage draws from its own stream of random numbers."""
+    first, second = (seen["extra"]["masks"] for seen in fits["dropouts"])
+    assert len(first) == len(second) == 5
+    assert not any(mask in second for mask in first)
+
+
+@pytest.mark.parametrize("name", ["draws", "draws, resumed", "draws, all"])
+def test_hooks_draw_the_same_numbers_on_all_ranks(fits: Seen, name: str):
+    """Also after the fetching rank alone has drawn, or that of the last stage, or stages with dropout."""
+    first, second = (seen["extra"]["draws"] for seen in fits[name])
+    assert len(set(first.values())) == len(first) > 30  # an epoch's
+    assert {where.partition(",")[0] for where in first} >= {"on_train_epoch_start", "training_step", "validation_step"}
+    assert first == second
+
+
+def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
+    """In hooks and in stages, whose dropout shows in losses and weights."""
+    for whole, resumed in zip(fits["draws"], fits["draws, resumed"], strict=True):
+        expected, found = whole["extra"]["draws"], dict(resumed["extra"]["draws"])
+        repeated = found.pop("on_train_epoch_start, epoch 0, step 4, batch -1")
+        assert repeated == expected["on_train_epoch_start, epoch 0, step 0, batch -1"]
+        assert found == {where: expected[where] for where in found}
+        assert resumed["losses"] == whole["losses"][4:]
+    whole, resumed = fits["draws"][0]["weights"], fits["draws, resumed"][0]["weights"]
+    assert all(torch.equal(resumed[weight], whole[weight]) for weight in whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raw lstm", "network.0, the last layer of its stage, returns a tuple of Tensor, tuple"),
+        ("lbfgs", "LBFGS searches along a line"),
+        ("changed copy", "copies of the tied parameter network.0.weight on 2 ranks are no longer equal"),
+        ("skip", "returned NoneType without a loss"),
+        ("draw", "draws random numbers before it calls self.network"),
+        ("trim", "for an earlier batch of the same shapes"),
+    ],
+)
+def test_what_one_rank_refuses_is_an_error_on_every_rank(fits: Seen, name: str, message: str):
+    """Within the step, also in the middle of a training: no rank waits for its timeout."""
+    for seen in fits[name]:
+        assert message in seen["error"]
+
+
+@pytest.mark.parametrize("name", ["tied", "tied, on the same rank", "tied, replicas"])
+def test_tied_weights_train_as_in_one_process(fits: Seen, name: str):
+    """With clipping, accumulation and decay: copies have the sum of gradients, count once, and share a group."""
+    (alone,) = fits["one tied"]
+    for seen in fits[name]:
+        assert difference(seen, alone, "losses") <= TOLERANCE
+    assert list(fits[name][0]["weights"]) == list(alone["weights"])
+    assert difference(fits[name][0], alone, "weights") <= TOLERANCE
+
+
+def test_a_checkpoint_has_tied_weights_once(fits: Seen, folder: Path):
+    """Under both names, with one state of the optimizer, as from one process; other numbers of stages go on from it."""
+    ours, theirs = (
+        torch.load(folder / name, weights_only=False) for name in ("tied until 3.ckpt", "one tied until 3.ckpt")
+    )
+    weights = ours["state_dict"]
+    assert weights["network.0.weight"].data_ptr() == weights["network.9.weight"].data_ptr()
+    (state,), (expected,) = ours["optimizer_states"], theirs["optimizer_states"]
+    assert state["state"].keys() == expected["state"].keys()
+    assert [group["params"] for group in state["param_groups"]] == [
+        group["params"] for group in expected["param_groups"]
+    ]
+    assert difference(fits["tied until 6"][0], fits["one tied until 6"][0], "weights") <= TOLERANCE
+
+
+def test_hooks_see_the_norm_over_all_stages(fits: Seen):
+    """In any p-norm, on every rank, and without a warning."""
+    (alone,) = fits["one norms"]
+    for seen in fits["norms"]:
+        assert difference(seen["extra"], alone["extra"], "norms") <= 10 * TOLERANCE  # the 1-norm is about 10
+        assert not [message for message in seen["extra"]["warnings"] if "norm" in message]
+
+
+def test_a_norm_of_one_stage_is_warned_of(fits: Seen):
+    """The norm of torch's clip_grad_norm_ would scale stages differently: rank 0 says so once, and what to use."""
+    first, second = (seen["extra"]["warnings"] for seen in fits["norms by torch"])
+    (told,) = [message for message in first if "computes a norm of gradients" in message]
+    assert "lightning_sm.gradient_norm(self)" in told
+    assert not second
+
+
+@pytest.mark.parametrize("name", ["meta", "meta, replicas"])
+def test_layers_on_the_meta_device_are_made_on_their_own_stage(fits: Seen, name: str):
+    """Each rank has its part, initialized unlike the other stage's; replicas begin equal and train."""
+    first, second = (fits[name][rank]["extra"] for rank in (0, 1))
+    weights = fits[name][0]["weights"]
+    assert first["held"] + second["held"] == sum(weight.numel() for weight in weights.values())
+    assert min(first["held"], second["held"]) > 0
+    assert not set(first["initial"]) & set(second["initial"])
+    assert all(weight.isfinite().all() for weight in weights.values())
+    for rank in range(2, len(fits[name])):
+        assert fits[name][rank]["extra"] == fits[name][rank % 2]["extra"]

@@ -1,0 +1,78 @@
+"""strategy=pipeline with losses that are no mean over equal rows: as one process, or refused on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.training.strategies.pipeline_runs import Fit
+from tests.integration.training.strategies.test_pipeline import TOLERANCE, Seen, difference, ranks_of
+
+pytestmark = pytest.mark.processes
+
+MODELS = ("padded, weighted", "sum", "class weights")
+ONE = {f"one {model}": Fit(model=model) for model in (*MODELS, "contrastive")}
+TWO = {
+    "padded, weighted": Fit({}, "padded, weighted"),
+    "sum": Fit({"loss": "sum"}, "sum"),
+    "class weights": Fit({}, "class weights"),
+    "weights, split backward": Fit({"schedule": "zbv"}, "class weights"),
+    "sum, DDP": Fit(model="sum"),
+    "padded, DDP": Fit(model="padded, weighted"),
+    "undeclared padding": Fit({}, "padded", refused=True),
+    "undeclared sum": Fit({}, "sum", refused=True),
+    "contrastive": Fit({}, "contrastive", refused=True),
+    "contrastive in one microbatch": Fit({"num_microbatches": 1}, "contrastive"),
+}
+FOUR = {
+    "sum, replicas": Fit({"pipeline_parallel_size": 2, "loss": "sum"}, "sum"),
+    "padded, replicas": Fit({"pipeline_parallel_size": 2}, "padded, weighted"),
+    "replicas, undeclared padding": Fit({"pipeline_parallel_size": 2}, "padded", refused=True),
+}
+
+
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """All fits."""
+    folder = tmp_path_factory.mktemp("losses")
+    return {**ranks_of(folder, 1, ONE), **ranks_of(folder, 2, TWO), **ranks_of(folder, 4, FOUR)}
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        *((model, model) for model in MODELS),
+        ("weights, split backward", "class weights"),
+        ("contrastive in one microbatch", "contrastive"),
+    ],
+)
+def test_a_declared_loss_trains_as_one_process_does(fits: Seen, name: str, model: str):
+    """Losses and weights agree with those of one process, also where all labels of a microbatch are padding."""
+    (alone,) = fits[f"one {model}"]
+    for seen in fits[name]:
+        assert difference(seen, alone, "losses") <= TOLERANCE
+    assert difference(fits[name][0], alone, "weights") <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["sum", "padded"])
+def test_replicas_count_as_with_ddp(fits: Seen, kind: str):
+    """The mean over replicas of each one's loss, whatever that sums or averages over."""
+    ours, ddp = fits[f"{kind}, replicas"][0], fits[f"{kind}, DDP"][0]
+    for key in ("losses", "weights"):
+        assert difference(ours, ddp, key) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("undeclared padding", ["weighted by rows", "pipeline_weight(self, batch)"]),
+        ("undeclared sum", ["adds the rows up: set loss: sum"]),
+        ("contrastive", ["compares the rows of a batch", "num_microbatches=1"]),
+        ("replicas, undeclared padding", ["weighted by rows", "pipeline_weight(self, batch)"]),
+    ],
+)
+def test_a_loss_that_is_not_declared_is_refused_on_every_rank(fits: Seen, name: str, messages: list[str]):
+    """Ranks of all stages and replicas raise the same error, which has both numbers and says what to declare."""
+    errors = [seen["error"] for seen in fits[name]]
+    assert len(set(errors)) == 1
+    for message in messages:
+        assert message in errors[0]

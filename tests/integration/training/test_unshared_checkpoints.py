@@ -1,0 +1,135 @@
+"""Checkpoints that only some hosts have, of jobs whose hosts share no folder."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.integration.emulators import local
+from tests.integration.faulty_jobs import said_after
+from tests.integration.hosts import SCRIPTS, Hosts, script
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What the ranks of two hosts read."""
+    hosts = Hosts(tmp_path_factory.mktemp("shared"))
+    store = f"tcp://{hosts.address('algo-1')}:{hosts.main_port}"
+    arguments = {host: script("share_checkpoints.py", str(rank), store) for rank, host in enumerate(hosts.names)}
+    ended = hosts.run(arguments, {"GLOO_SOCKET_IFNAME": "lo"})
+    assert [one.code for one in ended.values()] == [0, 0]
+    return hosts.seen()
+
+
+@pytest.mark.parametrize(
+    ("case", "contents", "owners"),
+    [
+        pytest.param("same", "both", [True, True], id="equal files stay where they are"),
+        pytest.param("stale", "host 1", [False, False], id="of different files, that of the given host counts"),
+        pytest.param("plain", "of host 0" * 300, [False, False], id="also in formats without checksums"),
+        pytest.param("first", "host 0", [False, False], id="a file of the first host"),
+        pytest.param("second", "host 1", [False, False], id="a file of the second host"),
+        pytest.param("folder", {"deep/empty": "", "meta": "m" * 2500}, [False, False], id="a folder of both"),
+        pytest.param("none", None, [True, True], id="a file that no host has"),
+        pytest.param("address", None, [True, True], id="an address"),
+        pytest.param("again", "host 0", [False, False], id="after a transfer that failed"),
+    ],
+)
+def test_all_hosts_read_the_same(seen, case, contents, owners):
+    """Each from the same path; what was received is removed again."""
+    assert [rank[case][:2] for rank in seen] == [[contents, is_own] for is_own in owners]
+    assert [rank[case][2] for rank in seen] == [[], []]
+
+
+def test_a_host_that_cannot_write_is_named_by_all(seen):
+    """None of them waits for the other."""
+    for rank in seen:
+        assert "The hosts could not receive the checkpoint: rank 1: NotADirectoryError: " in rank["blocked"]
+        assert "blocked" in rank["blocked"]
+
+
+def _run(folder, kind, *options):
+    work = folder / "work"
+    work.mkdir(parents=True)
+    job = ["--group", "trainer=2", "--checkpoints", "bucket", "--env", f"KIND={kind}", "--env=LIGHTNING_SM_REPORT_S=0"]
+    ended = local(folder / "jobs", work, *job, *options, "--", str(SCRIPTS / "train_and_restart.py"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def _said(output, words):
+    return {host: [text for name, text in said_after(output, words) if name == host] for host in ("algo-1", "algo-2")}
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_a_job_restarts_from_what_its_hosts_have(tmp_path, kind):
+    """It ends with the weights of one that did not fail, and tests those of the best and of the last checkpoint."""
+    undisturbed = _run(tmp_path / "undisturbed", kind, "--env", "FAIL_AT=-1")
+    output = _run(tmp_path / "disturbed", kind, "--env", "FAIL_AT=11", "--env", "LIGHTNING_SM_MAX_RESTARTS=1")
+    assert "Cause: ConnectionError: meant to fail once" in output
+    assert ("of ModelParallelStrategy, no rank has all" in output) is (kind == "sharded")
+    for starts in _said(output, "starts at").values():
+        # Of shards, the ranks have no more than the latest checkpoint.
+        step = "10" if kind == "sharded" else "11"
+        assert [text.split()[0] for text in starts] == ["0", step]
+        assert starts[1] != f"{step} 0", "the optimizer has no states"
+    for words, number in (("ends with", 1), ("tests", 2)):
+        expected = _said(undisturbed, words)
+        assert expected["algo-1"] == expected["algo-2"]
+        assert len(expected["algo-1"]) == number
+        assert _said(output, words) == expected
+    folder = "/ml/checkpoints/" if kind == "sharded" else "/dev/shm/"
+    assert re.search(rf"Received .* of \S*{folder}\S+\.ckpt from another host", output)
+    assert not list(tmp_path.glob("*/jobs/*/algo-*/checkpoints/*.sagemaker-ignore"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The output of a job that does not fail, by the kind of its model."""
+    outputs = {}
+
+    def run(kind):
+        if kind not in outputs:
+            outputs[kind] = _run(tmp_path_factory.mktemp(kind), kind, "--env", "FAIL_AT=-1")
+        return outputs[kind]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "fail_at", "resumes_at"),
+    [
+        pytest.param("norm", "on_train_batch_start", 11, 11, id="between two steps"),
+        pytest.param("norm", "on_after_backward", 13, 14, id="when the others can make the step"),
+        pytest.param("replicated", "on_before_zero_grad", 13, 13, id="after the forward pass"),
+        pytest.param("replicated", "on_train_batch_start", 8, 8, id="in the first step of an epoch"),
+        pytest.param("accumulating", "on_before_backward", 7, 7, id="in the second batch of a step"),
+    ],
+)
+def test_a_killed_rank_costs_no_step(tmp_path, undisturbed, kind, hook, fail_at, resumes_at):
+    """The job goes on at the step of the failure and ends as one that did not fail.
+
+    With its weights, buffers and values, and with the same best and last checkpoints.
+    """
+    faults = ("--env", f"FAIL_AT={fail_at}", "--env", f"FAIL_IN={hook}", "--env=IS_KILLED=1", "--env=STEP_S=0.2")
+    output = _run(tmp_path, kind, *faults, "--env=LIGHTNING_SM_MAX_RESTARTS=1")
+    for starts in _said(output, "starts at").values():
+        assert [text.split()[0] for text in starts] == ["0", str(resumes_at)]
+    # Rank 1 has not kept what it knew after the step that the others have made.
+    is_lost = fail_at != resumes_at
+    assert ("The random numbers and the values of the epoch so far of rank 1 are lost" in output) is is_lost
+    for words in ("ends with", "has buffers ends", "tests", *(() if is_lost else ("has loss",))):
+        assert _said(output, words) == _said(undisturbed(kind), words)
+    assert not list(tmp_path.glob("jobs/*/algo-*/checkpoints/*.sagemaker-ignore"))
+
+
+def test_a_search_for_a_learning_rate_needs_no_shared_folder(tmp_path):
+    """Lightning writes a temporary checkpoint on rank 0, and reads it on all."""
+    output = _run(tmp_path, "search", "--env", "FAIL_AT=-1")
+    assert [text.split()[0] for _, text in said_after(output, "starts at")] == ["0"] * 4
+    # The search's progress bar has no end of line, so that its end is not seen.
+    ends = _said(output, "ends with")
+    assert ends["algo-1"][-1] == ends["algo-2"][-1]

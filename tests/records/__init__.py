@@ -1,0 +1,1 @@
+"""Records of real jobs, each with one known limit, and the script that makes them."""

@@ -1,0 +1,252 @@
+"""The client against grpcio's server, as data hosts run it: with TLS, mutual TLS and without."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import trustme
+
+from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.frames import FrameKind, FrameReader, frame
+from lightning_sm.data.protocol.grpc_client import GrpcChannel
+from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
+from lightning_sm.data.protocol.tls import certificate_hint
+from lightning_sm.data.settings import Credentials
+
+TIMEOUT_S = 60.0
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory):
+    """Credentials without TLS, with TLS and with mutual TLS, by name."""
+    authority, folder = trustme.CA(), tmp_path_factory.mktemp("tls")
+    issued = authority.issue_cert("127.0.0.1", "::1", "localhost")
+    files = {"certificate": issued.cert_chain_pems, "key": [issued.private_key_pem], "authority": [authority.cert_pem]}
+    for name, blobs in files.items():
+        (folder / name).write_bytes(b"".join(blob.bytes() for blob in blobs))
+    certificate, key, signer = (str(folder / name) for name in files)
+    return {
+        "without TLS": Credentials("job", "token"),
+        "TLS": Credentials("job", "token", certificate, key),
+        "mutual TLS": Credentials("job", "token", certificate, key, signer),
+    }
+
+
+@contextlib.contextmanager
+def serving(credentials, where="127.0.0.1:0", **handlers):
+    """Serve methods as a data host does, and yield the address."""
+    made = {name: grpc.stream_stream_rpc_method_handler(handler) for name, handler in handlers.items()}
+    server = grpc_transport.make_server(made, credentials, "algo-9", 100, shares_port=False)
+    address = grpc_transport.bind(server, where, credentials)
+    server.start()
+    try:
+        yield address
+    finally:
+        server.stop(None).wait()
+
+
+@contextlib.contextmanager
+def channel_to(address, credentials):
+    """Yield a channel."""
+    channel = GrpcChannel(address, credentials)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def echo(requests, context):
+    """Answer each request with itself."""
+    yield from requests
+
+
+def fail(requests, context):
+    """Fail after the first answer."""
+    yield b"first"
+    context.abort(grpc.StatusCode.NOT_FOUND, "kein Läufer \N{SNOWMAN} 100%")
+
+
+@pytest.mark.parametrize("how", ["without TLS", "TLS", "mutual TLS"])
+@pytest.mark.parametrize("where", ["127.0.0.1:0", "[::1]:0", "unix", "unix-abstract"])
+def test_messages_of_all_sizes_go_both_ways(tls, tmp_path, how, where):
+    """From none to 20 MiB, each as it was sent."""
+    known = tls[how]
+    address = f"{where}:{tmp_path}/socket" if where.startswith("unix") else where
+    messages = [bytes([size % 251]) * size for size in (0, 1, 4095, 4096, 16_384, 300_000, 3 * MIB + 1, 20 * MIB)]
+    with serving(known, address, List=echo) as bound, channel_to(bound, known) as channel:
+        assert channel.stream("List", messages, TIMEOUT_S) == b"".join(messages)
+        for message in messages:
+            assert channel.unary("List", message, TIMEOUT_S) == message
+
+
+class Ring:
+    """Two slots, to which the pieces of batches go in turn; keeps the other frames."""
+
+    def __init__(self, num_bytes):
+        self.slots = [bytearray(num_bytes), bytearray(num_bytes)]
+        self.others = []
+        self.num_pieces = 0
+        self.is_wanted = True
+
+    def place(self, request_id, kind, value, num_bytes):
+        return Place(self, request_id, value, num_bytes) if self.is_wanted else None
+
+    def take(self, request_id, kind, value, payload):
+        self.others.append((request_id, kind, value, bytes(payload)))
+
+
+class Place:
+    """A place in a slot."""
+
+    def __init__(self, ring, request_id, offset, num_bytes):
+        self.ring = ring
+        self.memory = memoryview(ring.slots[request_id % 2])[offset : offset + num_bytes]
+        self.ends = []
+
+    def end(self, is_complete):
+        assert not self.ends
+        self.ends.append(is_complete)
+        self.ring.num_pieces += is_complete
+
+
+class Frames(FrameReader):
+    """Says when the call has ended."""
+
+    def __init__(self, owner):
+        super().__init__(owner.take, owner.place)
+        self.ended = threading.Event()
+
+    def end(self, error):
+        self.close()
+        self.error = error
+        self.ended.set()
+
+
+@pytest.mark.parametrize("how", ["without TLS", "mutual TLS"])
+def test_pieces_of_batches_go_to_their_memory(tls, how):
+    """Frames that share messages, and those that have one of their own; what nobody wants goes nowhere."""
+    contents = [bytes([number]) * (2 * MIB) for number in range(4)]
+
+    def fetch(requests, context):
+        for number, content in enumerate(contents):
+            head = frame(number, FrameKind.HEADER, 5) + b"head%d" % number
+            yield head + frame(number, FrameKind.DATA, MIB) + content[:MIB]
+            yield frame(number, FrameKind.DATA, MIB, MIB) + content[MIB:] + frame(number, FrameKind.ENDED, value=7)
+
+    known = tls[how]
+    with serving(known, Fetch=fetch) as address, channel_to(address, known) as channel:
+        for is_wanted in (True, False):
+            ring = Ring(2 * MIB)
+            ring.is_wanted = is_wanted
+            frames = Frames(ring)
+            channel.open("Fetch", frames, None)
+            assert frames.ended.wait(TIMEOUT_S)
+            assert frames.error is None
+            assert ring.others == [
+                one for n in range(4) for one in ((n, FrameKind.HEADER, 0, b"head%d" % n), (n, FrameKind.ENDED, 7, b""))
+            ]
+            assert ring.num_pieces == (8 if is_wanted else 0)
+            assert ring.slots == (contents[2:] if is_wanted else [bytes(2 * MIB)] * 2)
+
+
+def test_the_status_of_a_failed_call_arrives(tls):
+    """With its text, after messages and before any; a method that does not exist has one, too."""
+    known = tls["without TLS"]
+    with serving(known, List=fail) as address, channel_to(address, known) as channel:
+        with pytest.raises(CallError) as caught:
+            channel.stream("List", [b""], TIMEOUT_S)
+        assert caught.value.code is CallStatus.NOT_FOUND
+        assert caught.value.details == "kein Läufer \N{SNOWMAN} 100%"
+        with pytest.raises(CallError) as caught:
+            channel.unary("Status", b"", TIMEOUT_S)
+        assert caught.value.code is CallStatus.UNIMPLEMENTED
+        with channel_to(address, Credentials("job", "wrong", None, None, None, "a test")) as stranger:
+            with pytest.raises(CallError) as caught:
+                stranger.unary("List", b"", TIMEOUT_S)
+            assert caught.value.code is CallStatus.UNAUTHENTICATED
+            assert "has its token from a test" in caught.value.details
+
+
+def test_more_calls_than_the_server_allows_wait_for_their_turn(tls):
+    """40 calls at once, of which the server answers 16 at a time on a connection."""
+    known = tls["without TLS"]
+    with serving(known, List=echo) as address, channel_to(address, known) as channel, ThreadPoolExecutor(40) as threads:
+        requests = [b"%d" % number for number in range(40)]
+        answers = list(threads.map(lambda request: channel.unary("List", request, TIMEOUT_S), requests))
+    assert answers == requests
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "close"])
+def test_a_call_that_ends_here_ends_on_the_server(tls, how):
+    """The server's stream is free at once, whatever ended the call."""
+    known = tls["without TLS"]
+    started, ended = threading.Event(), threading.Event()
+
+    def hang(requests, context):
+        context.add_callback(ended.set)
+        started.set()
+        yield b""
+        ended.wait(TIMEOUT_S)
+
+    with serving(known, List=hang) as address, channel_to(address, known) as channel:
+        if how == "deadline":
+            with pytest.raises(CallError) as caught:
+                channel.stream("List", [b""], 3.0)  # in which the call must reach the server
+            assert caught.value.code is CallStatus.DEADLINE_EXCEEDED
+        else:
+            frames = Frames(Ring(0))
+            call = channel.open("List", frames, None)
+            assert started.wait(TIMEOUT_S)
+            call.cancel() if how == "cancel" else channel.close()
+            assert frames.ended.wait(TIMEOUT_S)
+            assert frames.error.code is CallStatus.CANCELLED
+        assert ended.wait(TIMEOUT_S)
+
+
+def test_a_server_that_stops_ends_its_calls_and_the_next_one_finds_another(tls):
+    """The channel connects again to the same address."""
+    known = tls["TLS"]
+    started = threading.Event()
+
+    def hang(requests, context):
+        started.set()
+        yield from requests
+
+    frames = Frames(Ring(0))
+    with serving(known, List=hang) as address:
+        channel = GrpcChannel(address, known)
+        channel.open("List", frames, None)
+        assert started.wait(TIMEOUT_S)
+    assert frames.ended.wait(TIMEOUT_S)
+    assert frames.error.code in (CallStatus.UNAVAILABLE, CallStatus.CANCELLED)
+    with serving(known, address, List=echo):
+        assert channel.unary("List", b"again", TIMEOUT_S) == b"again"
+    channel.close()
+
+
+def test_a_certificate_that_is_not_right_is_named(tls, tmp_path):
+    """The hint says whether the name or the authority is wrong; without TLS at the other end there is none."""
+    other = trustme.CA()
+    issued = other.issue_cert("algo-7")
+    paths = [tmp_path / "certificate", tmp_path / "key"]
+    for path, blob in zip(paths, (issued.cert_chain_pems[0], issued.private_key_pem), strict=True):
+        path.write_bytes(blob.bytes())
+    named = Credentials("job", "token", *map(str, paths))
+    plain, right = tls["without TLS"], tls["TLS"]
+    for server, client, hint in (
+        (named, named, "SubjectAlternativeName"),
+        (named, right, "is not signed by"),
+        (plain, right, ""),
+        (right, plain, ""),
+    ):
+        with serving(server, List=echo) as address, channel_to(address, client) as channel:
+            with pytest.raises(CallError) as caught:
+                channel.unary("List", b"", TIMEOUT_S)
+            assert caught.value.code is CallStatus.UNAVAILABLE
+            found = certificate_hint(caught.value.__cause__)
+            assert hint in found if hint else found == ""

@@ -1,0 +1,580 @@
+"""A call's messages and its end are right however the bytes of the server arrive, and whatever it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import DataReceived, PingReceived, RequestReceived, StreamReset, WindowUpdated
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from lightning_sm.data.protocol import h2_connection
+from lightning_sm.data.protocol.call_metadata import method
+from lightning_sm.data.protocol.grpc_client import GrpcChannel
+from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
+from lightning_sm.data.settings import Credentials
+from lightning_sm.errors import WireError
+from tests.fakes.http2 import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    OK_HEADERS,
+    PADDED,
+    PING,
+    PUSH_PROMISE,
+    RST_STREAM,
+    SETTINGS,
+    TIMEOUT_S,
+    WINDOW_UPDATE,
+    Http2Server,
+    ScriptedWire,
+    data,
+    frame,
+    header_block,
+    headers,
+    in_thread,
+    message,
+    settings,
+    trailers,
+)
+
+CREDENTIALS = Credentials("job", "token")
+SOON_S = 15.0
+MIB = 1 << 20
+
+
+class Receiver:
+    """Keeps the messages of an answer, and says how the call has ended."""
+
+    def __init__(self):
+        self.messages = []
+        self.error = None
+        self.ended = threading.Event()
+        self.begun = threading.Semaphore(0)
+
+    def begin(self, num_bytes):
+        self.messages.append(bytearray(num_bytes))
+        self._rest = memoryview(self.messages[-1])
+        self.begun.release()
+
+    def memory(self):
+        return self._rest
+
+    def advance(self, num_bytes):
+        self._rest = self._rest[num_bytes:]
+
+    def end(self, error):
+        self.error = error
+        self.ended.set()
+
+    def outcome(self):
+        """Wait for the end, and return the error."""
+        assert self.ended.wait(SOON_S)
+        return self.error
+
+
+@pytest.fixture
+def server():
+    """A server of HTTP/2."""
+    with Http2Server() as made:
+        yield made
+
+
+@pytest.fixture
+def channel(server):
+    """A channel to it."""
+    made = GrpcChannel(server.address, CREDENTIALS)
+    yield made
+    made.close()
+
+
+def start(channel, requests=(b"request",), name="List"):
+    """Start a call, and return its receiver."""
+    receiver = Receiver()
+    receiver.call = channel.open(name, receiver, None if requests is None else iter(requests))
+    return receiver
+
+
+def answer(*messages, frame_bytes=1 << 14):
+    """Return the frames of an answer."""
+    content = b"".join(map(message, messages))
+    bodies = [content[start : start + frame_bytes] for start in range(0, len(content), frame_bytes)]
+    return b"".join([headers(), *map(data, bodies), trailers()])
+
+
+# Bytes that arrive in parts
+
+
+def receive(monkeypatch, parts):
+    """Return messages and error of a call that gets these parts."""
+    with monkeypatch.context() as patch:
+        ScriptedWire.install(patch, [settings(), *parts])
+        receiver = start(GrpcChannel("nowhere:1", CREDENTIALS))
+        error = receiver.outcome()
+    return list(map(bytes, receiver.messages)), error
+
+
+def by_h2(script):
+    """Return the messages in an answer as h2 reads it."""
+    client = H2Connection(H2Configuration(client_side=True))
+    client.initiate_connection()
+    client.send_headers(1, [(":method", "POST"), (":scheme", "http"), (":path", "/"), (":authority", "x")])
+    client.end_stream(1)
+    content = b"".join(one.data for one in client.receive_data(settings() + script) if isinstance(one, DataReceived))
+    messages = []
+    while content:
+        size = struct.unpack_from(">xI", content)[0]
+        messages.append(content[5 : 5 + size])
+        content = content[5 + size :]
+    return messages
+
+
+def by_grpcio(script):
+    """Return the messages in an answer as grpcio reads it."""
+    with Http2Server() as server, grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(method("List"))(iter([b"request"]), timeout=TIMEOUT_S)
+        with server.accept() as peer:
+            assert peer.whole_request() == 1
+            peer.send(script)
+            return list(call)
+
+
+MESSAGES = [b"", b"a", bytes(range(256)), b"", b"last"]
+
+
+def test_an_answer_that_is_cut_at_any_byte_is_the_same(monkeypatch):
+    """In two parts, wherever the cut is; and byte by byte."""
+    script = answer(*MESSAGES, frame_bytes=100)
+    assert by_h2(script) == by_grpcio(script) == MESSAGES
+    for cut in range(1, len(script)):
+        assert receive(monkeypatch, [script[:cut], script[cut:]]) == (MESSAGES, None), cut
+    assert receive(monkeypatch, [script[at : at + 1] for at in range(len(script))]) == (MESSAGES, None)
+
+
+def test_an_answer_that_ends_at_any_byte_is_an_error(monkeypatch):
+    """The connection is lost within a frame: no message is taken for another, and the error says so."""
+    script = answer(*MESSAGES, frame_bytes=100)
+    for cut in range(len(script)):
+        messages, error = receive(monkeypatch, [script[:cut]])
+        assert (error.code, type(error.__cause__)) == (CallStatus.UNAVAILABLE, ConnectionResetError), cut
+        assert messages[:-1] == MESSAGES[: len(messages)][:-1], cut
+
+
+@st.composite
+def answers(draw, *, is_padded=True):
+    """Frames that are right, of all sizes, with frames of other types between them; and the parts."""
+    messages = draw(st.lists(st.binary(max_size=60_000), max_size=5))
+    content = b"".join(map(message, messages))
+    others = [
+        frame(PING, 0, 0, bytes(8)),
+        frame(77, 5, 3, bytes(1000)),
+        frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\7"),
+        frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\7"),
+        settings(s4=70_000),
+        data(b""),
+    ]
+    frames = [headers()]
+    padding = st.none() | st.integers(0, 255) if is_padded else st.none()
+    while content:
+        size = draw(st.integers(1, 16_000))
+        frames.append(data(content[:size], padding=draw(padding)))
+        content = content[size:]
+        frames += draw(st.lists(st.sampled_from(others), max_size=2))
+    script = b"".join([*frames, trailers()])
+    cuts = sorted(draw(st.lists(st.integers(0, len(script)), max_size=20)))
+    parts = [script[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(script)], strict=True)]
+    return messages, parts
+
+
+@hypothesis_settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(answers())
+def test_any_frames_in_any_parts_give_the_messages_that_h2_reads(monkeypatch, made):
+    """Sizes of frames, padding, frames of unknown types and of other kinds, and the parts do not show."""
+    messages, parts = made
+    assert receive(monkeypatch, parts) == (messages, None)
+    assert by_h2(b"".join(parts)) == messages
+
+
+@hypothesis_settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(answers(is_padded=False))
+def test_any_frames_give_the_messages_that_grpcio_reads(monkeypatch, made):
+    """What grpcio's client, which refuses padding, makes of the same bytes."""
+    _, parts = made
+    assert receive(monkeypatch, parts) == (by_grpcio(b"".join(parts)), None)
+
+
+@pytest.mark.parametrize("frame_bytes", [1 << 14, (1 << 20) + 1, (1 << 24) - 1])
+def test_frames_may_be_as_large_as_was_offered(server, channel, frame_bytes):
+    """Of 16 KiB to 16 MiB, over a real socket, with messages that end in the middle of one."""
+    messages = [bytes([number]) * (3 * MIB + number) for number in range(8)]
+    receiver = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        sender = in_thread(lambda: peer.send(answer(*messages, frame_bytes=frame_bytes)))
+        assert receiver.outcome() is None
+        sender.join()
+    assert receiver.messages == messages
+
+
+# How calls end
+
+
+@pytest.mark.parametrize(
+    ("frames", "code", "text"),
+    [
+        (
+            [headers(fields=[*OK_HEADERS, ("grpc-status", "5"), ("grpc-message", "no %C3%A9 %zz")], flags=1)],
+            5,
+            "no é %",
+        ),
+        ([headers(), trailers(fields=[("grpc-status", "16"), ("grpc-message", "")])], 16, ""),
+        ([headers(), trailers(fields=[("grpc-status", "99")])], 2, "status b'99'"),
+        ([headers(), trailers(fields=[("x", "y")])], 2, "status None"),
+        ([headers(), data(message(b"x"), flags=END_STREAM)], 2, "status None"),
+        ([headers(), data(message(b"x")[:-1]), trailers()], 13, "within a message"),
+        ([headers(fields=[(":status", "503")])], 14, "HTTP status 503"),
+        ([headers(fields=[(":status", "200"), ("content-type", "text/html")])], 2, "'text/html'"),
+        ([headers(fields=[(":status", "404")], flags=END_STREAM)], 12, "HTTP status 404"),
+        ([headers(), frame(RST_STREAM, 0, 1, b"\0\0\0\7")], 14, "code 7"),
+        ([frame(RST_STREAM, 0, 1, b"\0\0\0\x08")], 1, "code 8"),
+        ([headers(), data(b"\0"), frame(RST_STREAM, 0, 1, b"\0\0\0\2")], 13, "code 2"),
+        ([headers(), frame(RST_STREAM, 0, 1, b"\0\0\0\x0b")], 8, "code 11"),
+    ],
+)
+def test_the_end_of_a_call_has_a_status(server, channel, frames, code, text):
+    """Trailers, trailers without headers, responses that are none of gRPC, and resets; the connection stays."""
+    receiver = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        peer.send(headers(fields=[(":status", "103")]) if code == 16 else b"", *frames)
+        error = receiver.outcome()
+        assert (error.code, text in error.details) == (CallStatus(code), True), error
+        second = start(channel)
+        assert peer.whole_request() == 3
+        peer.send(headers(3), data(message(b"next"), 3), trailers(3))
+        assert second.outcome() is None
+        assert second.messages == [b"next"]
+
+
+def test_calls_share_a_connection_and_the_reset_of_one_leaves_the_others(server, channel):
+    """Several requests are in flight, messages interleave, and one stream is reset within a message."""
+    receivers = [start(channel) for _ in range(3)]
+    with server.accept() as peer:
+        assert [peer.whole_request() for _ in receivers] == [1, 3, 5]
+        first, last = message(b"x" * 50_000)[:20_000], message(b"x" * 50_000)[20_000:]
+        peer.send(*(headers(stream) + data(first[:16_000], stream) for stream in (1, 3, 5)))
+        peer.send(frame(RST_STREAM, 0, 3, b"\0\0\0\7"))
+        assert receivers[1].outcome().code is CallStatus.UNAVAILABLE
+        peer.send(*(data(first[16_000:] + last[:9_000], stream) for stream in (1, 3, 5)))  # one was on its way
+        peer.send(*(data(last[9_000:25_000], stream) + data(last[25_000:], stream) for stream in (5, 1)))
+        peer.send(trailers(5), trailers(1))
+        assert [receivers[0].outcome(), receivers[2].outcome()] == [None, None]
+    assert [receivers[0].messages, receivers[2].messages] == [[b"x" * 50_000]] * 2
+
+
+def test_a_server_that_goes_away_finishes_what_it_has_begun(server, channel):
+    """After GOAWAY, streams up to the one that it names get their answers; others, and new ones, need a connection."""
+    receivers = [start(channel) for _ in range(2)]
+    with server.accept() as peer:
+        assert [peer.whole_request() for _ in receivers] == [1, 3]
+        content = message(b"x" * 10_000)
+        peer.send(headers(1), data(content[:5000], 1))
+        peer.send(frame(GOAWAY, 0, 0, struct.pack(">II", 0x7FFFFFFF, 0) + b"soon"))
+        peer.send(frame(GOAWAY, 0, 0, struct.pack(">II", 1, 0)))
+        error = receivers[1].outcome()
+        assert (error.code, "closes the connection" in error.details) == (CallStatus.UNAVAILABLE, True)
+        third = start(channel)
+        with server.accept() as second:
+            second.whole_request()
+            second.send(answer(b"there"))
+            assert third.outcome() is None
+        peer.send(data(content[5000:], 1), trailers(1))
+        assert receivers[0].outcome() is None
+        assert receivers[0].messages == [b"x" * 10_000]
+        peer.read_to_end()
+
+
+def test_a_deadline_frees_the_stream_of_the_server(server, channel):
+    """A call that is not answered in time ends at this end, which tells the server; the time goes with the call."""
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(channel.unary, "Status", b"{}", 1.5)  # in which the connection must be there
+        with server.accept() as peer:
+            assert dict(peer.next(RequestReceived).headers)["grpc-timeout"] == "1500m"
+            assert peer.next(StreamReset).error_code == 8
+        error = call.exception()
+    assert (error.code, str(error)) == (CallStatus.DEADLINE_EXCEEDED, "deadline exceeded (no answer within 1.5 s)")
+
+
+def test_a_cancelled_call_frees_the_stream_of_the_server(server, channel):
+    """In the middle of a message; what is on its way is dropped, and the connection stays."""
+    receiver = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        content = message(b"x" * 100_000)
+        peer.send(headers(), data(content[:50_000][:16_000]))
+        assert receiver.begun.acquire(timeout=SOON_S)
+        receiver.call.cancel()
+        assert receiver.outcome().code is CallStatus.CANCELLED
+        assert peer.next(StreamReset).error_code == 8
+        peer.send(data(content[16_000:32_000]), trailers())
+        second = start(channel)
+        assert peer.whole_request() == 3
+        peer.send(headers(3), trailers(3))
+        assert second.outcome() is None
+
+
+def test_calls_wait_for_a_stream(server, channel):
+    """A server that allows one stream at a time gets the next call when the first has ended."""
+    receivers = [start(channel) for _ in range(3)]
+    with server.accept(settings(s3=1)) as peer:
+        for stream in (1, 3, 5):
+            assert peer.whole_request() == stream
+            peer.send(headers(stream), data(message(b"%d" % stream), stream), trailers(stream))
+    assert [receiver.outcome() for receiver in receivers] == [None] * 3
+    assert [receiver.messages for receiver in receivers] == [[b"1"], [b"3"], [b"5"]]
+
+
+def test_a_call_that_the_server_refused_is_made_again(server, channel):
+    """REFUSED_STREAM says that nobody has looked at it; after a few times, or with requests that are gone, it fails."""
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(channel.unary, "Status", b"{}", SOON_S)
+        with server.accept() as peer:
+            for stream in (1, 3, 5):
+                assert peer.whole_request() == stream
+                peer.send(frame(RST_STREAM, 0, stream, b"\0\0\0\7"))
+            assert peer.whole_request() == 7
+            peer.send(headers(7), data(message(b"at last"), 7), trailers(7))
+            assert call.result() == b"at last"
+            receiver = start(channel)
+            peer.send(frame(RST_STREAM, 0, peer.whole_request(), b"\0\0\0\7"))
+            assert receiver.outcome().code is CallStatus.UNAVAILABLE
+            call = threads.submit(channel.unary, "Status", b"{}", SOON_S)
+            for _ in range(6):
+                peer.send(frame(RST_STREAM, 0, peer.whole_request(), b"\0\0\0\7"))
+            assert call.exception().code is CallStatus.UNAVAILABLE
+
+
+# Windows
+
+
+def test_requests_wait_for_the_window_of_the_server(server, channel):
+    """A window of 10 bytes lets through 10; one that shrinks below zero, none."""
+    request = bytes(range(200)) * 5
+    receiver = start(channel, [request])
+    with server.accept(settings(s4=10)) as peer:
+        received = peer.next(DataReceived).data
+        assert len(received) == 10
+        peer.send(settings(s4=5), frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\4"))  # -5, and -1
+        peer.send(frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\3"))
+        received += peer.next(DataReceived).data
+        assert len(received) == 12
+        peer.send(settings(s4=100_000))
+        while len(received) < 5 + len(request):
+            received += peer.next(DataReceived).data
+        assert received == message(request)
+        peer.send(answer(b"ok"))
+        assert receiver.outcome() is None
+
+
+def test_windows_are_given_back(server, channel):
+    """After each 64 MiB, for the connection and the stream; the first update opens the connection's to its limit."""
+    receiver = start(channel)
+    with server.accept() as peer:
+        assert peer.next(WindowUpdated).delta == (1 << 31) - 1 - 65535
+        peer.whole_request()
+        content = data(message(bytes(4 * MIB - 5)))
+        sender = in_thread(lambda: peer.send(headers(), content * 17, trailers()))
+        updates = []
+        while len(updates) < 2:
+            received = peer.next_frame()
+            updates += [received] if received[0] == WINDOW_UPDATE else []
+        sender.join()
+        step = (64 * MIB).to_bytes(4, "big")
+        assert updates == [(WINDOW_UPDATE, 0, step), (WINDOW_UPDATE, 1, step)]
+        assert receiver.outcome() is None
+    assert len(receiver.messages) == 17
+
+
+def test_a_slow_receiver_holds_the_server_back(server, channel):
+    """What the receiver has not taken stays in the buffers of TCP; nothing is lost."""
+    gate = threading.Event()
+
+    class Slow(Receiver):
+        def begin(self, num_bytes):
+            super().begin(num_bytes)
+            assert gate.wait(SOON_S)
+
+    receiver = Slow()
+    channel.open("List", receiver, iter([b"request"]))
+    content = answer(*[bytes(MIB)] * 100, frame_bytes=MIB)
+    with server.accept() as peer:
+        peer.whole_request()
+        peer.sock.settimeout(0.5)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < len(content):
+                sent += peer.sock.send(content[sent:])
+        assert receiver.begun.acquire(timeout=SOON_S)
+        assert sent < len(content)
+        peer.sock.settimeout(TIMEOUT_S)
+        gate.set()
+        peer.send(content[sent:])
+        assert receiver.outcome() is None
+    assert receiver.messages == [bytes(MIB)] * 100
+
+
+# Hostile servers
+
+
+VIOLATIONS = {
+    "not HTTP/2": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak HTTP/2"),
+    "more padding than content": (settings() + headers() + frame(DATA, PADDED, 1, b"\5abcd"), "padding"),
+    "padding without its size": (settings() + headers() + frame(DATA, PADDED, 1), "padding"),
+    "data of no stream": (settings() + frame(DATA, 0, 0, b"x"), ""),
+    "data of a stream that was never opened": (settings() + frame(DATA, 0, 9, b"x"), ""),
+    "data before headers": (settings() + data(b"x"), ""),
+    "data within headers": (settings() + frame(HEADERS, 0, 1, header_block(OK_HEADERS)) + data(b"x"), ""),
+    "headers of a stream of the server": (settings() + headers(2), ""),
+    "a promise": (settings() + frame(PUSH_PROMISE, 4, 1, b"\0\0\0\2" + header_block(OK_HEADERS)), ""),
+    "settings of five bytes": (settings() + frame(SETTINGS, 0, 0, b"12345"), ""),
+    "a window beyond the limit": (settings() + frame(WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff"), ""),
+    "a window that grows by nothing": (settings() + frame(WINDOW_UPDATE, 0, 0, bytes(4)), ""),
+    "a short farewell": (settings() + frame(GOAWAY, 0, 0, b"1234"), ""),
+    "a headers frame of 1 MiB": (settings() + frame(HEADERS, 4, 1, bytes(MIB)), "1048576 bytes; 65536 are allowed"),
+    "garbage for headers": (settings() + frame(HEADERS, 4, 1, b"\xff" * 99), ""),
+    "headers of 100 KB": (settings() + headers(fields=[*OK_HEADERS, ("x", "y" * 60_000), ("z", "y" * 5000)]), ""),
+    "endless headers": (settings() + frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1, bytes(60_000)) * 100, ""),
+    "an endless list of empty parts": (settings() + frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1) * 100, ""),
+}
+
+
+@pytest.mark.parametrize("what", VIOLATIONS)
+def test_a_violation_of_http2_ends_the_connection(server, channel, what):
+    """The calls end with an error that says why, and the next call gets another connection."""
+    script, text = VIOLATIONS[what]
+    receiver = start(channel)
+    with server.accept(b"") as peer:
+        in_thread(lambda: peer.try_to_send(script))
+        error = receiver.outcome()
+    assert error.code is CallStatus.UNAVAILABLE
+    assert text in error.details, error
+    second = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        peer.send(answer(b"right"))
+        assert second.outcome() is None
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (message(b"x", is_compressed=1), "a compressed message arrived, which was not agreed upon"),
+        (struct.pack(">BI", 0, 2**32 - 1), "a message of 4294967295 bytes arrived; 70254592 are allowed"),
+    ],
+)
+def test_a_message_that_breaks_the_rules_ends_the_call(server, channel, content, text):
+    """Before any memory is reserved for it; other calls go on."""
+    receiver = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        peer.send(headers(), data(content))
+        error = receiver.outcome()
+        assert (type(error), str(error)) == (WireError, text)
+        assert peer.next(StreamReset).error_code == 8
+
+
+def test_a_server_that_floods_without_reading_is_not_read(monkeypatch, server, channel):
+    """Each PING wants an answer: this end stops reading once the answers that wait have 4 MiB."""
+    monkeypatch.setattr(h2_connection, "_MAX_OUTBOX_BYTES", 64 << 10)
+    receiver = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.sock.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            peer.sock.sendall(frame(PING, 0, 0, bytes(8)) * 10_000_000)
+    assert receiver.outcome().code is CallStatus.UNAVAILABLE
+
+
+# Connections that are lost
+
+
+def test_a_silent_connection_gets_a_ping_and_is_lost_without_an_answer(monkeypatch, server, channel):
+    """An answer to the first keeps it, and silence after the second ends it."""
+    monkeypatch.setattr(h2_connection, "_SILENT_S", 1.5)  # in which the answer must come, on a busy machine, too
+    receiver = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        peer.next(PingReceived)
+        peer.send(frame(PING, ACK, 0, bytes(8)))
+        peer.next(PingReceived)
+        error = receiver.outcome()
+        assert (error.code, type(error.__cause__)) == (CallStatus.UNAVAILABLE, TimeoutError)
+        peer.read_to_end()
+
+
+def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch, server, channel):
+    """Its settings must come first."""
+    monkeypatch.setattr(h2_connection, "_SILENT_S", 0.3)
+    receiver = start(channel)
+    with server.accept(b""):
+        assert isinstance(receiver.outcome().__cause__, TimeoutError)
+
+
+def test_nobody_listens(channel, server):
+    """The cause says so, by its type; the next call tries again."""
+    server.__exit__()
+    for _ in range(2):
+        assert isinstance(start(channel).outcome().__cause__, ConnectionRefusedError)
+
+
+def test_a_closed_channel_ends_its_calls(server, channel):
+    """Those in flight, and those to come; the server sees the end of the connection."""
+    receiver = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        channel.close()
+        assert receiver.outcome().code is CallStatus.CANCELLED
+        peer.read_to_end()
+    with pytest.raises(CallError, match="the channel is closed"):
+        start(channel)
+
+
+@pytest.mark.parametrize("where", ["begin", "memory", "advance"])
+def test_an_error_of_the_receiver_ends_its_call_only(server, channel, where):
+    """It gets its own error back."""
+
+    class Broken(Receiver):
+        pass
+
+    def fail(*_):
+        raise KeyError("mine")
+
+    setattr(Broken, where, fail)
+    receiver = Broken()
+    channel.open("List", receiver, iter([b"request"]))
+    with server.accept() as peer:
+        peer.whole_request()
+        peer.send(headers(), data(message(b"content")))
+        assert type(receiver.outcome()) is KeyError
+        peer.send(trailers())
+        second = start(channel)
+        assert peer.whole_request() == 3
+        peer.send(headers(3), trailers(3))
+        assert second.outcome() is None

@@ -1,0 +1,148 @@
+"""The strategy that a job's ``smdistributed.modelparallel`` stands for."""
+
+import json
+
+import pytest
+
+from lightning_sm.errors import StrategyError
+from lightning_sm.job.model_parallel import requested_model_parallelism
+from tests.fakes.sdk_hyperparameters import sdk_v2_framework, sdk_v2_generic, sdk_v3
+
+# The parameters of seed 003's estimator, and the example of the SDK's documentation.
+SEED = {"partitions": 1, "placement_strategy": "spread", "pipeline": "interleaved", "optimize": "speed", "ddp": True}
+EXAMPLE = {**SEED, "partitions": 2, "microbatches": 4}
+DEFAULTS = {
+    "pipeline_parallel_size": 4,
+    "data_parallel_size": 1,
+    "num_microbatches": 1,
+    "schedule": "1f1b",
+    "placement": "cluster",
+    "split": "parameters",
+}
+
+
+def requested(parameters):
+    """What a job with these parameters asks for."""
+    return requested_model_parallelism({"mp_parameters": json.dumps(parameters)})
+
+
+@pytest.mark.parametrize("hyperparameters", [{}, {"lr": "0.1"}, {"mp_parameters": "{}"}, {"mp_parameters": "null"}])
+def test_a_job_without_parameters_asks_for_nothing(hyperparameters):
+    """The SDK sends no parameters unless modelparallel is enabled."""
+    assert requested_model_parallelism(hyperparameters) is None
+
+
+@pytest.mark.parametrize("route", [sdk_v2_generic, sdk_v2_framework, sdk_v3])
+def test_the_options_are_those_of_the_example_in_the_sdk(route):
+    """Whichever SDK class wrote them."""
+    found = requested_model_parallelism(route({"mp_parameters": EXAMPLE}))
+    assert found.strategy == "pipeline"
+    assert found.options == {
+        "pipeline_parallel_size": 2,
+        "data_parallel_size": "auto",
+        "num_microbatches": 4,
+        "schedule": "1f1b",
+        "placement": "spread",
+        "split": "time",
+    }
+
+
+@pytest.mark.parametrize("name", ["partitions", "pipeline_parallel_degree"])
+def test_what_is_not_stated_has_the_defaults_of_the_library(name):
+    """One microbatch, one replica, neighbours, balanced by memory."""
+    found = requested({name: 4})
+    assert (found.strategy, found.options) == ("pipeline", DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options"),
+    [
+        ({"pipeline": "simple"}, {"schedule": "gpipe"}),
+        ({"placement_strategy": "PDT"}, {"placement": "spread"}),
+        ({"placement_strategy": "TPD"}, {"placement": "spread"}),
+        ({"placement_strategy": "DTP"}, {"placement": "cluster"}),
+        ({"memory_weight": 0.0}, {"split": "time"}),
+        ({"memory_weight": 0.8, "optimize": "memory"}, {"split": "parameters"}),
+        ({"microbatches": 8, "active_microbatches": 4}, {"num_microbatches": 8}),
+        ({"ddp": True, "shard_optimizer_state": True}, {"data_parallel_size": "auto", "shard": True}),
+        (
+            {"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, "placement_strategy": "PDT"},
+            {"data_parallel_size": "auto", "shard": True, "tensor_parallel_size": 2, "placement": "spread"},
+        ),
+        ({"ddp_dist_backend": "nccl"}, {"process_group_backend": "nccl"}),
+        (
+            {"auto_partition": True, "horovod": False, "ddp_port": 7, "skip_tracing": True, "contiguous": True},
+            {},
+        ),
+    ],
+)
+def test_each_parameter_becomes_its_option(parameters, options):
+    """All others are as by default."""
+    found = requested({"partitions": 4, **parameters}).options
+    assert {**found, "tensor_parallel_size": found.get("tensor_parallel_size", 1)} == {
+        "tensor_parallel_size": 1,
+        **DEFAULTS,
+        **options,
+    }
+
+
+@pytest.mark.parametrize("parameters", [SEED, {"tensor_parallel_degree": 1}])
+def test_one_partition_is_ddp(parameters):
+    """A model that is not split needs no pipeline."""
+    found = requested(parameters)
+    assert (found.strategy, found.options, str(found)) == ("ddp", {}, "strategy=ddp")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"partitions": 2, "pipeline_parallel_degree": 4}, ["partitions=2", "pipeline_parallel_degree=4"]),
+        ({"partitions": 0}, ["partitions=0", "positive whole number"]),
+        ({"partitions": True}, ["partitions=True", "positive whole number"]),
+        ({"partitions": 2, "ddp": "yes"}, ["ddp='yes'", "neither true nor false"]),
+        ({"partitions": 2, "pipeline": "_only_forward"}, ["pipeline='_only_forward'", "interleaved, simple"]),
+        ({"partitions": 2, "optimize": "speed", "memory_weight": 0.8}, ["optimize=speed", "memory_weight=0.8"]),
+        ({"partitions": 2, "memory_weight": 0.5}, ["memory_weight=0.5", "by parameters", "by time"]),
+        ({"partitions": 2, "placement_strategy": "near"}, ["placement_strategy='near'", "cluster, spread"]),
+        (
+            {"partitions": 2, "ddp": True, "tensor_parallel_degree": 2, "placement_strategy": "spread"},
+            ["placement_strategy='spread'", "tensor_parallel_degree=2", "DPT", "PDT"],
+        ),
+        ({"partitions": 2, "tensor_parallel_degree": 2}, ["tensor_parallel_degree=2", "prescaled_batch"]),
+        ({"partitions": 2, "shard_optimizer_state": True}, ["shard_optimizer_state=True", "ddp=False"]),
+        ({"shard_optimizer_state": True, "ddp": True}, ["shard_optimizer_state=True", "fsdp"]),
+        ({"partitions": 1, "tensor_parallel_degree": 4}, ["tensor_parallel_degree=4", "ModelParallelStrategy"]),
+        (
+            {"partitions": 4, "microbatches": 8, "active_microbatches": 2},
+            ["active_microbatches=2", "4 microbatches", "schedule=1f1b"],
+        ),
+        (
+            {"partitions": 4, "microbatches": 8, "active_microbatches": 6, "pipeline": "simple"},
+            ["active_microbatches=6", "8 microbatches", "schedule=gpipe", "interleaved"],
+        ),
+        ({"partitions": 2, "auto_partition": False, "default_partition": 0}, ["auto_partition=False", "split"]),
+        ({"partitions": 2, "horovod": True}, ["horovod=True", "ddp"]),
+        ({"partitions": 2, "fp16": True}, ["fp16=True", "trainer.precision"]),
+        ({"partitions": 2, "offload_activations": True}, ["offload_activations=True", "activation_checkpointing"]),
+        ({"partitions": 2, "ddp": True, "ddp_dist_backend": "smddp"}, ["ddp_dist_backend='smddp'", "auto, nccl"]),
+        ({"sharded_data_parallel_degree": 8}, ["sharded_data_parallel_degree=8", "strategy=fsdp"]),
+        ({"hybrid_shard_degree": 8}, ["hybrid_shard_degree=8", "strategy=fsdp"]),
+        ({"partitions": 2, "microbatch": 4}, ["microbatch is unknown", "microbatches"]),
+        ([2], ["mp_parameters is [2]", "dict"]),
+    ],
+)
+def test_what_no_option_stands_for_is_an_error(parameters, said):
+    """The message has the parameters, what they contradict, and what to write instead."""
+    with pytest.raises(StrategyError) as error:
+        requested(parameters)
+    assert [part for part in said if part not in str(error.value)] == []
+
+
+def test_the_number_of_processes_must_be_that_of_whole_replicas():
+    """With several replicas only if ddp is set."""
+    requested({"partitions": 4}).check_world_size(4)
+    requested({"partitions": 4, "ddp": True}).check_world_size(8)
+    with pytest.raises(StrategyError, match=r"partitions=4, ddp=True.*4 processes.*processes is 6"):
+        requested({"partitions": 4, "ddp": True}).check_world_size(6)
+    with pytest.raises(StrategyError, match=r"partitions=4\).*processes is 8.*Set ddp to true"):
+        requested({"partitions": 4}).check_world_size(8)

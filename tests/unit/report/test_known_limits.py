@@ -1,0 +1,74 @@
+"""The headlines of real jobs, each of which had one known limit (``python -m tests.records`` makes the records)."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_sm.record.prices import Prices
+from lightning_sm.record.runs import read_run
+from lightning_sm.report import verdict
+from lightning_sm.report.figures import Figures
+from tests.records.__main__ import JOBS
+
+_RECORDS = Path(__file__).parents[2] / "records"
+NAMES = {
+    "transforms_on_data_hosts": "waiting for data (transforms)",
+    "transforms_local": "waiting for data (transforms)",
+    "transforms_in_training_process": "waiting for data (the training process builds its own batches)",
+    "network": "waiting for data (network)",
+    "slow_data_host": "waiting for data (data host algo-3",
+    "data_host_without_batches": "waiting for data (data host algo-3",
+    "data_host_that_came_back": "waiting for data (data host algo-1",
+    "slow_rank": "a slow rank",
+    "checkpoints": "checkpoints",
+    "validation": "validation",
+    "optimizer": "the optimizer",
+    "python": "the forward pass",
+    "to_device": "the transfer to the device",
+    "start_up": "start-up",
+    "restart_within_job": "restarts",
+    "restarts": "restarts",
+}
+
+
+def figures(name):
+    """The figures of a job."""
+    return Figures(read_run(_RECORDS / name))
+
+
+def test_each_job_has_a_known_limit():
+    """And each known limit a job that shows it."""
+    assert NAMES.keys() == JOBS.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_headline_names_the_known_limit(name):
+    """What was made slow, and nothing else; changes begin with it, and each is worth at least 5% of the job."""
+    run = figures(name)
+    assert verdict.ending(run).startswith("Succeeded after ")
+    assert verdict.headline(run).startswith(f"Limited by {NAMES[name]}")
+    first, *_ = verdict.changes(run, Prices())
+    known = NAMES[name]
+    assert first.startswith(known[0].upper() + known[1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_second_of_a_job_is_counted_once(name):
+    """Up to what the start of a process is known to: Linux tells it from that of the machine, by the second."""
+    run = figures(name)
+    assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=1.0)
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("slow_rank", "Rank 1 on algo-2 holds up the others"),
+    ("slow_data_host", "a worker takes "),
+    ("data_host_without_batches", "it has built no batch, and the others have to build all of them"),
+    ("data_host_that_came_back", "was lost"),
+    ("network", "is transfer from the data host (64 MB a batch"),
+    ("transforms_on_data_hosts", "the only worker of the data hosts is busy 100% of the time"),
+    ("checkpoints", "10 times, 1.5"),
+    ("restarts", "Training began 1 more time: "),
+])  # fmt: skip
+def test_the_finding_says_what_was_measured(name, words):
+    """Which rank, which host, how long."""
+    assert words in verdict.headline(figures(name))

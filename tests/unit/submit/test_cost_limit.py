@@ -1,0 +1,56 @@
+"""The most that a job can cost."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_sm.submit.cost_limit import cost_problems, shown_cost
+from lightning_sm.submit.job_file import Group, Tune
+from lightning_sm.submit.preflight import check
+from tests.unit.submit.test_request import JOB
+
+# Two GPU hosts and a CPU host for two hours.
+JOB = replace(JOB, prices={"ml.g5.xlarge": 1.5, "data": 0.5, "ml.c5.xlarge": 0.6}, max_run_s=7200)
+
+
+def test_all_hosts_are_paid_until_the_time_limit():
+    """A group's own price comes before that of its type; the sentence has what the amount follows from."""
+    assert shown_cost(JOB) == (
+        "The job can cost $7.00 (2 x ml.g5.xlarge at $1.50 + 1 x ml.c5.xlarge at $0.50 an hour, for 2 h; without "
+        "storage and transfer)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "amount"),
+    [
+        ({"keep_alive_s": 3600}, "$10.50"),
+        ({"groups": {"trainer": Group("ml.c5.xlarge", 1, {"ml.g5.xlarge": 3})}}, "$9.00"),
+        ({"tune": Tune("loss", {}, "minimize", max_jobs=20)}, "$140.00"),
+    ],
+)
+def test_what_makes_a_job_dearer_counts(changes, amount):
+    """Hosts that are kept, the dearest of the alternatives, and each job of a tuning job."""
+    assert f"can cost {amount} (" in shown_cost(replace(JOB, **changes))
+
+
+def test_a_job_that_can_cost_more_is_refused():
+    """With both amounts, in the cloud only; one that costs as much is accepted."""
+    (problem,) = cost_problems(replace(JOB, max_cost=6.99))
+    assert problem.key == "max_cost"
+    assert "max_cost is 6.99, but the job can cost $7.00 (" in problem.text
+    assert [*cost_problems(replace(JOB, max_cost=7.0))] == []
+    found = check(replace(JOB, max_cost=1.0), "cloud").problems
+    assert [problem for problem in found if problem.key == "max_cost"]
+    assert not [one for one in check(replace(JOB, max_cost=1.0), "local").problems if one.key == "max_cost"]
+
+
+def test_a_limit_needs_all_prices_and_the_number_of_jobs():
+    """A price that is not known could exceed any limit."""
+    (problem,) = cost_problems(replace(JOB, prices={"data": 0.5}, max_cost=100.0))
+    assert "there is no price for ml.g5.xlarge" in problem.text
+    assert "is unknown: no prices for ml.g5.xlarge" in shown_cost(replace(JOB, prices={"data": 0.5}))
+    (problem,) = cost_problems(replace(JOB, max_cost=100.0, tune=Tune("loss", {}, "minimize")))
+    assert "needs tune.max_jobs" in problem.text
+    (problem,) = cost_problems(replace(JOB, prices={"data": -1.0, "ml.g5.xlarge": 1.0}))
+    assert "prices.data is -1.0" in problem.text

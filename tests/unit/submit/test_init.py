@@ -1,0 +1,169 @@
+"""The first job file that lightning-sm init writes."""
+
+import os
+import re
+
+import boto3
+import pytest
+
+from lightning_sm.__main__ import main
+from lightning_sm.submit import submit
+from lightning_sm.submit.job_file import parse_job
+from lightning_sm.submit.preflight import check
+
+PARSER = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
+FILLED = {"account": "111122223333", "region": "us-east-1", "role": "training", "bucket": "bucket"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder, which is the current one; no region is configured."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    return tmp_path
+
+
+def put(folder, **files):
+    """Write files, whose names have __ for a slash."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def filled(text):
+    """A job file with values in the place of what it leaves open outside of its comments."""
+    code = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    return re.sub(r"<(\w+)>", lambda found: FILLED[found[1]], code)
+
+
+def test_a_dry_run_accepts_it_once_it_is_filled_in(folder, monkeypatch, caplog):
+    """The checks of the request and those by the script's own parser have nothing to say, not even a warning."""
+    put(folder, src__digits=PARSER)
+    assert main(["init", "src/digits.py"]) == 0
+    (folder / "job.yaml").write_text(filled((folder / "job.yaml").read_text()))
+    session = boto3.Session(aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1")  # noqa: S106
+    monkeypatch.setattr(submit, "new_session", lambda **_: session)
+    caplog.clear()
+    request = submit.dry_run(parse_job("job.yaml"))
+    assert request["TrainingJobName"].startswith("digits-")
+    assert request["HyperParameters"]["sagemaker_program"] == '"digits.py"'
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_every_comment_that_is_a_key_is_right(folder):
+    """Without its sign, what is commented out is a job file that the checks accept."""
+    put(folder, train="LightningCLI")
+    (folder / "config.yaml").write_text("{}")
+    main(["init"])
+    text = (folder / "job.yaml").read_text()
+    for key in ("channels", "  training", "config", "hyperparameters", "output", "prices", "max_cost", "spot"):
+        assert text.count(f"\n# {key}: ") + text.count(f"\n# {key}:\n") == 1
+        text = text.replace(f"\n# {key}:", f"\n{key}:")
+    (folder / "job.yaml").write_text(filled(text.replace("<price>", "1.41").replace("<prefix>", "data")))
+    check(parse_job("job.yaml"), "cloud", "us-east-1").report()
+
+
+def test_what_is_left_open_is_a_problem(folder):
+    """Nothing is sent with an account or a bucket that nobody has filled in."""
+    put(folder, train=PARSER)
+    main(["init"])
+    keys = {problem.key for problem in check(parse_job("job.yaml"), "cloud", "us-east-1").problems}
+    assert keys == {"image", "role", "checkpoints"}
+
+
+def test_an_existing_file_is_not_replaced(folder, caplog):
+    """Whatever it contains; another name can be given."""
+    put(folder, train=PARSER)
+    (folder / "job.yaml").write_text("mine")
+    assert main(["init"]) == 2
+    assert "job.yaml exists, and is not replaced." in caplog.text
+    assert (folder / "job.yaml").read_text() == "mine"
+    assert main(["init", "-o", "other.yaml"]) == 0
+    assert parse_job("other.yaml").script == "train.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["train", "helper"], "train.py"),
+        (["main", "helper"], "main.py"),
+        (["digits"], "digits.py"),
+        (["digits", "helper"], "This folder has digits.py, helper.py. Name the training script"),
+        ([], "This folder has no Python file."),
+    ],
+)
+def test_without_a_name_the_script_is_found_or_asked_for(folder, caplog, files, named):
+    """The usual names are taken, and the only file is; otherwise nothing is guessed."""
+    put(folder, **dict.fromkeys(files, PARSER))
+    code = main(["init"])
+    if named.endswith(".py"):
+        assert (code, parse_job("job.yaml").script) == (0, named)
+    else:
+        assert (code, (folder / "job.yaml").exists()) == (2, False)
+        assert named in caplog.text
+
+
+def test_a_script_of_a_package_is_sent_with_the_package(folder):
+    """It may import the package by its name, as from the folder around it."""
+    put(folder, work__app__jobs__train=PARSER)
+    for name in ("app", "app/jobs"):
+        (folder / "work" / name / "__init__.py").touch()
+    main(["init", "work/app/jobs/train.py"])
+    job = parse_job("job.yaml")
+    assert (os.path.relpath(job.source_dir), job.script) == ("work", "app/jobs/train.py")
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("my digits/train.py", "my-digits"),
+        ("src/true.py", "lightning"),
+        ("src/2026.py", "lightning"),
+        ("src/null/main.py", "main"),
+        ("a: b #c/a 'quoted\" {name}.py", "a-quoted-name"),
+        ("no/off/on.py", "lightning"),
+        ("é/ü.py", "lightning"),
+        ("1e3/.5.py", "lightning"),
+        (f"{'long-' * 20}/main.py", "long-long-long-long-long-long-long-long"),
+    ],
+)
+def test_every_path_is_written_as_text(folder, place, name):
+    """It is the same when it is read, and the name of the job is one that the service allows."""
+    script = folder / place
+    script.parent.mkdir(parents=True)
+    script.write_text(PARSER)
+    assert main(["init", place]) == 0
+    job = parse_job("job.yaml")
+    assert (job.name, job.script, os.path.relpath(job.source_dir)) == (name, script.name, os.path.dirname(place))
+    assert {problem.key for problem in check(job, "cloud").problems} == {"image", "role", "checkpoints"}
+
+
+def test_a_path_that_no_file_can_have_is_an_error(folder, caplog):
+    """Also one that is not text at all."""
+    for name in (b"a\nb.py", b"\xff.py"):
+        with open(name, "wb") as file:
+            file.write(b"")
+        assert main(["init", os.fsdecode(name)]) == 2
+        assert "characters that are not printable" in caplog.text
+        caplog.clear()
+    assert main(["init", "gone.py"]) == 2
+    assert "There is no file gone.py" in caplog.text
+
+
+def test_what_lies_beside_the_script_is_in_the_comments(folder, monkeypatch):
+    """Its packages, the configuration files of a Lightning command line, and the region of this machine."""
+    put(folder, src__train="from lightning_sm import SageMakerCLI", other__train=PARSER)
+    (folder / "src" / "configs").mkdir()
+    (folder / "src" / "configs" / "digits.yaml").touch()
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    main(["init", "src/train.py"])
+    text = (folder / "job.yaml").read_text()
+    assert "\n# config: src/configs/digits.yaml\n" in text
+    assert "\n# Packages that the image lacks: name them in a file requirements.txt in this folder.\n" in text
+    assert "<account>.dkr.ecr.eu-west-1.amazonaws.com" in text
+    (folder / "other" / "requirements.txt").touch()
+    main(["init", "other/train.py", "-o", "other.yaml"])
+    text = (folder / "other.yaml").read_text()
+    assert "config:" not in text
+    assert "\n# Each host installs requirements.txt of this folder before the script starts.\n" in text

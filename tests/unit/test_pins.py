@@ -1,0 +1,20 @@
+"""What runs with the rights of a release or a build is named so that nobody else can exchange it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_named_by_commit(workflow):
+    """A tag can be moved to other code; the comment says which version the commit is. Own workflows need neither."""
+    used = re.findall(r"^ *(?:- )?uses: (.+)$", workflow.read_text(encoding="utf-8"), re.MULTILINE)
+    assert used
+    others = [line for line in used if not line.startswith("./")]
+    assert [line for line in others if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", line)] == []

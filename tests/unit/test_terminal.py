@@ -1,0 +1,63 @@
+"""Pictures of a terminal (docs/terminal.py)."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+TERMINAL = runpy.run_path(str(DOCS / "terminal.py"))
+TimedLine = TERMINAL["TimedLine"]
+
+
+def test_lines_keep_their_order_and_no_pause_is_long():
+    """The job's hundred seconds become some that one watches."""
+    paced = TERMINAL["paced"]([TimedLine(0.0, "$ a"), TimedLine(90.0, "b"), TimedLine(90.4, "c")])
+    assert [line.text for line in paced] == ["$ a", "b", "c"]
+    assert [round(line.at_s, 2) for line in paced] == [0.5, 1.7, 1.8]
+
+
+def test_a_picture_shows_each_line_from_its_time_on_and_ends_with_the_last_ones():
+    """Text is escaped; more lines than the screen has rows move up."""
+    lines = [TimedLine(float(number), f"<{number} & more>") for number in range(30)]
+    picture = TERMINAL["moving"]("a & b", lines)
+    root = ET.fromstring(picture)  # noqa: S314  # made here
+    texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == [line.text for line in lines]
+    total_s = 29 + TERMINAL["_END_S"]
+    assert f"@keyframes l9 {{ 0%, {900 / total_s:.2f}% {{ opacity: 0 }}" in picture
+    moves = [int(one) for one in re.findall(r"translateY\((-?\d+)px\)", picture)]
+    assert moves[0] == 0
+    assert moves[-1] == min(moves) == -(30 - TERMINAL["_ROWS"]) * TERMINAL["_LINE_PX"]
+
+
+def test_a_still_picture_has_the_colours_of_light_and_dark():
+    """Every kind of line has a colour in both, a row's further lines that of the row. Longer lines are cut."""
+    table = ["$ doctor", "names  problem  not found", "                of three", "own    ok       free", "x" * 200]
+    picture = TERMINAL["still"]("a table", table)
+    root = ET.fromstring(picture)  # noqa: S314  # made here
+    texts = [(one.get("class").split()[1], one.text) for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [kind for kind, _ in texts] == ["command", "bad", "bad", "other", "other"]
+    assert texts[-1][1] == "x" * (TERMINAL["_COLUMNS"] - 1) + "…"
+    light, dark = picture.split("@media (prefers-color-scheme: dark)")
+    for kind in {*TERMINAL["_KINDS"], "background", "other"}:
+        assert f".{kind} {{ fill: #" in light
+        assert f".{kind} {{ fill: #" in dark
+
+
+def test_a_line_is_shortened_but_not_changed():
+    """What is left out are metrics and folders."""
+    line = "algo-1 | epoch=1/4 step=16 validation=1 train_loss_step=1.7 val_acc=0.6 memory_gb=1.17 data_wait=0.1%"
+    assert TERMINAL["shortened"](line) == "algo-1 | epoch=1/4 step=16 validation=1 val_acc=0.6 data_wait=0.1%"
+    saved = "Interrupted: step 40 is saved in /tmp/a/b/step=40.ckpt, 0.4 s after the signal."
+    assert TERMINAL["shortened"](saved) == "Interrupted: step 40 is saved in …/step=40.ckpt, 0.4 s after the signal."
+
+
+def test_the_picture_of_the_readme_is_one():
+    """It has the interruption and the resume."""
+    root = ET.parse(DOCS / "images" / "terminal.svg").getroot()  # noqa: S314  # made here
+    texts = " ".join(root.itertext())
+    for part in ("$ lightning-sm local", "Interrupted: step 40 is saved", "Resuming from", "exit code"):
+        assert part in texts

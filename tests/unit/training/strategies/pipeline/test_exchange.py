@@ -1,0 +1,52 @@
+"""Which process group carries which part of a value."""
+
+import pytest
+import torch
+
+from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline import exchange
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The collective calls, which do nothing: names and groups."""
+    made = []
+
+    def fake(name):
+        def call(*arguments, group=None, **keywords):
+            assert "device" not in keywords
+            made.append((name, group))
+
+        return call
+
+    monkeypatch.setattr(exchange.dist, "get_rank", lambda: 4)
+    names = ("broadcast", "broadcast_object_list", "send", "send_object_list", "all_reduce", "all_gather_object")
+    for name in names:
+        monkeypatch.setattr(exchange.dist, name, fake(name))
+    return made
+
+
+def replica():
+    """That of rank 4, the first of two."""
+    return exchange.Replica("tensors", "objects", [4, 5], torch.device("cpu"))
+
+
+def test_structures_are_sent_over_the_group_on_cpus_and_tensors_over_their_own(calls):
+    """NCCL would copy each structure to the device and back."""
+    batch = {"x": torch.ones(2), "name": "a", "more": [torch.ones(1), 7]}
+    received = replica().broadcast(batch, 0)
+    assert (received["x"].tolist(), received["name"], received["more"][1]) == ([1, 1], "a", 7)
+    assert calls == [("broadcast_object_list", "objects"), ("broadcast", "tensors"), ("broadcast", "tensors")]
+    calls.clear()
+    replica().send(batch, 1)
+    assert calls == [("send_object_list", "objects"), ("send", "tensors"), ("send", "tensors")]
+
+
+def test_whether_a_rank_has_an_error_is_asked_on_cpus(calls):
+    """The question comes in each step, and need not wait for the device."""
+    replica().raise_together(None)
+    assert calls == [("all_reduce", "objects")]
+    calls.clear()
+    with pytest.raises(StrategyError, match="mine"):
+        replica().raise_together(StrategyError("mine"))
+    assert calls == [("all_reduce", "objects"), ("all_gather_object", "objects")]

@@ -1,0 +1,220 @@
+"""The loss of a step from those of its microbatches, and the check of their weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.loss import StepLoss, check_loss_options, is_checked
+from lightning_sm.training.strategies.pipeline.steps import UserSteps
+
+ROWS, TOKENS, CLASSES = 8, 3, 5
+IGNORED = -100
+
+
+class Model(LightningModule):
+    """A LightningModule whose loss is given."""
+
+    def __init__(self, loss: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(4, CLASSES))
+        self.loss = loss
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        """The given loss of the network's output and the labels."""
+        return self.loss(self.network(batch[0]), batch[1])
+
+
+class Weighted(Model):
+    """The same, with weights."""
+
+    def pipeline_weight(self, batch: tuple[Tensor, Tensor]) -> Any:
+        """Labels that are not padding."""
+        return (batch[1] != IGNORED).sum()
+
+
+def mean(output: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the rows."""
+    return functional.cross_entropy(output.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+
+
+def labels_of(lengths: list[int]) -> Tensor:
+    """Labels of rows that have so many tokens."""
+    labels = torch.randint(0, CLASSES, (len(lengths), TOKENS))
+    labels[torch.arange(TOKENS) >= torch.tensor(lengths)[:, None]] = IGNORED
+    return labels
+
+
+def run(model: Model, output: Any, labels: Tensor, kind: str = "mean", microbatches: int = 4, pair: int = 0) -> Any:
+    """Run the losses of a step's microbatches as a schedule does; returns what kept them."""
+    steps = UserSteps(model, model.network, "network", lambda *_: None, "group")  # type: ignore[arg-type]
+    loss = StepLoss(model, steps, kind)  # type: ignore[arg-type]
+    loss.begin(((torch.zeros(ROWS, 4), labels), 0), ROWS, microbatches, pair=pair)
+    size = ROWS // microbatches
+    for index in range(microbatches):
+        rows = slice(index * size, (index + 1) * size)
+        part = tuple(value[rows] for value in output) if isinstance(output, tuple) else output[rows]
+        loss(part, index).backward()
+    return loss
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
+@pytest.mark.parametrize("lengths", [[3, 1, 2, 3, 0, 0, 1, 2], [1, 0, 0, 0, 0, 0, 0, 0], [3] * 8])
+def test_weighted_losses_have_the_gradients_of_the_batch(microbatches: int, lengths: list[int]):
+    """Whatever the number of tokens in a microbatch, even none, and the check agrees."""
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    labels = labels_of(lengths)
+    loss = run(Weighted(mean), output, labels, microbatches=microbatches)
+    (expected,) = torch.autograd.grad(mean(output, labels), output)
+    torch.testing.assert_close(output.grad, expected, rtol=0, atol=1e-7)
+    assert (loss.end(), loss.check()) == (None, None)
+
+
+def test_a_mean_that_is_no_number_has_no_gradients_where_its_weight_is_0():
+    """Losses of the user's own formula divide by 0 there: their gradients would be no numbers."""
+
+    def masked(output: Tensor, labels: Tensor) -> Tensor:
+        mask = (labels != IGNORED).float()
+        return (output.square().mean(-1) * mask).sum() / mask.sum()
+
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    labels = labels_of([2, 1, 0, 0, 1, 3, 2, 2])
+    loss = run(Weighted(masked), output, labels, pair=1)
+    (expected,) = torch.autograd.grad(masked(output, labels), output)
+    torch.testing.assert_close(output.grad, expected, rtol=0, atol=1e-7)
+    assert (loss.end(), loss.check()) == (None, None)
+
+
+def rewarded(output: Tensor, labels: Tensor) -> Tensor:
+    """A loss of values on both sides of 0."""
+    return (output[..., 0] * (labels.float() - 2)).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("loss", [mean, rewarded])
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 30.0])
+def test_the_check_agrees_with_a_mean_over_rows(loss, dtype, scale):
+    """In any precision, also where losses cancel out, or where the model is so sure that gradients are rounding."""
+    torch.manual_seed(0)
+    output = (torch.randn(ROWS, TOKENS, CLASSES) * scale).to(dtype).requires_grad_()
+    labels = output.detach().argmax(-1) if scale > 1 else torch.randint(0, CLASSES, (ROWS, TOKENS))
+    for pair in range(5):
+        assert run(Model(loss), output, labels, pair=pair).check() is None
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_padding_that_is_not_declared_is_found(scale: float):
+    """Even in a model whose losses are equal for all tokens, as at its start: gradients differ."""
+    output = (torch.randn(ROWS, TOKENS, CLASSES) * scale).requires_grad_()
+    message = run(Model(mean), output, labels_of([3, 3, 1, 1, 3, 3, 3, 3])).check()
+    assert "weighted by rows. For rows 0 to 3 of a batch" in message
+    assert "def pipeline_weight(self, batch)" in message
+
+
+def test_weights_that_are_wrong_are_found():
+    """The check names the method, and the weights that it returned."""
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    model = Weighted(lambda output, labels: output.square().mean())
+    message = run(model, output, labels_of([3, 3, 1, 1, 3, 3, 3, 3])).check()
+    assert "weighted by pipeline_weight(batch)" in message
+    assert "(weights 6 and 2)" in message
+
+
+def test_a_sum_is_told_from_other_losses():
+    """The message asks for loss: sum; with it, the check agrees."""
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    labels = labels_of([3] * ROWS)
+    model = Model(lambda output, labels: mean(output, labels) * len(labels))
+    assert run(model, output, labels).check().endswith("The loss adds the rows up: set loss: sum of the strategy.")
+    assert run(model, output, labels, kind="sum").check() is None
+
+
+def test_padding_beyond_the_first_pair_is_found():
+    """Each step compares the next two microbatches."""
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    labels = labels_of([3, 3, 3, 3, 3, 3, 1, 1])
+    found = [run(Model(mean), output, labels, pair=step).check() is not None for step in range(6)]
+    assert found == [False, False, True, False, False, True]
+
+
+def test_outputs_of_several_tensors_are_compared():
+    """Also those without gradients, such as masks, which the loss may use."""
+
+    def masked(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        return (output[0].square().mean(-1) * output[1]).sum() / output[1].sum()
+
+    output = (torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True), torch.ones(ROWS, TOKENS, dtype=torch.long))
+    assert run(Model(masked), output, labels_of([3] * ROWS)).check() is None
+    output[1][0] = 0
+    assert "gradients differ by" in run(Model(masked), output, labels_of([3] * ROWS)).check()
+
+
+def test_a_loss_with_random_numbers_is_not_compared(caplog: pytest.LogCaptureFixture):
+    """It differs from itself: a warning says so, and the user's random numbers stay the same."""
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    model = Model(lambda output, labels: (output * torch.rand(output.shape)).sum())
+    loss = run(model, output, labels_of([3] * ROWS))
+    before = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING):
+        assert loss.check() is None
+    assert "draws random numbers after it calls the network" in caplog.text
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_diverged_model_is_not_the_checks_concern():
+    """A loss that is no number is the user's to see, as in one process."""
+    output = torch.full((ROWS, TOKENS, CLASSES), math.nan, requires_grad=True)
+    assert run(Model(mean), output, labels_of([3] * ROWS)).check() is None
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf, None, "3", torch.ones(2)])
+def test_a_weight_that_is_no_number_is_kept_until_the_end(weight):
+    """The schedule runs to its end, without gradients, so that no other rank waits; then the error names the value."""
+
+    class Odd(Model):
+        def pipeline_weight(self, batch: Any) -> Any:
+            """The given weight."""
+            return weight
+
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    loss = run(Odd(mean), output, labels_of([3] * ROWS))
+    error = loss.end()
+    assert isinstance(error, StrategyError)
+    assert "Odd.pipeline_weight(batch) returned" in str(error)
+    assert not output.grad.any()
+    assert loss.end() is None
+
+
+def test_an_error_of_the_users_loss_is_kept_until_the_end():
+    """So is any other error: the schedule would otherwise stop in the middle."""
+
+    def broken(output: Tensor, labels: Tensor) -> Tensor:
+        if len(labels) < ROWS:
+            raise ZeroDivisionError("mine")
+        return output.sum()
+
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    error = run(Model(broken), output, labels_of([3] * ROWS)).end()
+    assert isinstance(error, ZeroDivisionError)
+
+
+def test_weights_of_a_sum_are_refused():
+    """Two ways of combining losses contradict each other."""
+    with pytest.raises(StrategyError, match=r"loss=sum.*Weighted has a method pipeline_weight.*Remove one"):
+        check_loss_options(Weighted(mean), "sum")
+    check_loss_options(Model(mean), "sum")
+    check_loss_options(Weighted(mean), "mean")
+
+
+def test_the_first_steps_and_one_in_a_hundred_are_checked():
+    """Padding may begin late."""
+    assert [step for step in range(301) if is_checked(step)] == [*range(10), 100, 200, 300]

@@ -1,0 +1,70 @@
+"""The random numbers of hooks and of stages."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sm.training.strategies.pipeline.random_state import (
+    drawn_seed,
+    preserve_random_state,
+    random_state,
+    sent_random_state,
+    stage_stream,
+    take_random_state,
+)
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(autouse=True)
+def _random_state():
+    with preserve_random_state():
+        yield
+
+
+def drawn():
+    """Draw from each default generator."""
+    return [random.random(), float(np.random.rand()), *(float(torch.rand((), device=device)) for device in DEVICES)]
+
+
+def test_a_stage_leaves_the_default_generators_alone():
+    """Whatever it draws, and if it fails."""
+
+    def fail():
+        with stage_stream(3, 1):
+            drawn()
+            raise ValueError
+
+    drawn()
+    before = random_state()
+    with pytest.raises(ValueError, match=r"^$"):
+        fail()
+    assert random_state() == before
+
+
+def test_stages_draw_by_the_seed_of_the_run_and_their_position():
+    """So a run can be repeated from the default generator alone, and two ranks or runs draw other numbers."""
+
+    def run(seed, position):
+        with stage_stream(seed, position):
+            return drawn()
+
+    kept = sent_random_state()
+    seed, next_seed = drawn_seed(), drawn_seed()
+    first = run(seed, 0)
+    others = [run(seed, 1), run(next_seed, 0)]
+    drawn()
+    take_random_state(kept)
+    assert run(drawn_seed(), 0) == first
+    assert all(mine != other for numbers in others for mine, other in zip(first, numbers, strict=True))
+
+
+def test_a_rank_goes_on_with_the_numbers_of_another():
+    """From all generators."""
+    drawn()
+    sent = sent_random_state()
+    expected = drawn()
+    take_random_state(sent)
+    assert drawn() == expected

@@ -1,0 +1,80 @@
+"""The end of process groups at the exit of a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_START = """
+import os
+import torch
+from torch import distributed
+from lightning_sm.training.group_exit import _leave, gloo_group
+
+def threads():
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    return sum("gloo" in name for name in names)
+
+def begin():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.all_reduce(torch.ones(2))
+    distributed.all_reduce(torch.ones(2), group=gloo_group([0]))
+"""
+
+
+def run(code):
+    """What the code prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", _START + code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.processes
+def test_no_thread_of_gloo_is_left_when_the_interpreter_shuts_down():
+    """One that drops its last tensor then aborts the process, and a finished training counts as failed."""
+    before, after = run("begin(); print(threads()); _leave(); print(threads())")
+    assert int(before) > 0
+    assert after == "0"
+
+
+@pytest.mark.processes
+def test_a_thread_of_a_group_that_is_still_held_drops_its_tensors_first():
+    """Such as one that strategy=pipeline or FSDP2 holds: a collective call has ended, and its thread has not run since.
+
+    Before, the rank aborted at its exit after its work was done.
+    """
+    said = run("""
+import ctypes, sys, threading, time
+
+def drop():
+    ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop")  # PR_SET_NAME; a stand-in for a thread of torch's
+    begun.set()
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        pass
+    dropped.set()
+    over.wait()
+
+begun, dropped, over = threading.Event(), threading.Event(), threading.Event()
+thread = threading.Thread(target=drop)
+begin()
+held = distributed.distributed_c10d._get_default_group()
+thread.start()
+begun.wait()
+_leave()
+print(threads() > 0, dropped.is_set())
+over.set()
+""")
+    assert said == ["True", "True"]
+
+
+@pytest.mark.processes
+def test_a_group_lives_as_long_as_that_of_all_ranks():
+    """The same one until then; after another start, a new one."""
+    said = run("""
+begin(); first = gloo_group([0]); print(gloo_group([0]) is first)
+distributed.destroy_process_group(); begin(); print(gloo_group([0]) is first)
+""")
+    assert said == ["True", "False"]
