@@ -43,7 +43,7 @@ def _unless_allowed(job: Job, name: str, key: str, place: str) -> Iterator[JobPr
 
 def _secrets(name: str, value: Any) -> Iterator[str]:
     """Yield the names of the values that are hidden, as deep as they are nested."""
-    if shown(name, value) == value:
+    if [shown(name, value)] == [value]:  # in lists, because nan, which equals nothing, is itself in them
         return
     inner = value.items() if isinstance(value, Mapping) and not is_secret(name) else ()
     found = [path for key, item in inner for path in _secrets(f"{name}.{key}", item)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import subprocess
 import sys
@@ -24,6 +25,23 @@ def _not_prepared() -> Iterator[None]:
     module = sys.modules.get("lightning_sm.training.process")
     if module is not None and module.PreparedProcess.current is not None:
         module.PreparedProcess.current.undo()
+
+
+@pytest.fixture(autouse=True)
+def _unpatched_loaders() -> Iterator[None]:
+    """Lightning patches DataLoader while it calls a loader hook, and leaves it so if the hook raises.
+
+    A later fit in the same process could then not make a loader anew.
+    """
+    yield
+    torch_data = sys.modules.get("torch.utils.data")
+    classes = [torch_data.DataLoader, torch_data.BatchSampler] if torch_data else []
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        for name in ("__init__", "__setattr__", "__delattr__"):
+            if name in cls.__dict__:
+                setattr(cls, name, inspect.unwrap(cls.__dict__[name]))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Mistakes in job files: each is found with its line, what is expected, and what is near."""
 
+import math
 import re
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.job_file import Job, parse_job
+from lightning_sm.submit.job_file import Group, Job, parse_job
 from lightning_sm.submit.overrides import parse_overrides
 from lightning_sm.submit.preflight import check
+from lightning_sm.submit.secret_check import secret_problems
 
 ROOT = Path(__file__).parents[3]
 REGION = "eu-west-1"
@@ -370,6 +372,12 @@ def test_secrets_that_stay_here_or_are_none_are_allowed(tmp_path, mode):
     path = tmp_path / "job.yaml"
     path.write_text(secrets + "not_secret: [HF_TOKEN, hub.api_key]\n" if mode == "cloud" else secrets)
     assert check(parse_job(path), mode, REGION).problems == []
+
+
+def test_what_equals_nothing_is_no_secret():
+    """Not even itself."""
+    values = {"a": math.nan, "b": {"c": [math.nan]}}
+    assert not list(secret_problems(Job("x", {"trainer": Group("ml.g5.xlarge")}, hyperparameters=values)))
 
 
 def test_secrets_of_the_config_file_are_found(tmp_path):
