@@ -19,8 +19,7 @@ PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 # take longer than to unpack them.
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python $(PIP))
 unexport PYTHONDONTWRITEBYTECODE
-# The tests in containers form one group, which takes longest and so starts before the other groups.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m tests.second_chance -n $(WORKERS)
 
 .PHONY: help train test proof gpu mutants check lint unit docs diagrams pictures format lock sbom clean
 .DEFAULT_GOAL := help
@@ -53,6 +52,7 @@ lint: $(DEV) ## format, lint, types, import contracts, Dockerfiles
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.lint.class_names
+	$(BIN)/python -m tests.lint.ports
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.dlc tests/containers/stand_in/Dockerfile \
 		tests/containers/stand_in/Dockerfile.dlc tests/containers/routes/Dockerfile
 	$(BIN)/mypy

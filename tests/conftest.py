@@ -35,17 +35,6 @@ if str(quick_processes.FOLDER) not in sys.path:
     os.environ["PYTHONPATH"] = quick_processes.python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
 
 _TESTS = Path(__file__).parent
-# Their jobs have fixed names, and hence the same ports; all others choose free ones.
-_SHARE_PORTS = {
-    "integration/doctor/test_doctor.py",
-    "integration/launcher/test_custom_code.py",
-    "integration/launcher/test_requirements.py",
-    "integration/launcher/test_sdk3_driver.py",
-    "integration/launcher/test_toolkit_variables.py",
-    "integration/launcher/test_train.py",
-    "integration/launcher/test_train_processes.py",
-    "unit/training/test_environment.py",
-}
 _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
 
 
@@ -60,14 +49,12 @@ def pytest_configure() -> None:
 # First, as xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, ports, the fixtures of a file."""
+    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, the fixtures of a file."""
     mark_tiers(items)
     for item in items:
         path = item.path.relative_to(_TESTS).as_posix()
         if path.startswith("containers/"):
             item.add_marker(pytest.mark.xdist_group("containers"))
-        elif path in _SHARE_PORTS:
-            item.add_marker(pytest.mark.xdist_group("ports"))
         elif not path.startswith("unit/"):
             item.add_marker(pytest.mark.xdist_group(path))
 

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.differential.fits import RANKS_TIMEOUT_S, Runner, Seen
+from tests.fakes.reserved_job import reserve_job
 from tests.integration.hosts import REPOSITORY
 from tests.quick_processes import python_path
 
@@ -33,6 +34,7 @@ class Ranks:
         self._hosts = json.dumps(hosts)
         self._world_size = world_size
         self._ranks: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._ports = ExitStack()
 
     def run(self, number: int, hosts: str | None = None) -> list[Seen]:
         """Run a case on all ranks; return what they saw.
@@ -68,13 +70,19 @@ class Ranks:
             process.kill()
             process.wait()
         self._ranks.clear()
+        self._ports.close()
 
     def _start(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        _, topology, ports = reserve_job({"trainer": ["algo-1"]})
+        self._ports.push(ports)
         for rank in range(self._world_size):
             ours, theirs = socket.socketpair()
-            env = {**os.environ, "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env = {
+                **os.environ,
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(topology.main_port),
+            }
             env |= {"PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
             with theirs:
                 command = [sys.executable, "-m", "tests.differential.ranks", str(theirs.fileno()), self._hosts]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import queue
-import secrets
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from tests.fakes.reserved_job import reserve_job
 
 TIMEOUT_S = 180
 _NO_REPORT = {"LIGHTNING_SM_REPORT_S": "0"}  # it takes seconds
@@ -33,6 +36,7 @@ def variables_of(base: Path, **variables: str) -> dict[str, str]:
         **inherited,
         "SAGEMAKER_BASE_DIR": str(base),
         "LIGHTNING_SM_PEERS_TIMEOUT_S": "0",
+        "LIGHTNING_SM_MAIN_PORT": str(_main_port()),
         # As in the image. A buffered print() in a signal handler fails if another signal interrupts it.
         "PYTHONUNBUFFERED": "1",
         **_NO_REPORT,
@@ -40,16 +44,22 @@ def variables_of(base: Path, **variables: str) -> dict[str, str]:
     }
 
 
-def own_job(*hosts: str) -> dict[str, str]:
-    """Variables of a job whose hosts have addresses of this machine, and whose ports no other test takes meanwhile.
+@functools.cache
+def _main_port() -> int:
+    """The port of rank 0 in all jobs of this process, one after the other: no other process takes this job's ports."""
+    _, topology, ports = reserve_job({"trainer": ["algo-1", "algo-2"], "data": ["algo-3"]})
+    atexit.register(ports.close)
+    return topology.main_port
 
-    Without a name, all jobs with hosts of the same names have the same ports.
+
+def local_addresses(*hosts: str) -> dict[str, str]:
+    """Variables that give hosts of a job addresses of this machine.
 
     Args:
-        hosts: The names of its hosts.
+        hosts: The names of the hosts.
     """
     addresses = {host: f"127.0.0.{number}" for number, host in enumerate(hosts, 2)}
-    return {"TRAINING_JOB_NAME": f"test-{secrets.token_hex(4)}", "LIGHTNING_SM_HOST_ADDRESSES": json.dumps(addresses)}
+    return {"LIGHTNING_SM_HOST_ADDRESSES": json.dumps(addresses)}
 
 
 def train(

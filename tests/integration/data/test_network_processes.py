@@ -118,8 +118,13 @@ def test_a_port_that_cannot_be_reached_is_not_needed():
         return [frame(request_id, FrameKind.FAILURE, len(failure)) + failure]
 
     host = FakeHost(answer)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    host.heartbeat = json.dumps({**json.loads(host.heartbeat), "stream_port": port}).encode()
-    with host.serving() as address, remote([address]) as module, pytest.raises(BatchTypeError, match="it was asked"):
-        list(module.train_dataloader())
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # it does not listen, and nobody else can
+        stream_port = closed.getsockname()[1]
+        host.heartbeat = json.dumps({**json.loads(host.heartbeat), "stream_port": stream_port}).encode()
+        with (
+            host.serving() as address,
+            remote([address]) as module,
+            pytest.raises(BatchTypeError, match="it was asked"),
+        ):
+            list(module.train_dataloader())

@@ -16,7 +16,7 @@ import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.s3 import fake_s3
-from tests.integration.launching import TIMEOUT_S, failure, own_job, started, train
+from tests.integration.launching import TIMEOUT_S, failure, local_addresses, started, train
 
 _ADDRESS = "s3://bucket/job/sourcedir.tar.gz"
 _PATH = "/bucket/job/sourcedir.tar.gz"
@@ -230,7 +230,7 @@ def test_a_data_host_that_is_stopped_before_its_script_is_not_broken(tmp_path, w
     base = write_job(tmp_path / "ml", resource_config(groups, "algo-2", interface="lo"))
     _submit(base, s3, {"train.py": ""})
     s3.objects[_PATH] = None
-    with started(base, work, **s3.variables, **own_job("algo-1", "algo-2")) as running:
+    with started(base, work, **s3.variables, **local_addresses("algo-1", "algo-2")) as running:
         assert s3.asked.wait(TIMEOUT_S)
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == 0

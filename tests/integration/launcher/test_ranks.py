@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
 from tests.integration.hosts import Hosts
-from tests.integration.launching import failure, own_job, started, train
+from tests.integration.launching import failure, local_addresses, started, train
 
 _NAMES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SHOW = (
@@ -253,7 +253,7 @@ def test_ranks_are_not_started_twice(base, work):
     write_job(base, resource_config({"trainer": ["algo-1"]}, "algo-1", interface="lo"))
     script = _LIGHTNING.replace('strategy="ddp"', 'strategy="ddp_fork"')
     (work / "train.py").write_text(script + "SageMakerTrainer(devices=2, **quiet).fit(Model())")
-    assert train(base, work, "train.py", LIGHTNING_SM_DEVICES="2", **own_job("algo-1")).returncode == 1
+    assert train(base, work, "train.py", LIGHTNING_SM_DEVICES="2", **local_addresses("algo-1")).returncode == 1
     for part in (
         "TopologyError: The strategy starts the local ranks",
         "already started 2 because LIGHTNING_SM_DEVICES",

@@ -18,7 +18,7 @@ from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.s3 import fake_s3
 from tests.fakes.wheel import write_wheel
 from tests.integration.hosts import REPOSITORY
-from tests.integration.launching import TIMEOUT_S, failure, own_job, started, train
+from tests.integration.launching import TIMEOUT_S, failure, local_addresses, started, train
 
 _IMPORT = "import tiny\nprint('tiny', tiny.VERSION)"
 
@@ -225,7 +225,7 @@ def test_the_failure_of_another_host_ends_pip(tmp_path, python):
         variables = {
             "PIP_NO_CACHE_DIR": "1",
             "PIP_INDEX_URL": f"{server.url}/simple/",
-            **own_job("algo-1", "algo-2"),
+            **local_addresses("algo-1", "algo-2"),
             "LIGHTNING_SM_PEERS_TIMEOUT_S": "20",
             "python": str(python),
         }

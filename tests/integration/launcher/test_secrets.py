@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
-from tests.integration.launching import TIMEOUT_S, failure, own_job, train, variables_of
+from tests.integration.launching import TIMEOUT_S, failure, local_addresses, train, variables_of
 
 VALUE = "S3CR3T"
 HYPERPARAMETERS = {
@@ -62,7 +62,7 @@ def test_a_job_without_a_secret_says_so_once(base, work, hosts, current, secret,
     """On the main host, if launchers talk to each other at all; the line says what to do."""
     write_job(base, resource_config({"trainer": hosts}, current))
     (work / "train.py").write_text("")
-    ended = train(base, work, "train.py", LIGHTNING_SM_JOB_SECRET=secret, **own_job("algo-1", "algo-2"))
+    ended = train(base, work, "train.py", LIGHTNING_SM_JOB_SECRET=secret, **local_addresses("algo-1", "algo-2"))
     assert ended.stderr.count("this job has no secret: whoever knows its name and can reach port") == is_said
     assert ended.stderr.count("set LIGHTNING_SM_JOB_SECRET to random characters") == is_said
 
@@ -100,7 +100,7 @@ def test_secrets_are_on_no_command_line_of_the_cli(base, work):
     hyperparameters = {"model.api_key": VALUE, **options}
     write_job(base, resource_config({"trainer": ["algo-1"]}, "algo-1", interface="lo"), hyperparameters=hyperparameters)
     (work / "train.py").write_text(_CLI)
-    ended = train(base, work, "train.py", "fit", "--trainer.strategy=ddp", **own_job("algo-1"))
+    ended = train(base, work, "train.py", "fit", "--trainer.strategy=ddp", **local_addresses("algo-1"))
     assert ended.returncode == 0, ended.stderr
     seen = (
         f"{VALUE} {{'token': '{VALUE}', 'b': 1}} 3, secret in ps: False, ['--model.width=3', '--trainer.devices=2', '']"

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
-from tests.integration.launching import failure, own_job, started, train
+from tests.integration.launching import failure, local_addresses, started, train
 
 _START = """
 import os, threading, time
@@ -65,7 +65,7 @@ def test_interrupted_workers_leave_with_their_parent(alone, work):
         + "    trainer = SageMakerTrainer(strategy='ddp_fork', devices=2, **QUIET)\n"
         + "    trainer.fit(Model())\n    print('fit returned', flush=True)\n"
     )
-    with started(alone, work, "train.py", **own_job("algo-1")) as running:
+    with started(alone, work, "train.py", **local_addresses("algo-1")) as running:
         running.wait_for("ready")
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == 143, running.seen

@@ -1,0 +1,27 @@
+"""The check of ``make lint`` for ports that are looked up and bound later."""
+
+from __future__ import annotations
+
+from tests.lint.ports import ports_bound_later
+
+_LOOKED_UP = """
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+
+def port():
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+"""
+_KEPT = """
+with socket.create_server(("127.0.0.1", 0)) as taken:
+    port = taken.getsockname()[1]
+    serve(taken)
+"""
+
+
+def test_a_port_of_a_socket_that_is_closed_at_once_is_found(tmp_path):
+    """Not one whose socket is open while the port is used."""
+    (tmp_path / "a.py").write_text(_LOOKED_UP)
+    (tmp_path / "b.py").write_text(_KEPT)
+    assert ports_bound_later(tmp_path) == [f"{tmp_path}/a.py:2", f"{tmp_path}/a.py:6"]

@@ -1,0 +1,67 @@
+"""The second chance of failed tests, with tests that fail once, always, and too often."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+_FAILS_ONCE = """
+import os, pathlib, pytest
+
+@pytest.mark.parametrize("number", range({number}))
+def test_fails_once(number):
+    mark = pathlib.Path(__file__).with_name(f"ran-{{number}}")
+    if not mark.exists():
+        mark.touch()
+        raise RuntimeError("a busy moment")
+"""
+
+
+def _run(folder, number_once, others=""):
+    tests = _FAILS_ONCE.format(number=number_once) + others
+    (folder / "test_all.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]")
+    # Groups change the names of tests in workers of xdist, as in the suite itself.
+    groups = "import pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_collection_modifyitems(items):\n"
+    groups += "    for item in items:\n        item.add_marker(pytest.mark.xdist_group('file/name.py'))\n"
+    (folder / "conftest.py").write_text(groups)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.second_chance", "-n", "2", "--rootdir", folder, folder],
+        cwd=REPOSITORY,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_tests_that_fail_once_pass_and_are_listed(tmp_path):
+    """The last lines name each with its first error; what had passed does not run again."""
+    passing = "\ndef test_passes():\n    with open(pathlib.Path(__file__).with_name('passed'), 'a') as file:\n"
+    passing += "        file.write('x')\n"
+    ended = _run(tmp_path, 5, passing)
+    assert ended.returncode == 0, ended.stdout
+    *_, title, first, _, _, _, _ = ended.stdout.splitlines()
+    assert title == "Passed. Flaky, because they failed at first and passed alone: 5."
+    assert "test_fails_once[0]" in first
+    assert first.endswith("RuntimeError: a busy moment")
+    assert (tmp_path / "passed").read_text() == "x"
+
+
+def test_a_test_that_fails_twice_fails_the_run(tmp_path):
+    """Also if it is one of several, whose others pass."""
+    ended = _run(tmp_path, 1, "\ndef test_always_fails():\n    assert 1 == 2\n")
+    assert ended.returncode == 1, ended.stdout
+    assert "1 failed, 1 passed" in ended.stdout
+
+
+def test_six_failures_get_no_second_chance(tmp_path):
+    """So many at once are no bad luck."""
+    ended = _run(tmp_path, 6)
+    assert ended.returncode == 1, ended.stdout
+    assert ended.stdout.count("test session starts") == 1
