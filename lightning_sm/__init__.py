@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
     from lightning_sm.job.facts import Channel, InstanceGroup, SageMakerJob
     from lightning_sm.job.topology import Role, Topology
-    from lightning_sm.rebuild.replay import replay
     from lightning_sm.submit.submit_job import submit_job
     from lightning_sm.training.callbacks.local_position import LocalPosition
     from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
@@ -53,7 +52,6 @@ __all__ = [
     "gradient_norm",
     "prepare_process",
     "register_batch_type",
-    "replay",
     "submit_job",
 ]
 
@@ -77,7 +75,6 @@ _MODULE_OF = {
     "gradient_norm": "lightning_sm.training.gradient_norm",
     "prepare_process": "lightning_sm.training.process",
     "register_batch_type": "lightning_sm.data.batch.types",
-    "replay": "lightning_sm.rebuild.replay",
     "submit_job": "lightning_sm.submit.submit_job",
 }
 

@@ -15,7 +15,6 @@ from lightning_sm._arguments import CommandParser, did_you_mean
 from lightning_sm._log import command_logger, show_log_lines
 from lightning_sm._table import draw_table
 from lightning_sm._version import __version__
-from lightning_sm.chaos import command as chaos
 from lightning_sm.cloud.installed import check_boto3
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
@@ -23,7 +22,6 @@ from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
-from lightning_sm.rebuild import command as replay
 from lightning_sm.report import command as report
 from lightning_sm.submit import init
 from lightning_sm.top import command as top
@@ -46,8 +44,8 @@ examples:
 New shells complete then. Generate the script again after an update.
 """
 _NAMES = (  # in the order of the help
-    *("train", "local", "doctor", "report", "compare", "plan", "verify", "replay", "top", "settings", "init", "submit"),
-    *("jobs", "completion"),
+    *("train", "local", "doctor", "report", "compare", "plan", "top", "settings", "init", "submit", "jobs"),
+    "completion",
 )
 
 
@@ -73,7 +71,7 @@ def _run(argv: list[str]) -> int:
     if argv[:1] == ["jobs"]:
         return _jobs(argv[1:])
     # argparse drops or keeps "--" depending on its version; the words after it are the script's command line.
-    end = argv.index("--") if "--" in argv and argv[0] in ("local", "replay") else len(argv)
+    end = argv.index("--") if "--" in argv and argv[0] == "local" else len(argv)
     parser = _parser()
     if not argv:
         parser.print_help()
@@ -83,8 +81,6 @@ def _run(argv: list[str]) -> int:
         kind = "option" if argv[0].startswith("-") else "command"
         parser.error(f"unknown {kind} {argv[0]}.{did_you_mean(argv[0], known)}")
     options = parser.parse_args(argv[:end])
-    if options.subcommand == "replay":
-        options.command += argv[end + 1 :]
     if options.subcommand == "train":
         script, *args = options.command or [None]
         return train.train(script, args)
@@ -93,7 +89,7 @@ def _run(argv: list[str]) -> int:
     if end == len(argv):
         local.check_order(options)
     options.command += argv[end:] if options.command else argv[end + 1 :]
-    return chaos.main(options, options.own_parser) if options.chaos else local.main(options)
+    return local.main(options)
 
 
 def _submit(argv: Sequence[str]) -> int:
@@ -143,8 +139,7 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
         epilog=local.EXAMPLES,
     )
     local.add_arguments(emulate)
-    chaos.add_arguments(emulate)
-    emulate.set_defaults(own_options=emulate.option_names, own_parser=emulate)
+    emulate.set_defaults(own_options=emulate.option_names)
     check = add_parser(
         "doctor",
         help="check this host: job, network, GPUs, disks, limits, packages",
@@ -173,20 +168,6 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
         epilog=report.PLAN_EXAMPLES,
     )
     report.add_plan_arguments(planned)
-    verified = add_parser(
-        "verify",
-        help="tell whether a run trained on each sample exactly once",
-        description="Tell from the record of a run whether each sample was trained on exactly once in each epoch.",
-        epilog=report.VERIFY_EXAMPLES,
-    )
-    report.add_verify_arguments(verified)
-    replayed = add_parser(
-        "replay",
-        help="list the samples of a recorded step, and rebuild its batch bit for bit",
-        description="List the samples of a step of a recorded run, and rebuild its batch from the script and its data.",
-        epilog=replay.EXAMPLES,
-    )
-    replay.add_arguments(replayed)
     watched = add_parser(
         "top",
         help="watch a running job: hosts, states, rates, queues, events",
@@ -264,8 +245,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": report.report,
     "compare": report.compare_runs,
     "plan": report.plan_run,
-    "verify": report.verify,
-    "replay": replay.main,
     "top": top.main,
     "settings": _show_settings,
     "init": init.main,

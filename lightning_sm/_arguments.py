@@ -31,28 +31,6 @@ class CommandParser(argparse.ArgumentParser):
         """The options, with their dashes."""
         return list(self._option_string_actions)
 
-    def words(self, options: argparse.Namespace) -> list[str]:
-        """Return the words of a command line that gives these values to the options, without those at their defaults.
-
-        Args:
-            options: What was parsed. Positional arguments are left out.
-        """
-        words: list[str] = []
-        for action in self._actions:
-            if not action.option_strings or not hasattr(options, action.dest):  # such as that of --help
-                continue
-            value = getattr(options, action.dest)
-            if value == action.default:
-                continue
-            option = action.option_strings[-1]
-            if action.nargs == 0:
-                words.append(option)
-                continue
-            for one in value if isinstance(value, list) else [value]:
-                # A value that begins with a dash would be taken for an option.
-                words += [f"{option}={one}"] if str(one).startswith("-") else [option, str(one)]
-        return words
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, and refuse what is unknown here, where the options are known that are similar.
 
@@ -99,17 +77,6 @@ def positive_number(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return value
-
-
-def whole_number(text: str) -> int:
-    """Parse a whole number, zero or more, for ``type`` of ``argparse``.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is no such number.
-    """
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {text!r}")
-    return int(text)
 
 
 def positive_whole_number(text: str) -> int:

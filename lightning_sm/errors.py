@@ -15,7 +15,6 @@ The tree::
     |- CheckpointError(OSError)          a checkpoint could not be written
     |  `- CheckpointMismatchError(ValueError)  a checkpoint is of another model than the script's
     |- SubmitError(ValueError)           a job cannot be submitted: wrong description, or something is missing here
-    |- ReplayError(ValueError)          a recorded step cannot be rebuilt: the record or the script lacks what it needs
     |- AWSError(RuntimeError)            AWS rejects a request, cannot be reached, or does not know a job
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
     |- SDKError(ImportError)             boto3, AWS's SDK, is missing
@@ -85,10 +84,6 @@ class CheckpointError(LightningSMError, OSError):
 
 class CheckpointMismatchError(CheckpointError, ValueError):
     """The checkpoint from which a job resumes is of another model or optimizer than the script's."""
-
-
-class ReplayError(LightningSMError, ValueError):
-    """A step of a recorded run cannot be rebuilt: the record or the script lacks something, or the data is another."""
 
 
 class SubmitError(LightningSMError, ValueError):

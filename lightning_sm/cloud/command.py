@@ -298,9 +298,7 @@ def add_arguments(parser: CommandParser) -> None:
     page = add_parser("report", help="fetch the records of all hosts, and write the report of the job here")
     page.add_argument("name")
     page.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: NAME.html)")
-    page.add_argument(
-        "--records", type=Path, metavar="DIR", help="keep the records there, for compare, plan and verify"
-    )
+    page.add_argument("--records", type=Path, metavar="DIR", help="keep the records there, for compare and plan")
     _add_prices(page)
     page.set_defaults(run=_report)
 

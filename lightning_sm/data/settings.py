@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -15,13 +14,9 @@ from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import JOB_SECRET
 
 _GIB = 1 << 30
-_STEPS = re.compile(r" *(\d+) *(?:- *(\d+) *)?")
 
 # A data host reads every shard of an iterable dataset to count its batches.
 MAX_SHARDS = 1 << 20
-
-# Each heartbeat has all of them.
-MAX_BAD_SAMPLES = 1000
 
 Compression = Literal["zstd"]
 TailSetting = Literal["auto", "exact", "pad"]
@@ -89,11 +84,6 @@ class DataServiceSettings:
         trust: Addresses, host names and networks ("10.0.0.0/16") that may connect to the data hosts, in addition to the
             job's hosts and the data host's own machine. Needed only for data hosts that are started by hand, and for
             trainers whose address differs from that of their host name.
-        skip_steps: Optimizer steps whose batches a run leaves out, such as [18430-18440, 20000], first and last one
-            included, in the count of loggers. Step counts, learning rates and validations go on as if it had trained
-            on them.
-        max_bad_samples: Number of training samples that may raise when the dataset is indexed, in the whole run and on
-            all ranks, at most 1000. Each is replaced by the next one of its batch. With 0, the first one is an error.
         tls_certificate: PEM file with the certificate of the data hosts; turns TLS on. Its SubjectAlternativeName must
             have the names or addresses by which trainers reach them: algo-1, algo-2 and so on in a job, the addresses
             127.0.0.2, 127.0.0.3 and so on with ``lightning-sm local``.
@@ -102,8 +92,8 @@ class DataServiceSettings:
             too (mutual TLS), and may connect from any address.
 
     Raises:
-        DataSettingsError: A value is out of range, an entry of trust or skip_steps is not valid, or only one of
-            tls_certificate and tls_key is set.
+        DataSettingsError: A value is out of range, an entry of trust is not valid, or only one of tls_certificate and
+            tls_key is set.
     """
 
     workers: int | None = None
@@ -126,39 +116,13 @@ class DataServiceSettings:
     token: str | None = field(default=None, repr=False)
     # Lists have no hash; settings are part of the key under which a process keeps its connection.
     trust: list[str] | None = field(default=None, hash=False)
-    skip_steps: list[int | str] | None = field(default=None, hash=False)
-    max_bad_samples: int = 0
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
 
-    def check_uses_in(self, topology: Topology) -> None:
-        """Check that a job does what would otherwise be silently left out.
-
-        Raises:
-            DataSettingsError: Steps or bad samples are to be left out, but the job has no data hosts.
-        """
-        if self.max_bad_samples and not topology.data_hosts:
-            raise DataSettingsError(
-                f"data_service.max_bad_samples={self.max_bad_samples} needs data hosts, and this job has none: a local "
-                "DataLoader stops at the first bad sample. Add an instance group whose name begins with data, or leave "
-                "the setting out."
-            )
-        if self.skip_steps and not topology.data_hosts:
-            raise DataSettingsError(
-                f"data_service.skip_steps={self.skip_steps} needs data hosts, and this job has none: only with them a "
-                "step has the same samples after a resume. Add an instance group whose name begins with data, or leave "
-                "the setting out."
-            )
-
     def port_in(self, topology: Topology) -> int:
         """Return the port of the data hosts of a job."""
         return self.port or topology.data_port
-
-    @property
-    def skipped_steps(self) -> tuple[range, ...]:
-        """The steps of ``skip_steps``: ranges in ascending order, with gaps between them."""
-        return _step_ranges(self.skip_steps or ())
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -169,9 +133,15 @@ class DataServiceSettings:
         for name in ("window_bytes", "max_batch_bytes", "startup_timeout_s", "batch_timeout_s", "lease_s"):
             if getattr(self, name) <= 0:
                 raise DataSettingsError(f"data_service.{name}={getattr(self, name)} must be positive.")
-        self._check_limits()
+        if self.virtual_shards is not None and self.virtual_shards > MAX_SHARDS:
+            raise DataSettingsError(
+                f"data_service.virtual_shards={self.virtual_shards} must be at most {MAX_SHARDS}. A few per worker "
+                "keep all workers busy."
+            )
         if self.tail not in get_args(TailSetting):
             raise DataSettingsError(f"data_service.tail={self.tail!r} is not {', '.join(get_args(TailSetting))}.")
+        if self.local_workers < 0:
+            raise DataSettingsError(f"data_service.local_workers={self.local_workers} must not be negative.")
         if self.hedge_factor != 0 and self.hedge_factor < 1:
             raise DataSettingsError(
                 f"data_service.hedge_factor={self.hedge_factor} must be at least 1, or 0 to turn hedging off."
@@ -184,23 +154,11 @@ class DataServiceSettings:
             raise DataSettingsError(f"data_service.verify_share={self.verify_share} must be between 0 and 1.")
         for entry in self.trust or ():
             _check_trusted(entry)
-        _step_ranges(self.skip_steps or ())
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise DataSettingsError(
                 f"data_service.tls_certificate={self.tls_certificate} and data_service.tls_key={self.tls_key} go "
                 "together: set both, or neither."
             )
-
-    def _check_limits(self) -> None:
-        for name in ("local_workers", "max_bad_samples"):
-            if getattr(self, name) < 0:
-                raise DataSettingsError(f"data_service.{name}={getattr(self, name)} must not be negative.")
-        for name, most, advice in (
-            ("virtual_shards", MAX_SHARDS, "A few per worker keep all workers busy."),
-            ("max_bad_samples", MAX_BAD_SAMPLES, "Remove from the dataset what cannot be read."),
-        ):
-            if (getattr(self, name) or 0) > most:
-                raise DataSettingsError(f"data_service.{name}={getattr(self, name)} must be at most {most}. {advice}")
 
 
 def _check_trusted(entry: str) -> None:
@@ -213,27 +171,6 @@ def _check_trusted(entry: str) -> None:
                 f"data_service.trust has {entry!r} ({error}). Expected an address, a host name, or a network such as "
                 "10.0.0.0/16, without a port."
             ) from error
-
-
-def _step_ranges(entries: Sequence[int | str]) -> tuple[range, ...]:
-    """Read the entries of ``skip_steps``, joining those that overlap or follow each other."""
-    found: list[range] = []
-    for entry in entries:
-        match = _STEPS.fullmatch(str(entry))
-        first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if last < first:
-            raise DataSettingsError(
-                f"data_service.skip_steps has {entry!r}. Expected a step, or the first and the last one of a range, "
-                "such as 18430-18440. Steps count from 0, as in loggers."
-            )
-        found.append(range(first, last + 1))
-    joined: list[range] = []
-    for one in sorted(found, key=lambda each: each.start):
-        if joined and one.start <= joined[-1].stop:
-            joined[-1] = range(joined[-1].start, max(joined[-1].stop, one.stop))
-        else:
-            joined.append(one)
-    return tuple(joined)
 
 
 @dataclass(frozen=True)

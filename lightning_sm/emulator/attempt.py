@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lightning_sm.emulator.cluster import LocalCluster
-from lightning_sm.emulator.faults import LOSSES, RESUMED, Fault, FaultPlan, Kind, Moment, host_name
+from lightning_sm.emulator.faults import RESUMED, Fault, FaultPlan, Kind, Moment, host_name
 from lightning_sm.emulator.hosts import EmulatedHost
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.slow_names import resolver_variables
@@ -45,13 +45,11 @@ class AttemptOutcome:
             job.
         resumes: Whether an interruption or a restart ended the attempt, so that the job resumes in the next one.
         failed: The host whose failure ended the attempt.
-        lost_host: Whether a fault had killed a host or its launcher.
     """
 
     exit_code: int
     resumes: bool = False
     failed: LocalHost | None = None
-    lost_host: bool = False
 
 
 @dataclass
@@ -102,7 +100,6 @@ class Attempt:
         self._waiting: list[tuple[float, LocalHost]] = []
         self._thaws: list[tuple[float, EmulatedHost]] = []
         self._interruption: _Interruption | None = None
-        self._lost_host = False
         self._began_at = 0.0
         self._resolves_at: dict[str, float] = {}
 
@@ -190,8 +187,7 @@ class Attempt:
             names = ", ".join(target.host.name for target in targets)
             self._output.say(f"Fault {fault.text}: {names} at {moment}.")
             inject()
-            self._plan.done(fault, moment)
-            self._lost_host |= fault.kind in LOSSES
+            self._plan.done(fault)
 
     def _read_position(self) -> None:
         """Read the step and epoch of rank 0 at the end of its last batch, which remain known after it has exited."""
@@ -247,7 +243,7 @@ class Attempt:
                 f"Host {failed.host.name} (group {failed.host.group}) failed with exit code {failed.exit_code}."
             )
             self._stop()
-            return AttemptOutcome(failed.exit_code or 0, failed=failed.host, lost_host=self._lost_host)
+            return AttemptOutcome(failed.exit_code or 0, failed=failed.host)
         if self._waiting or any(host.exit_code != 0 for host in self.hosts):
             return None
         return AttemptOutcome(0)

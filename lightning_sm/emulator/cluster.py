@@ -218,7 +218,7 @@ def _name_with_ports(
 ) -> tuple[str, Topology, ExitStack]:
     """Choose a job name whose ports are free; they are derived from the name."""
     for _ in range(_NAME_ATTEMPTS):
-        name = run_name("local")
+        name = run_name()
         topology = _topology(groups, shared, name)
         try:
             return name, topology, runtime.reserve(topology)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 
 from lightning_sm.errors import JobConfigError
@@ -52,14 +51,10 @@ class Kind(Enum):
     LATE = "late"
 
 
-# The file in a job's folder that says which faults happened, and when.
-HAPPENED = "faults.json"
 # Faults after which the job resumes in another attempt.
 RESUMED = frozenset({Kind.INTERRUPT, Kind.RESTART})
 # Faults that are part of the start of an attempt.
-AT_START = frozenset({Kind.LATE, Kind.SLOW_DNS})
-# Faults by which the job fails, because a host is lost: it resumes only if it may be retried.
-LOSSES = frozenset({Kind.KILL, Kind.KILL_LAUNCHER})
+_AT_START = frozenset({Kind.LATE, Kind.SLOW_DNS})
 
 _SECONDS = r"\d{1,6}(?:\.\d{1,6})?"
 _HOST = r":(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)"
@@ -137,24 +132,22 @@ class FaultSettings:
     Attributes:
         faults: All faults.
         grace_s: Seconds between SIGTERM and SIGKILL of an interruption.
-        max_attempts: Maximum number of attempts; None for one more than there are interruptions, restarts and retries.
-        retries: How many times a job that fails because a fault killed a host or its launcher starts again.
+        max_attempts: Maximum number of attempts; None for one more than there are interruptions and restarts.
     """
 
     faults: tuple[Fault, ...] = ()
     grace_s: float = SERVICE_GRACE_S
     max_attempts: int | None = None
-    retries: int = 0
 
     @property
     def num_attempts(self) -> int:
         """Maximum number of attempts."""
-        return self.max_attempts or 1 + self.retries + sum(fault.kind in RESUMED for fault in self.faults)
+        return self.max_attempts or 1 + sum(fault.kind in RESUMED for fault in self.faults)
 
     @property
     def needs_checkpoints(self) -> bool:
         """Whether an attempt may have to resume from an earlier one."""
-        return self.retries > 0 or any(fault.kind in RESUMED for fault in self.faults)
+        return any(fault.kind in RESUMED for fault in self.faults)
 
 
 def parse(text: str) -> Fault:
@@ -241,42 +234,25 @@ class FaultPlan:
     Attributes:
         settings: The faults of the job.
         pending: The faults that have not happened yet, in the order of the command line.
-        happened: The others, and when each of them happened in its attempt.
     """
 
     def __init__(self, settings: FaultSettings) -> None:
         self.settings = settings
         self.pending = list(settings.faults)
-        self.happened: list[tuple[Fault, Moment]] = []
 
     def due(self, moment: Moment) -> list[Fault]:
         """Return the faults that are due. They stay pending until ``done``, as their target may not run yet."""
         # Not those that the start of an attempt takes.
-        waiting = [fault for fault in self.pending if fault.kind not in AT_START]
+        waiting = [fault for fault in self.pending if fault.kind not in _AT_START]
         return [fault for fault in waiting if fault.is_due(moment)]
 
-    def done(self, fault: Fault, moment: Moment) -> None:
+    def done(self, fault: Fault) -> None:
         """Remove a fault that happens now."""
         # By identity: the same fault may be given twice, for two attempts.
         self.pending = [other for other in self.pending if other is not fault]
-        self.happened.append((fault, moment))
 
     def take(self, kind: Kind) -> list[Fault]:
         """Remove and return all pending faults of a kind."""
         taken = [fault for fault in self.pending if fault.kind is kind]
         self.pending = [fault for fault in self.pending if fault.kind is not kind]
-        self.happened += [(fault, Moment()) for fault in taken]
         return taken
-
-    def to_json(self) -> str:
-        """Return what happened, for ``read_happened``."""
-        return json.dumps([{"fault": fault.text, **asdict(moment)} for fault, moment in self.happened])
-
-
-def read_happened(text: str) -> dict[str, Moment]:
-    """Return when the faults of a job happened in their attempts, by their texts; without those that did not.
-
-    Args:
-        text: The content of the file.
-    """
-    return {one.pop("fault"): Moment(**one) for one in json.loads(text)}

@@ -6,10 +6,8 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_sm._arguments import whole_number
 from lightning_sm._linux import require_linux
 from lightning_sm.emulator import faults
 from lightning_sm.emulator.cluster import LocalCluster
@@ -35,9 +33,6 @@ examples:
     lightning-sm local --hyperparameters hyperparameters.yaml -- app/train.py
   a spot interruption after 20 steps, and a second attempt that resumes from the checkpoint:
     lightning-sm local --group trainer=2 --fault interrupt@step=20,skew=0.5 -- app/train.py fit
-  twenty runs under faults drawn at random, each of which must end as the undisturbed run does:
-    lightning-sm local --chaos 20 --seed 1 --group trainer=2 --group data=1 -- app/train.py fit
-
   the same in containers of an image, each host with the packages and the system of the image:
     lightning-sm local --image lightning-sm --group trainer=2 -- app/train.py fit
 
@@ -93,22 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-attempts",
         type=int,
         metavar="N",
-        help="maximum number of attempts (default: one more than there are interruptions, restarts and retries)",
-    )
-    parser.add_argument(
-        "--retries",
-        type=whole_number,
-        default=0,
-        metavar="N",
-        help="how many times a job that fails because of kill or kill-launcher starts again from its checkpoints, as "
-        "with SageMaker's RetryStrategy (default: 0)",
+        help="maximum number of attempts (default: one more than there are interruptions and restarts)",
     )
     parser.add_argument(
         "--base-dir",
         metavar="DIR",
         help=f"parent folder of the runs' folders (default: a temporary folder that keeps the last {MAX_RUNS} runs)",
     )
-    parser.add_argument("--seed", type=int, help="seed of the random assignment of hosts to groups, and of --chaos")
+    parser.add_argument("--seed", type=int, help="seed of the random assignment of hosts to groups")
     parser.add_argument(
         "--discard", action="store_true", help="delete the folders of a run that succeeds, the model included"
     )
@@ -146,30 +133,15 @@ def main(options: argparse.Namespace) -> int:
     base_dir = Path(options.base_dir).expanduser() if options.base_dir else default_parent()
     if options.clean:
         return _clean(base_dir, options.command)
-    job = job_of(options)
-    with LocalCluster(job.spec, base_dir, job.runtime) as cluster:
+    spec, settings, runtime = _job_of(options)
+    with LocalCluster(spec, base_dir, runtime) as cluster:
         if not options.base_dir:
             remove_old_runs(base_dir)
-        return run(cluster, options.command, job.settings, discard=options.discard)
+        return run(cluster, options.command, settings, discard=options.discard)
 
 
-@dataclass(frozen=True)
-class EmulatedJob:
-    """A job that options describe.
-
-    Attributes:
-        spec: The cluster.
-        settings: The faults.
-        runtime: The system that runs the hosts.
-    """
-
-    spec: ClusterSpec
-    settings: faults.FaultSettings
-    runtime: HostRuntime
-
-
-def job_of(options: argparse.Namespace) -> EmulatedJob:
-    """Return the job that the options describe.
+def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSettings, HostRuntime]:
+    """Return the cluster and the faults that the options describe, and the system that runs the hosts.
 
     Raises:
         LightningSMError: An option is wrong.
@@ -177,9 +149,7 @@ def job_of(options: argparse.Namespace) -> EmulatedJob:
     code = Path.cwd() if options.command else None
     runtime = ContainerRuntime(options.image, code) if options.image else ProcessRuntime()
     runtime.check_command(options.command)
-    settings = faults.FaultSettings(
-        tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts, options.retries
-    )
+    settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts)
     if any(fault.kind is faults.Kind.SLOW_DNS for fault in settings.faults):
         require_linux("The fault slow-dns", "Leave it out: the hosts share one address here.")
     channels = _pairs("--channel", "NAME=DIR", options.channel)
@@ -201,7 +171,7 @@ def job_of(options: argparse.Namespace) -> EmulatedJob:
                 f"--fault {fault.text!r} cannot be injected with --image: {runtime.unsupported_faults[fault.kind]}."
             )
     faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, options.devices)
-    return EmulatedJob(spec, settings, runtime)
+    return spec, settings, runtime
 
 
 def _clean(base_dir: Path, command: Sequence[str]) -> int:

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from lightning_sm._text import count, size
 from lightning_sm.errors import OutputDirectoryError
 
-# What ``run_name`` returns. Behind the kind it begins with the time, so that names sort by age.
-_NAME = re.compile(r"(?:local|chaos)-(?P<age>\d{8}-\d{6}-[0-9a-f]{4})")
+# What ``run_name`` returns. It begins with the time, so that names sort by age.
+_NAME = re.compile(r"local-\d{8}-\d{6}-[0-9a-f]{4}")
 _LOCK = ".lock"
 # How many runs the temporary folder keeps, the current one included.
 MAX_RUNS = 20
@@ -48,9 +47,9 @@ class Removal:
         return f"{count(self.num_runs, 'run')} ({size(self.num_bytes)})"
 
 
-def run_name(kind: Literal["local", "chaos"]) -> str:
-    """Return a name for a new run: an emulated job, or several of ``--chaos``."""
-    return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+def run_name() -> str:
+    """Return a name for a new run."""
+    return f"local-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def default_parent() -> Path:
@@ -120,8 +119,8 @@ def remove_finished_runs(base_dir: Path, *, keep: int = 0) -> Removal:
     in_use = []
     problems = []
     found = base_dir.iterdir() if base_dir.is_dir() else ()
-    ages = {path: match["age"] for path in found if (match := _NAME.fullmatch(path.name)) and not path.is_symlink()}
-    for folder in sorted(ages, key=lambda path: ages[path], reverse=True):
+    runs = (path for path in found if _NAME.fullmatch(path.name) and not path.is_symlink())
+    for folder in sorted(runs, reverse=True):
         try:
             with _locked(folder) as is_finished:
                 if not is_finished:

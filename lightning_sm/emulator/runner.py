@@ -18,7 +18,7 @@ from lightning_sm._table import draw_table
 from lightning_sm._text import for_terminal, listed
 from lightning_sm.emulator.attempt import Attempt, AttemptOutcome
 from lightning_sm.emulator.cluster import LocalCluster
-from lightning_sm.emulator.faults import HAPPENED, FaultPlan, FaultSettings
+from lightning_sm.emulator.faults import FaultPlan, FaultSettings
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.spec import LocalHost
 from lightning_sm.job.stopping import MAX_REASON_CHARS
@@ -86,7 +86,6 @@ def _run_attempts(
     """Run attempts until one is not interrupted, or until there have been as many as the settings allow."""
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
-    retries = 0
     if sys.stdout.isatty():  # output to a file needs no hint
         watch = cluster.runtime.watch_command(cluster.name, cluster.main_host.name)
         output.say(f"Job {cluster.name}. To watch it in another terminal: {watch}")
@@ -100,15 +99,9 @@ def _run_attempts(
             output.say(f"Attempt {len(attempts) + 1} of {settings.num_attempts}")
         attempts.append(Attempt(cluster, command, output, signals, plan))
         outcome = attempts[-1].run()
-        is_retried = outcome.lost_host and retries < settings.retries
-        if not (outcome.resumes or is_retried) or len(attempts) == settings.num_attempts:
+        if not outcome.resumes or len(attempts) == settings.num_attempts:
             break
-        if is_retried:
-            retries += 1
-            output.say(f"Retry {retries} of {settings.retries}: the job failed after the fault.")
         cluster.next_attempt()
-    if settings.faults:
-        (cluster.job_dir / HAPPENED).write_text(plan.to_json(), encoding="utf-8")
     for fault in plan.pending:
         output.say(f"Fault {fault.text} did not happen.")
     return attempts, outcome

@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 FOLDER = "lightning-sm-record"
 VERSION = 1
 LAUNCHER = "launcher"
-# What a restart within the job is that does not end with the bits of an undisturbed run; see ``Event``.
-APPROXIMATE = "approximate"
 # How a job, a host, or the run of a rank's Trainer ends; see ``End``.
 SUCCEEDED, FAILED, INTERRUPTED, STOPPED = "succeeded", "failed", "interrupted", "stopped"
 # The parts of a training step, in order, and what people read for them. "backward" includes the exchange of gradients,
@@ -64,10 +62,8 @@ SPANS = {
 }
 _PACKAGES = ("lightning-sm", "torch", "numpy", "pytorch-lightning", "lightning")
 _ENDING = ".jsonl"
-# Ranks write their ``TrainedBatches`` to a file beside their own: readers of the time do without them.
-_BATCHES_ENDING = ".batches.jsonl"
 # Such as "algo-1-launcher.jsonl"; names of hosts contain dashes, too.
-_NAME = re.compile(rf"(?P<host>.+)-(?P<who>{LAUNCHER}|rank-\d+)(?P<ending>(\.batches)?\.jsonl)")
+_NAME = re.compile(rf".+-(?:{LAUNCHER}|rank-\d+)\.jsonl")
 
 
 class Line(msgspec.Struct, frozen=True, tag_field="kind"):
@@ -194,171 +190,6 @@ class Loader(Line, frozen=True, tag="loader"):
     step: int = 0
 
 
-class TrainingPass(Line, frozen=True, tag="pass"):
-    """The start of a Trainer's pass over a training loader of data hosts: all that decides which samples it has.
-
-    Attributes:
-        t: When it began.
-        fit: Which fit of the script.
-        loader: Name of the loader.
-        index: Its position among the training loaders.
-        dataset: Description of the dataset.
-        data: Equal for the same data.
-        order: Who decides on the order: ``sequential``, ``shuffled``, ``sampler``, ``batch_sampler`` or ``shards``.
-        digest: Digest of the order of the user's sampler; else empty.
-        seed: Seed of the run.
-        epoch: The epoch, from 0.
-        pass_index: Number of the pass within the epoch.
-        first_step: Batches of the epoch before it.
-        stop_step: Where the Trainer's limits end it; None: at the end of the data.
-        num_steps: Batches of a whole pass; None: unknown.
-        num_samples: Samples of a whole pass; None: unknown.
-        batch_size: Samples per batch; None: the user's code makes batches.
-        drop_last: Whether samples that fill no step are left out.
-        tail: What becomes of an uneven last step (``data_service.tail``); ``hold``: another pass follows for it.
-        rank: This rank among those that split the data.
-        world_size: Number of ranks that split the data.
-        num_repeated: Samples of the epoch that the pass repeats, because ranks or batch sizes are others now.
-        num_shards: Virtual shards of an iterable dataset; 0: it is none.
-        earlier_stop_step: Where the Trainer's limits end the passes of earlier epochs; None: at the end of the data.
-        opened_epoch: Epoch for which the loader was made.
-        hook_seed: Seed of the DataModule's hooks: that of this process, where ``seed`` may be that of a checkpoint.
-        trainer: Values of the Trainer that the hooks could read, by name.
-        has_state: Whether the DataModule had loaded a state from a checkpoint.
-        num_skipped: Batches from ``first_step`` on that the Trainer leaves out (``data_service.skip_steps``): the line
-            then stands for them instead of a start. 0: none.
-        skipped_steps: First and last step that these batches belong to, as loggers count.
-    """
-
-    fit: str
-    loader: str
-    index: int
-    dataset: str
-    data: str
-    order: str
-    digest: str
-    seed: int
-    epoch: int
-    pass_index: int
-    first_step: int
-    stop_step: int | None = None
-    num_steps: int | None = None
-    num_samples: int | None = None
-    batch_size: int | None = None
-    drop_last: bool = False
-    tail: str = "exact"
-    rank: int = 0
-    world_size: int = 1
-    num_repeated: int = 0
-    num_shards: int = 0
-    earlier_stop_step: int | None = None
-    opened_epoch: int = 0
-    hook_seed: int = 0
-    trainer: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    has_state: bool = False
-    num_skipped: int = 0
-    skipped_steps: Sequence[int] = msgspec.field(default_factory=list)
-
-
-class ReplacedSample(Line, frozen=True, tag="replaced"):
-    """A sample that could not be read, in a batch of a training loader, and the one that replaced it.
-
-    Attributes:
-        t: When the batch had arrived.
-        fit: Which fit of the script.
-        loader: Name of the loader.
-        index: Its position among the training loaders.
-        epoch: The epoch, from 0.
-        pass_index: Number of the pass within the epoch.
-        step: Number of the batch in the pass.
-        item: Number of the sample in the batch.
-        bad: Index that could not be read: the sample's own, or one that was to replace it.
-        by: Index that was read in its place; of several lines for a sample, the last one counts.
-        text: What was raised.
-    """
-
-    fit: str
-    loader: str
-    index: int
-    epoch: int
-    pass_index: int
-    step: int
-    item: int
-    bad: int
-    by: int
-    text: str = ""
-
-
-class LocalPass(Line, frozen=True, tag="local_pass"):
-    """A Trainer's pass over a training loader of the rank itself: how it is ordered, if torch's own samplers do it.
-
-    Attributes:
-        t: When its first step in this process ended.
-        fit: Which fit of the script.
-        epoch: The epoch, from 0.
-        index: Its position among the training loaders.
-        sampler: Class of its sampler.
-        is_known: Whether the fields below decide on its order: it has torch's ``SequentialSampler`` or
-            ``DistributedSampler``, in torch's ``BatchSampler``.
-        num_samples: Length of the dataset.
-        batch_size: Samples per batch.
-        drop_last: Whether an incomplete last batch is left out.
-        distributed: Arguments of the ``DistributedSampler``, and its epoch; empty: a ``SequentialSampler``.
-    """
-
-    fit: str
-    epoch: int
-    index: int
-    sampler: str
-    is_known: bool = False
-    num_samples: int = 0
-    batch_size: int = 1
-    drop_last: bool = False
-    distributed: Mapping[str, Any] = msgspec.field(default_factory=dict)
-
-
-class TrainedBatches(Line, frozen=True, tag="batches"):
-    """Consecutive batches of an epoch on which a rank has trained.
-
-    Attributes:
-        t: When the line was written.
-        fit: Which fit of the script.
-        epoch: The epoch, from 0.
-        first: Number of the first batch in the epoch, from 0.
-        num: How many they are.
-        step: The step of the first one as loggers count it, from 0: optimizer steps before it.
-        steps: The same of each batch; empty: each has a step of its own.
-        hashes: Hashes of their contents by the position of the training loader that they are from, packed by
-            ``batch_log.pack``; those of data hosts only.
-        shards: By the same position, the place of each batch in an iterable dataset: index of the pass, virtual shard,
-            number in the shard.
-    """
-
-    fit: str
-    epoch: int
-    first: int
-    num: int
-    step: int
-    steps: Sequence[int] = msgspec.field(default_factory=list)
-    hashes: Mapping[str, str] = msgspec.field(default_factory=dict)
-    shards: Mapping[str, Sequence[Sequence[int]]] = msgspec.field(default_factory=dict)
-
-
-class Reached(Line, frozen=True, tag="reached"):
-    """The batches of an epoch on which a rank has trained.
-
-    Attributes:
-        t: When it was written.
-        fit: Which fit of the script.
-        epoch: The epoch, from 0.
-        num_batches: Number of its batches so far.
-    """
-
-    fit: str
-    epoch: int
-    num_batches: int
-
-
 class Steps(Line, frozen=True, tag="steps"):
     """Consecutive training steps of a rank. A step is one training batch.
 
@@ -440,8 +271,8 @@ class Event(Line, frozen=True, tag="event"):
     Attributes:
         t: When it happened.
         what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``slow_request``,
-            ``hang``, ``failure``, ``checkpoint_saved``, ``resumed``, ``skipped_steps``, ``bad_sample`` or
-            ``approximate``: a restart without the random numbers of its step (docs/lifecycle.md, "The last step").
+            ``hang``, ``failure``, ``checkpoint_saved``, ``resumed`` or ``approximate``: a restart without the random
+            numbers of its step (docs/lifecycle.md, "The last step").
         text: The event in words.
     """
 
@@ -499,31 +330,17 @@ def file_attempt(path: Path) -> int:
 
 
 def is_record_file(path: PurePath) -> bool:
-    """Return whether a path is that of a record's file, ATTEMPT/HOST-PROCESS.jsonl, or of a rank's batches."""
+    """Return whether a path is that of a record's file, ATTEMPT/HOST-PROCESS.jsonl."""
     return _NAME.fullmatch(path.name) is not None and path.parent.name.isdecimal() and int(path.parent.name) > 0
 
 
-def batches_path(path: Path) -> Path:
-    """Return where a rank writes its ``TrainedBatches``.
-
-    Args:
-        path: Its file.
-    """
-    return path.with_name(path.name.removesuffix(_ENDING) + _BATCHES_ENDING)
-
-
-def find_files(folder: Path, *, with_batches: bool = False) -> list[Path]:
+def find_files(folder: Path) -> list[Path]:
     """Return the files of records in and below a folder, sorted by attempt and name.
 
     Args:
         folder: A record's folder, or one above it, such as the unpacked output data of a job.
-        with_batches: Whether to return those with ``TrainedBatches``, too.
     """
-    files = [
-        path
-        for path in folder.rglob(f"*{_ENDING}")
-        if is_record_file(path) and (with_batches or not path.name.endswith(_BATCHES_ENDING))
-    ]
+    files = filter(is_record_file, folder.rglob(f"*{_ENDING}"))
     return sorted(files, key=lambda path: (file_attempt(path), path.name, str(path)))
 
 

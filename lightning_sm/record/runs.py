@@ -16,7 +16,6 @@ from lightning_sm.record.events import (
     LAUNCHER,
     FileHead,
     Line,
-    TrainedBatches,
     file_attempt,
     find_files,
     is_record_file,
@@ -57,7 +56,7 @@ class RunRecord:
     records: tuple[ProcessRecord, ...]
 
 
-def read_runs(sources: Sequence[Path], job: str | None = None, *, with_batches: bool = False) -> list[RunRecord]:
+def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord]:
     """Read the records of runs.
 
     Args:
@@ -65,8 +64,6 @@ def read_runs(sources: Sequence[Path], job: str | None = None, *, with_batches: 
             jobs, such as a checkpoint folder from which another job has resumed. One job's files may be in several
             sources.
         job: Name of the only job to read. Default: all.
-        with_batches: Whether to read the batches of each rank, too, which are records of their own: most of a run's
-            bytes.
 
     Returns:
         One run for each job, in the order in which they began.
@@ -76,7 +73,7 @@ def read_runs(sources: Sequence[Path], job: str | None = None, *, with_batches: 
     """
     records: dict[str, list[tuple[str, ProcessRecord]]] = defaultdict(list)
     for source in sources:
-        found = _records(source, with_batches=with_batches)
+        found = _records(source)
         if not found:
             raise JobConfigError(
                 f"{source} has no record of a run: no files {FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them into its "
@@ -91,13 +88,13 @@ def read_runs(sources: Sequence[Path], job: str | None = None, *, with_batches: 
     return sorted(runs, key=lambda run: min(record.head.t for record in run.records))
 
 
-def read_run(source: Path, job: str | None = None, *, with_batches: bool = False) -> RunRecord:
+def read_run(source: Path, job: str | None = None) -> RunRecord:
     """Read the record of one run; see ``read_runs``.
 
     Raises:
         JobConfigError: The source has no record, or has those of several jobs and ``job`` names none.
     """
-    runs = read_runs([source], job, with_batches=with_batches)
+    runs = read_runs([source], job)
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
         raise JobConfigError(
@@ -109,10 +106,9 @@ def read_run(source: Path, job: str | None = None, *, with_batches: bool = False
 def _run(name: str, found: Iterable[tuple[str, ProcessRecord]]) -> RunRecord:
     found = list(found)
     # A file may exist twice: on the host, and where it was uploaded, perhaps without its end. Keep the longer one.
-    longest: dict[tuple[int, str, str, float, bool], ProcessRecord] = {}
+    longest: dict[tuple[int, str, str, float], ProcessRecord] = {}
     for _, record in found:
-        has_batches = isinstance(record.lines[0], TrainedBatches)
-        key = (record.attempt, record.head.host, record.head.who, record.head.t, has_batches)
+        key = (record.attempt, record.head.host, record.head.who, record.head.t)
         if key not in longest or len(longest[key].lines) < len(record.lines):
             longest[key] = record
     records = sorted(
@@ -121,13 +117,13 @@ def _run(name: str, found: Iterable[tuple[str, ProcessRecord]]) -> RunRecord:
     return RunRecord(name, ", ".join(dict.fromkeys(source for source, _ in found)), tuple(records))
 
 
-def _records(source: Path, *, with_batches: bool) -> list[ProcessRecord]:
+def _records(source: Path) -> list[ProcessRecord]:
     try:
         if source.is_dir():
-            return _of_folder(source, with_batches=with_batches)
+            return _of_folder(source)
         with tempfile.TemporaryDirectory(prefix="lightning_sm-") as folder, tarfile.open(source) as archive:
             extract_records(archive, Path(folder))
-            return _of_folder(Path(folder), with_batches=with_batches)
+            return _of_folder(Path(folder))
     except (OSError, tarfile.TarError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise JobConfigError(f"{source} cannot be read: {reason}. Expected a folder or a tar archive.") from error
@@ -157,8 +153,8 @@ def extract_records(archive: tarfile.TarFile, folder: Path) -> int:
     return found
 
 
-def _of_folder(folder: Path, *, with_batches: bool) -> list[ProcessRecord]:
-    records = [record for path in find_files(folder, with_batches=with_batches) for record in _lives(path)]
+def _of_folder(folder: Path) -> list[ProcessRecord]:
+    records = [record for path in find_files(folder) for record in _lives(path)]
     # Without a checkpoint folder, a job cannot know of earlier attempts and numbers each as the first one: count the
     # launcher's starts.
     starts: dict[tuple[str | None, int, str], set[float]] = defaultdict(set)

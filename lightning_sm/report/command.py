@@ -64,16 +64,6 @@ examples:
 exit codes: 0 the plan is written, 2 it cannot be"""
 
 
-VERIFY_EXAMPLES = """\
-examples:
-  whether each sample was trained on exactly once, over interruptions, restarts and other numbers of ranks:
-    lightning-sm verify outputs/local-20260102-030405-abcd
-  the record in a job's checkpoint folder, for a script:
-    lightning-sm verify checkpoints/ --json
-
-exit codes: 0 it was, 1 it was not, or the record does not show it, 2 there is no record"""
-
-
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``report`` to the parser of its subcommand."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folder or output.tar.gz of a run")
@@ -126,13 +116,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     _add_job(parser)
     _add_prices(parser)
-
-
-def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``verify`` to the parser of its subcommand."""
-    parser.add_argument("run", type=Path, metavar="DIR", help="folder or output.tar.gz of a run with data hosts")
-    parser.add_argument("--json", action="store_true", help="write JSON instead of sentences")
-    _add_job(parser)
 
 
 def report(options: argparse.Namespace) -> int:
@@ -220,21 +203,6 @@ def plan_run(options: argparse.Namespace) -> int:
         _LOG.info("job file: %s", options.save)
     _print(json.dumps(sizing.as_json(planned), indent=2) if options.json else sizing.as_text(planned, prices))
     return 0
-
-
-def verify(options: argparse.Namespace) -> int:
-    """Write whether each sample was trained on exactly once, and return the exit code.
-
-    Raises:
-        JobConfigError: The run cannot be read.
-    """
-    from lightning_sm.report import coverage  # noqa: PLC0415 - loads NumPy, which submitting does not need
-
-    run = read_run(options.run, options.job)
-    covered = coverage.cover(run)
-    as_json = coverage.as_json(run, covered)
-    _print(json.dumps(as_json, indent=2) if options.json else coverage.as_text(run, covered))
-    return 0 if coverage.is_verified(covered) else 1
 
 
 def _measured(source: Path, job: str | None) -> compare.ComparedRun:

@@ -278,8 +278,6 @@ class SageMakerCLI(LightningCLI):
         config = self.config[subcommand] if subcommand else self.config
         values = config.pop(DATA_SERVICE)
         self.data_service = DataServiceSettings(**vars(values))
-        if self.job is not None:
-            self.data_service.check_uses_in(self.topology)
         # The configuration is saved, outside of a job beside the logs: leave out the secret.
         values["token"] = None
         if DataServiceSettings(**vars(values)) != DataServiceSettings():

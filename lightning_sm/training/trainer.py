@@ -86,7 +86,6 @@ class SageMakerTrainer(FetchingTrainer):
         report_failures()
         freeze_imports()
         self._topology = Topology.from_job(self._job)
-        self._data_service.check_uses_in(self._topology)
         if self._topology.role is Role.DATA:
             show_log_lines()
             # A data host never trains, and need not have the user's accelerator.

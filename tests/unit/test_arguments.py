@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from lightning_sm._arguments import CommandParser, did_you_mean, positive_number, positive_whole_number
+from lightning_sm._arguments import did_you_mean, positive_number, positive_whole_number
 
 
 def test_numbers_above_zero_are_parsed():
@@ -30,18 +30,3 @@ def test_anything_else_is_refused(parse, text):
 def test_a_similar_name_is_found_whatever_its_dashes(word, name):
     """If nothing is similar, nothing is suggested."""
     assert did_you_mean(word, ["top", "doctor", "--dry-run", "--once"]) == (f" Did you mean {name}?" if name else "")
-
-
-def test_the_words_of_options_give_the_same_options():
-    """What is at its default, and positional arguments, are left out; a value may begin with a dash."""
-    parser = CommandParser()
-    parser.add_argument("--group", action="append", default=[])
-    parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("-n", "--note")
-    parser.add_argument("--whole", action="store_true")
-    parser.add_argument("rest", nargs="*")
-    options = parser.parse_args(["--group", "a=1", "--group", "b=2", "--note=-x y", "--whole", "script"])
-    words = parser.words(options)
-    assert words == ["--group", "a=1", "--group", "b=2", "--note=-x y", "--whole"]
-    assert vars(parser.parse_args([*words, "script"])) == vars(options)
-    assert parser.words(parser.parse_args([])) == []

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer reads pyproject.toml")
 REPOSITORY = Path(__file__).parents[2]
-CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base", "xxhash": "python-xxhash"}
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 # Of conda only: the interpreter, and what installs the pip part.
 CONDA_ONLY = {"python", "pip"}
 # Extras that belong into the image.

@@ -8,7 +8,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -75,10 +74,6 @@ class Owner(Protocol):
     @property
     def figures(self) -> RankFigures | None:
         """Measurements of this rank, sent with every heartbeat."""
-
-    @property
-    def bad_samples(self) -> Sequence[calls.BadSample]:
-        """The bad samples that this rank knows of, sent with every heartbeat."""
 
     def link_up(self, link: HostLink) -> None:
         """Note that the host is connected and has opened all loaders."""
@@ -232,7 +227,7 @@ class HostLink:
         while not self._closed.is_set():
             began = time.monotonic()
             try:
-                request = replace(self._client, figures=self._owner.figures, bad_samples=list(self._owner.bad_samples))
+                request = replace(self._client, figures=self._owner.figures)
                 with self._beating:
                     if self._closed.is_set():
                         return

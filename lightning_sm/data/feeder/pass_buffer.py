@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -13,7 +12,6 @@ from lightning_sm.data.feeder.answer import Answer, Piece
 from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfBlock, EndOfPass, StartPass
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.plan.replacement import with_replacements
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, Tail
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.frames import StepRangeHeader
@@ -36,22 +34,6 @@ _SLOT_PART = 1 / 2
 
 # The training process holds a whole block of shards' batches: let it take at most this part of the bytes ahead.
 _BLOCK_PART = 1 / 4
-
-
-def spec_at(plan: StepPlan, batch_spec: BatchSpec, step: int) -> BatchSpec:
-    """Return everything that the content of a step's batch depends on.
-
-    Args:
-        plan: The plan of the pass.
-        batch_spec: A batch of the pass, without position and keys.
-        step: The step.
-
-    Raises:
-        IndexError: The pass has no such step.
-    """
-    if isinstance(plan, ShardSteps):
-        return batch_spec._replace(keys=plan.batch(step))
-    return batch_spec._replace(order_length=plan.order_length, position=plan.position(step), keys=plan.batch(step))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,8 +75,6 @@ class PassBuffer:
         ready: Complete ranges by their first step.
         empty: Steps that are skipped, because their shard has no such batch.
         taken: The consumer has taken all steps below this one.
-        replacements: By step: the index that replaces a sample, by the sample's number in the batch.
-        raised: By step: of each failure since the last replacement, the number of the sample that raised.
     """
 
     def __init__(
@@ -119,15 +99,13 @@ class PassBuffer:
         self.ready: dict[int, InFlightRange] = {}
         self.empty: set[int] = set()
         self.taken = 0
-        self.replacements: dict[int, dict[int, int]] = {}
-        self.raised: defaultdict[int, list[int | None]] = defaultdict(list)
         self._has_ended = False
         self._produce_s = 0.0  # moving average of the seconds that a worker takes for a batch
         if isinstance(plan, ShardSteps):  # its step 0 is where the pass begins
             self.next_step = 0
             self.stop_step = plan.stop_step
         else:
-            stop = plan.num_steps if position.end_step is None else min(plan.num_steps, position.end_step)
+            stop = plan.num_steps if position.stop_step is None else min(plan.num_steps, position.stop_step)
             if position.tail == "hold" and tail.is_uneven and self.next_step < stop == plan.num_steps:
                 stop -= 1
                 self.held_step = stop
@@ -174,9 +152,12 @@ class PassBuffer:
 
     def spec_of(self, step: int) -> BatchSpec:
         """Return everything that the content of a step's batch depends on."""
-        spec = spec_at(self.plan, self.batch_spec, step)
-        by = self.replacements.get(step)
-        return spec if by is None else spec._replace(keys=with_replacements(spec.keys, by))
+        plan = self.plan
+        if isinstance(plan, ShardSteps):
+            return self.batch_spec._replace(keys=plan.batch(step))
+        return self.batch_spec._replace(
+            order_length=plan.order_length, position=plan.position(step), keys=plan.batch(step)
+        )
 
     def drop(self, request_id: int) -> None:
         """Forget a request, if it is in flight. Its slot is free as soon as no piece is being written to it."""
@@ -302,10 +283,6 @@ class PassBuffer:
     def _delivery(self, answer: InFlightRange) -> DeliveredRange:
         header = answer.header
         steps = range(answer.step_range.first, answer.step_range.stop)
-        shard = None
-        if isinstance(self.plan, ShardSteps):
-            _, number, offset, _ = self.plan.batch(steps.start).tolist()
-            shard = number, offset
         return DeliveredRange(
             pass_id=self.pass_id,
             ring=self.request.ring,
@@ -320,7 +297,6 @@ class PassBuffer:
             row=self.plan.row(answer.step_range.first) if isinstance(self.plan, ShardSteps) else None,
             keys=[self.plan.batch(step).tolist() for step in steps] if self.request.tells_keys else [],
             tail_weight=self.tail.weight if steps.stop == self.plan.num_steps else 1.0,
-            shard=shard,
             encoded_batches=header.encoded_batches,
         )
 

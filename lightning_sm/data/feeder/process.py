@@ -12,7 +12,7 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from lightning_sm.data.feeder.agreement import LoaderAgreements
 from lightning_sm.data.feeder.answer import Piece
-from lightning_sm.data.feeder.bad_samples import BadSamples, run_of
 from lightning_sm.data.feeder.batch_difference import BatchDifference
 from lightning_sm.data.feeder.equal_shards import EqualShards
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
@@ -33,21 +32,17 @@ from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.plan.replacement import replacement
 from lightning_sm.data.plan.shards import ShardSteps
-from lightning_sm.data.protocol.calls import BadSample, Loaders, Problem, SetUp
+from lightning_sm.data.protocol.calls import Loaders, Problem, SetUp
 from lightning_sm.data.protocol.failures import LOST_WORKERS, Failure, first_line
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
-from lightning_sm.errors import BatchTooLargeError, DataServiceError, RemoteTransformError, WireError
+from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
 
 # While an answer is in transit, its worker needs another request: send a host one more than it has workers.
 _EXTRA_CREDITS = 1
-
-# Of what a bad sample raises.
-_MAX_TEXT_CHARS = 200
 
 
 class Feeder:
@@ -67,7 +62,6 @@ class Feeder:
         self._scheduler = Scheduler(settings.hedge_factor)
         self._verifier = Verifier(settings.verify, settings.verify_share, lambda address: self._links[address].name)
         self._equal_shards = EqualShards(settings.verify)
-        self._bad_samples = BadSamples()
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, PassBuffer] = {}
         # Bytes of the largest batch by loader: the window of a later pass is right from its first request.
@@ -105,7 +99,6 @@ class Feeder:
                 try:
                     with self._lock:
                         self._agreements.tick(time.monotonic())
-                        self._take_bad_samples()
                 except DataServiceError as error:
                     self._fail(None, error)
                 self._send_requests()
@@ -181,8 +174,6 @@ class Feeder:
                 self._closed_early.remove(pass_id)
                 return
             self._buffers[pass_id] = buffer
-            if place.max_bad_samples:
-                self._bad_samples.begin_pass(place)
             self._scheduler.open_pass(
                 pass_id,
                 buffer.next_step,
@@ -272,47 +263,7 @@ class Feeder:
             passes = [pass_snapshot(status, now) for status in self._scheduler.passes()]
             transfers = dict(self._transfers)
         hosts = [host_snapshot(link, known.get(address), transfers[address]) for address, link in self._links.items()]
-        return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()), list(self.bad_samples))
-
-    # Samples that cannot be read
-
-    @property
-    def bad_samples(self) -> Sequence[BadSample]:
-        """The bad samples that this rank knows of, sent with every heartbeat."""
-        return self._bad_samples.known
-
-    def _take_bad_samples(self) -> None:
-        """Take note of the bad samples of other ranks.
-
-        Raises:
-            DataServiceError: All ranks together have more than the user permits.
-        """
-        reports = [link.report for link in self._links.values() if link.report is not None]
-        is_new = self._bad_samples.merge(one for report in reports for one in report.bad_samples)
-        if is_new and self._bad_samples.are_too_many:
-            raise RemoteTransformError(f"Too many samples raise.\n{self._bad_samples.describe()}")
-
-    def _replace_sample(self, buffer: PassBuffer, step: int, failure: Failure) -> bool:
-        """Replace the sample that has raised in a step, and return whether the step can be requested again."""
-        raised, item, plan = set(buffer.raised.pop(step, ())), failure.item, buffer.plan
-        # Two builds of the batch have failed. If at different samples, they may fail at any.
-        if item is None or raised != {item} or not buffer.place.max_bad_samples or isinstance(plan, ShardSteps):
-            return False
-        known = self._bad_samples
-        index = int(buffer.spec_of(step).keys[item])
-        text = first_line(failure.text)[:_MAX_TEXT_CHARS]
-        known.merge([BadSample(run_of(buffer.place), buffer.place.index, index, buffer.name, text)])
-        by = replacement(plan, step, item, known.indices(buffer.place.index))
-        if known.are_too_many or by is None:
-            return False
-        buffer.replacements.setdefault(step, {})[item] = by
-        self._notify(kinds.SampleReplaced(buffer.pass_id, step, item, index, by, text))
-        logger.warning(
-            "The sample with index %d of %s cannot be read: %s. Index %d replaces it in batch %d. Such samples so far: "
-            "%d (data_service.max_bad_samples=%d).",
-            *(index, buffer.name, text, by, step, len(known.known), known.limit),
-        )
-        return True
+        return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()))
 
     # Events of links
 
@@ -482,17 +433,10 @@ class Feeder:
             retry, reason = Retry.NEVER, _replaced(buffer.name)
         decision = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
         buffer.drop(request.request_id)
-        if retry is Retry.ONCE and request.step_range.num_steps == 1:
-            buffer.raised[request.first_step].append(failure.item)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            if retry is Retry.ONCE and self._replace_sample(buffer, request.first_step, failure):
-                self._scheduler.request_again(buffer.pass_id, request.first_step)
-                self._send_requests()
-                return
             keys = buffer.plan.batch(request.first_step).tolist()
-            bad = self._bad_samples.describe() if buffer.place.max_bad_samples else ""
-            self._fail(buffer.pass_id, explain(failure.error, request.first_step, decision, keys, bad))
+            self._fail(buffer.pass_id, explain(failure.error, request.first_step, decision, keys))
             return
         if is_missing:
             link.reopen()

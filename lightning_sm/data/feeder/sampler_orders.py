@@ -69,7 +69,7 @@ def plan_pass(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple
     loader, place, position = request.loader, request.place, request.position
     pads = position.tail == "pad"
     if loader.order == "shards":
-        plan = ShardSteps(place.num_shards, place.rank, place.world_size, position.first_step, position.end_step)
+        plan = ShardSteps(place.num_shards, place.rank, place.world_size, position.first_step, position.stop_step)
         return plan, Tail()
     if loader.order in ("sampler", "batch_sampler"):
         order = sampler_orders.get(request)

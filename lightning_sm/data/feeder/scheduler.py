@@ -564,12 +564,6 @@ class Scheduler:
             cancel=tuple(other for other in cancel if other is not request),
         )
 
-    def request_again(self, pass_id: int, step: int) -> None:
-        """Request a step whose failure has ended its pass, and forget the failure: another batch is requested now."""
-        current = self._passes[pass_id]
-        current.failures.pop(step, None)
-        insort(current.todo, StepRange(step, 1))
-
     # Decisions
 
     def next_requests(self, now: float) -> list[StepRequest]:

@@ -28,9 +28,7 @@ _ERRORS = ("DataSettingsError", *USER_ERRORS, "BatchTypeError", "BatchTooLargeEr
 _NUM_SHOWN_KEYS = 16
 
 
-def explain(
-    error: str, step: int, decision: FailureDecision, keys: list[int], bad_samples: str = ""
-) -> DataServiceError:
+def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -> DataServiceError:
     """Return the error of a pass that cannot continue.
 
     Args:
@@ -38,7 +36,6 @@ def explain(
         step: The step that failed.
         decision: All failures of the step: how and where workers were lost, or complete error messages.
         keys: Indices of the step.
-        bad_samples: Text on samples that were replaced until then, if the user permits that.
     """
     if error in LOST_WORKERS:
         more = len(keys) - _NUM_SHOWN_KEYS
@@ -55,7 +52,7 @@ def explain(
             f"much memory; indices {shown}."
         )
     kind: type[DataServiceError] = getattr(errors, error) if error in _ERRORS else DataServiceError
-    return kind("\n".join(filter(None, (decision.failures[-1], bad_samples))))
+    return kind(decision.failures[-1])
 
 
 def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostSnapshot:

@@ -37,13 +37,11 @@ class UserCodeError(Exception):
 
     Args:
         where: The index that failed, or the shard and the batch of it.
-        item: Number of the sample in the batch, if reading it failed.
     """
 
-    def __init__(self, where: str, item: int | None = None) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__(where)
         self.where = where
-        self.item = item
 
 
 class _ShardPass(NamedTuple):

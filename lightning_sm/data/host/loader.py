@@ -247,7 +247,7 @@ class ServedLoader:
                 raise UserCodeError(f"index {keys!r}") from error
         samples = []
         own_seeds = iter(seeds.of_samples(spec.positions) if seed else ())
-        for item, key in enumerate(keys):
+        for key in keys:
             if seed:
                 seed(next(own_seeds))
             if self._is_positional:
@@ -257,7 +257,7 @@ class ServedLoader:
             try:
                 samples.append(self._dataset[key])
             except Exception as error:
-                raise UserCodeError(f"index {key!r}", item) from error
+                raise UserCodeError(f"index {key!r}") from error
         return samples
 
     def _all_keys(self, spec: BatchSpec) -> list[Any]:

@@ -159,7 +159,7 @@ def _order_in_fork(fd: int, loader: ServedLoader, request: RunSampler) -> OrderS
     allowed_s = request.timeout_s * _PASS_SHARE
     outcome: OrderSize | Crashed | Problem
     try:
-        outcome = in_fork(partial(write_order, fd, loader, request.loader_pass), allowed_s)
+        outcome = in_fork(partial(_write_order, fd, loader, request.loader_pass), allowed_s)
     except TimeoutError as error:
         outcome = _late("A pass of the sampler", allowed_s, str(error))
     except ChildProcessError as error:
@@ -175,7 +175,7 @@ def _late(what: str, allowed_s: float, stacks: str) -> Problem:
     return Problem("DataTimeoutError", text)
 
 
-def write_order(fd: int, loader: ServedLoader, loader_pass: LoaderPass) -> OrderSize | Problem:
+def _write_order(fd: int, loader: ServedLoader, loader_pass: LoaderPass) -> OrderSize | Problem:
     """Run the sampler of a loader for a pass, write its order into the memory for it, and return its size.
 
     Return the error of the user's sampler, if it raises one.

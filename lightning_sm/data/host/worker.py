@@ -18,7 +18,6 @@ import torch
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.batch.arena import ALIGNMENT, Arena
 from lightning_sm.data.batch.compression import codec_of
-from lightning_sm.data.batch.content_hash import content_hash
 from lightning_sm.data.batch.encode import encode
 from lightning_sm.data.host.iterable import UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
@@ -85,12 +84,12 @@ def run_worker(
             if problem is not None:
                 requests.send(BuildAnswer(request.slot, problem))
             else:
-                outcome, batches = build_range(request, ring, openings, notes, worker_id)
+                outcome, batches = _build_range(request, ring, openings, notes, worker_id)
                 requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))
                 notes.clear()
 
 
-def build_range(
+def _build_range(
     request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], notes: WorkerNotes, worker_id: int
 ) -> tuple[BuiltRange | Failure | ShardEnd, list[EncodedBatch]]:
     """Build the batches of a request in a slot.
@@ -122,13 +121,12 @@ def build_range(
                     break
                 return batch, []
             structure = encode(batch, arena)
-            data = memory[start : start + arena.used]
-            batches.append(EncodedBatch(start, arena.used, structure, content_hash(structure, data)))
+            batches.append(EncodedBatch(start, arena.used, structure))
             used = start + arena.used
         loader.check_seeding()
         pieces = _compress(memory, used, spec.compression) if spec.compression else []
     except UserCodeError as error:
-        return Failure.of(error.__cause__ or error, error.where, error.item), []
+        return Failure.of(error.__cause__ or error, error.where), []
     except (BatchTypeError, BatchTooLargeError) as error:
         return Failure(type(error).__name__, str(error)), []
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import field
 from msgspec.structs import replace
 
 from lightning_sm import errors
 from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import BadSample, HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
+from lightning_sm.data.protocol.calls import HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials, Verify
@@ -105,9 +104,6 @@ class LoaderPlace(Struct, frozen=True):
         compression: Codec of batches on the network; empty: none.
         num_shards: Number of virtual shards of an iterable dataset.
         batches_per_pass: Batches of an iterable dataset in a pass; None: the user did not set it.
-        max_bad_samples: Samples of all training loaders that may be replaced; 0: none, a bad one is an error.
-        bad_samples: Samples that were replaced before this start: position of the training loader, index, name of the
-            loader, and what was raised.
     """
 
     request_name: str
@@ -124,8 +120,6 @@ class LoaderPlace(Struct, frozen=True):
     is_window_fixed: bool = False
     num_shards: int = 1
     batches_per_pass: int | None = None
-    max_bad_samples: int = 0
-    bad_samples: list[tuple[int, int, str, str]] = field(default_factory=list)
 
 
 # What to do if the batches of the ranks differ in size in the last step of a pass: leave them as they are, pad them, or
@@ -146,8 +140,6 @@ class Position(Struct, frozen=True):
         earlier_stop_step: End of the passes of earlier epochs, to which the Trainer limits them; None: it does not.
         order_stop: Samples (of a batch sampler: batches) after which the order of a sampler is cut; None: those that
             the pass needs.
-        pause_step: The first batch that the Trainer leaves out: the pass ends before it, and another one follows. None:
-            it leaves out none.
     """
 
     epoch: int = 0
@@ -158,12 +150,6 @@ class Position(Struct, frozen=True):
     tail: TailMode = "exact"
     earlier_stop_step: int | None = None
     order_stop: int | None = None
-    pause_step: int | None = None
-
-    @property
-    def end_step(self) -> int | None:
-        """The step before which its batches end; None: the end of the data."""
-        return min((step for step in (self.stop_step, self.pause_step) if step is not None), default=None)
 
 
 class PassRequest(Message, frozen=True):
@@ -278,7 +264,6 @@ class DeliveredRange(Message, frozen=True):
             belong to no block, and follow each other.
         keys: Indices of the samples of each batch; empty if they are not wanted.
         tail_weight: Weight of the last of the batches, see ``plan.samples.Tail``: 1 unless it is the last of the pass.
-        shard: Their virtual shard, and the number in it of the first batch; None: they are from none.
         encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
@@ -295,7 +280,6 @@ class DeliveredRange(Message, frozen=True):
     row: int | None
     keys: list[list[int]]
     tail_weight: float
-    shard: tuple[int, int] | None
     encoded_batches: bytes
 
     def figures(self) -> BatchFigures:
@@ -327,26 +311,6 @@ class EndOfPass(Message, frozen=True):
     pass_id: int
     num_batches: int | None
     held_step: int | None = None
-
-
-class SampleReplaced(Message, frozen=True):
-    """A sample that could not be read was replaced in a batch, which follows.
-
-    Attributes:
-        pass_id: Number of the pass.
-        step: Step of the batch.
-        item: Number of the sample in the batch.
-        bad: Index that could not be read: the sample's own, or one that was to replace it.
-        by: Index that is read in its place.
-        text: What was raised.
-    """
-
-    pass_id: int
-    step: int
-    item: int
-    bad: int
-    by: int
-    text: str
 
 
 class Failed(Message, frozen=True):
@@ -399,10 +363,8 @@ class FeederSnapshot(Message, frozen=True):
 
     Attributes:
         ranks: The figures of each rank that a data host has, by the name of the rank.
-        bad_samples: The bad samples that this rank knows of.
     """
 
     hosts: list[HostSnapshot]
     passes: list[PassSnapshot]
     ranks: dict[str, RankFigures]
-    bad_samples: list[BadSample] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, Union
+from typing import Annotated, Any, ClassVar, TypeVar, Union
 
 from msgspec import Meta, field
 
@@ -24,7 +24,7 @@ from lightning_sm.data.protocol.codec import (
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription, LoaderKind
-from lightning_sm.data.settings import MAX_BAD_SAMPLES, MAX_SHARDS
+from lightning_sm.data.settings import MAX_SHARDS
 from lightning_sm.errors import DataServiceError, WireError
 
 _MAX_DEPTH = 64
@@ -119,28 +119,6 @@ class LoadRequest(Request, frozen=True):
     num_bytes: Natural
 
 
-class BadSample(Struct, frozen=True):
-    """A sample of a training loader that raised when the dataset was indexed, on two data hosts if there are two.
-
-    Attributes:
-        run: Name of the run of the Trainer.
-        loader: Position of the loader among the training loaders.
-        index: Its index in the dataset.
-        name: Name of the loader.
-        text: What was raised.
-    """
-
-    run: Name
-    loader: Natural
-    index: AnyInt
-    name: Name
-    text: str
-
-
-# More than a user may permit: training fails by then.
-BadSampleList: TypeAlias = Annotated[list[BadSample], Meta(max_length=2 * MAX_BAD_SAMPLES)]
-
-
 class HeartbeatRequest(Request, frozen=True):
     """A sign of life of a rank; answered by ``HostReport``.
 
@@ -150,7 +128,6 @@ class HeartbeatRequest(Request, frozen=True):
         figures: What the rank has measured, once it trains.
         wants_figures: Whether the answer is to have the figures of all ranks.
         host: Its host, for those who look.
-        bad_samples: The bad samples that it knows of.
     """
 
     NAME = "Heartbeat"
@@ -160,7 +137,6 @@ class HeartbeatRequest(Request, frozen=True):
     figures: RankFigures | None = None
     wants_figures: bool = False
     host: Name = ""
-    bad_samples: BadSampleList = field(default_factory=list)
 
 
 class FinishRequest(Request, frozen=True):
@@ -389,7 +365,6 @@ class HostReport(Struct, frozen=True):
         hosts: The trainer host of each rank, by the rank's name; in answers to Status only.
         channels: Names of its input channels; in answers to Status only.
         stream_port: Port for the stream of this rank, if it is another than that of the data host; 0: it is not.
-        bad_samples: Those that ranks have told of, in answers to Heartbeat only.
     """
 
     name: str
@@ -405,7 +380,6 @@ class HostReport(Struct, frozen=True):
     stream_port: Port = 0
     hosts: dict[str, str] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
-    bad_samples: BadSampleList = field(default_factory=list)
 
     @classmethod
     def parse(cls, data: bytes) -> HostReport:

@@ -6,7 +6,6 @@ import traceback
 from typing import TypeVar
 
 from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.codec import Natural
 from lightning_sm.errors import DataSettingsError
 
 # The names of failures of a worker that died: with a task, or before it was ready for one.
@@ -26,17 +25,15 @@ class Failure(Struct, frozen=True, tag=True):
         text: What happened: a sentence, or the type and the message of an exception in the user's code.
         where: The hook, index or step at which the user's code failed, and the worker; empty: unknown.
         traceback: The traceback of such an exception, as Python prints it; else empty.
-        item: Number of the sample in its batch, if reading it from the dataset raised the exception.
     """
 
     error: str
     text: str
     where: str = ""
     traceback: str = ""
-    item: Natural | None = None
 
     @classmethod
-    def of(cls: type[_Failure], error: BaseException, where: str = "", item: int | None = None) -> _Failure:
+    def of(cls: type[_Failure], error: BaseException, where: str = "") -> _Failure:
         """Describe an exception that the user's code raised, or that is about the user's settings."""
         if isinstance(error, DataSettingsError):
             return cls("DataSettingsError", str(error), where)
@@ -44,7 +41,7 @@ class Failure(Struct, frozen=True, tag=True):
         # A SyntaxError begins with its file and line, which Python indents, and which the traceback has, too.
         what = next(line for line in only if not line.startswith(" "))
         name = "RemoteImportError" if isinstance(error, (ImportError, SyntaxError)) else "RemoteTransformError"
-        return cls(name, what.rstrip(), where, "".join(traceback.format_exception(error)), item)
+        return cls(name, what.rstrip(), where, "".join(traceback.format_exception(error)))
 
     def at(self, place: str) -> str:
         """Return what happened, where, and the traceback.

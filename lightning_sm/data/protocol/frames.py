@@ -18,7 +18,7 @@ MAX_HEADER_BYTES = 64 << 20
 _FRAME = struct.Struct("<IBxxxQII")
 _HEADER = struct.Struct("<QddI")
 _COUNT = struct.Struct("<I")
-_BATCH = struct.Struct("<QQIQ")
+_BATCH = struct.Struct("<QQI")
 FRAME_BYTES = _FRAME.size
 MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _HEADER.size
 
@@ -190,13 +190,11 @@ class EncodedBatch(NamedTuple):
         start: Where its bytes begin.
         num_bytes: How many they are.
         structure: The header from ``encode``.
-        content_hash: ``content_hash`` of both, by the worker that built it.
     """
 
     start: int
     num_bytes: int
     structure: bytes
-    content_hash: int = 0
 
 
 def pack_batches(batches: Sequence[EncodedBatch]) -> bytes:
@@ -204,7 +202,7 @@ def pack_batches(batches: Sequence[EncodedBatch]) -> bytes:
 
     All processes on the way pass ``encoded_batches`` on as they are; the training process unpacks them.
     """
-    table = [_BATCH.pack(one.start, one.num_bytes, len(one.structure), one.content_hash) for one in batches]
+    table = [_BATCH.pack(one.start, one.num_bytes, len(one.structure)) for one in batches]
     return b"".join([_COUNT.pack(len(batches)), *table, *(batch.structure for batch in batches)])
 
 
@@ -223,10 +221,10 @@ def unpack_batches(data: bytes, num_bytes: int) -> list[EncodedBatch]:
     if len(data) < position:
         raise WireError(f"{num_batches} batches are described in {len(data)} bytes.")
     batches = []
-    for start, size, length, content_hash in _BATCH.iter_unpack(memoryview(data)[_COUNT.size : position]):
+    for start, size, length in _BATCH.iter_unpack(memoryview(data)[_COUNT.size : position]):
         if start + size > num_bytes:
             raise WireError(f"A batch lies at bytes {start} to {start + size} of {num_bytes}.")
-        batches.append(EncodedBatch(start, size, data[position : position + length], content_hash))
+        batches.append(EncodedBatch(start, size, data[position : position + length]))
         position += length
     if position != len(data):
         raise WireError(f"The structures of {num_batches} batches have {position} bytes, but {len(data)} arrived.")

@@ -30,7 +30,7 @@ from lightning_sm.data.server.sampler_orders import SamplerOrderCache
 from lightning_sm.data.server.shard_counts import ShardCounts
 from lightning_sm.data.server.stream import FetchMethod, nothing
 from lightning_sm.data.server.worker_pool import Answer, Task, WorkerPool
-from lightning_sm.data.settings import MAX_BAD_SAMPLES, MAX_SHARDS, HostSettings
+from lightning_sm.data.settings import MAX_SHARDS, HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,6 @@ class ServerProcess:
         self._fetch = FetchMethod(self._start)
         self._network: NetworkProcesses | None = None
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
-        self._bad_samples: dict[str, list[calls.BadSample]] = {}  # by trainer rank
         self._hosts: dict[str, str] = {}  # by trainer rank
         self._peers = TrustedPeers(settings)
         self._handlers = {
@@ -280,20 +279,12 @@ class ServerProcess:
                 self._hosts[beat.client] = beat.host
                 if beat.figures is not None:
                     self._figures[beat.client] = beat.figures
-                self._bad_samples[beat.client] = beat.bad_samples
                 figures = dict(self._figures) if beat.wants_figures else {}
         except DataHostMismatchError as error:
             # Not final: the trainer tries again, and the others may have ended by then.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         port = self._network.port_for(beat.client) if self._network is not None else 0
-        return structs.replace(self._report(figures, port), bad_samples=self._all_bad_samples()).encode()
-
-    def _all_bad_samples(self) -> list[calls.BadSample]:
-        """Return those of all ranks, each once, as many as an answer may have."""
-        with self._leasing:
-            reported = list(self._bad_samples.values())
-        found = {(one.run, one.loader, one.index): one for samples in reported for one in samples}
-        return list(found.values())[: 2 * MAX_BAD_SAMPLES]
+        return self._report(figures, port).encode()
 
     def _status(self, _request: bytes, _context: Any) -> bytes:
         """Answer a call that only looks: it needs no lease, and grants none."""
@@ -321,7 +312,6 @@ class ServerProcess:
             self._send(host_messages.TrainerFinished(last.is_success))
             self._leases.finish(client, problem, time.monotonic())
             self._figures.pop(client, None)
-            self._bad_samples.pop(client, None)
             self._hosts.pop(client, None)
         return b"{}"
 

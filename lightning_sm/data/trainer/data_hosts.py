@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
-from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +12,7 @@ from msgspec.structs import replace
 
 from lightning_sm._lightning import CombinedLoader, IndexBatchSamplerWrapper, LightningDataModule
 from lightning_sm.data.host.pickler import pickle_object
-from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders, Position, SampleReplaced
+from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders
 from lightning_sm.data.plan.shards import default_num_shards
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest, SetUp, put_together
 from lightning_sm.data.protocol.spec import TRAINER_VALUES, LoaderDescription, LoaderKind
@@ -24,10 +22,8 @@ from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.position import Progress, position_of, reach, step_limit
 from lightning_sm.data.trainer.script_state import state_at_first_run
-from lightning_sm.data.trainer.skipped_steps import SkippedSteps
 from lightning_sm.data.trainer.travel import TravellingModule
-from lightning_sm.errors import DataServiceError, DataSettingsError
-from lightning_sm.record.events import ReplacedSample, TrainingPass
+from lightning_sm.errors import DataSettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +46,6 @@ class DataHosts:
         module: The user's DataModule, as it travels to the data hosts.
         progress: Saves and restores the position in the data.
         last_step: Decides what to do where ranks have different numbers of samples.
-        skipped_steps: Leaves out steps.
     """
 
     def __init__(self, datamodule: LightningDataModule, connection: ServiceConnection, seed: int | None) -> None:
@@ -59,8 +54,6 @@ class DataHosts:
         self.seed = seed
         self.progress = Progress()
         self.last_step = LastStep(connection.settings.tail)
-        self.skipped_steps = SkippedSteps(connection.settings.skipped_steps)
-        self._bad_samples: list[tuple[int, int, str, str]] = []  # in the last checkpoint
         self._trainer_run = 0
         self._run_seed = 0
         self._stage = ""
@@ -69,8 +62,6 @@ class DataHosts:
         # The DataModule's plain attributes when the loaders for training were made, and those named in a warning.
         self._served: dict[str, str] = {}
         self._warned: set[str] = set()
-        # The request with which the data hosts opened the loaders for training.
-        self._opened_for_training: OpenRequest
 
     def set_up(self, stage: str) -> None:
         """Connect, and wait until the data hosts have run the user's ``setup``.
@@ -88,18 +79,9 @@ class DataHosts:
         self._run_seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
         if self._trainer is not None:
             # The seed as well: a script may seed each rank differently, but all must compute the same plan.
-            own = self.skipped_steps.steps
-            self._trainer_run, self._run_seed, main = self._trainer.strategy.broadcast(
-                (self._trainer_run, self._run_seed, own)
-            )
-            if own != main:
-                raise DataSettingsError(
-                    f"data_service.skip_steps is {_named(own)} on rank {self._trainer.global_rank}, but {_named(main)} "
-                    "on rank 0. Set it alike on all ranks: they train together."
-                )
+            self._trainer_run, self._run_seed = self._trainer.strategy.broadcast((self._trainer_run, self._run_seed))
         self.connection.reporter.begin_run()
         self.progress.begin_run()
-        self._bad_samples = []
         self._opened.clear()
         self.connection.open(self._trainer)
         self.module.take(cast("SetUp", self._request_loaders("")))
@@ -120,18 +102,6 @@ class DataHosts:
         _, structure, loaders = self._opened[stage]
         return put_together(structure, loaders.__getitem__, CombinedLoader)
 
-    def bad_samples(self) -> list[tuple[int, int, str, str]]:
-        """Return the training samples that were replaced until now, on any rank, as ``LoaderPlace`` has them."""
-        if not self.connection.settings.max_bad_samples:
-            return []
-        try:
-            known = self.connection.feeder.snapshot().bad_samples
-        except DataServiceError as error:  # a checkpoint of a rank that has failed, whose feeder may be gone
-            logger.warning("The checkpoint lacks the bad samples since the last one: %s", error)
-        else:
-            self._bad_samples = [(one.loader, one.index, one.name, one.text) for one in known]
-        return self._bad_samples or self.progress.bad_samples
-
     def end_run(self) -> None:
         """Report the last epoch of a run of the Trainer, and drop its loaders."""
         if self.connection.is_open:
@@ -147,8 +117,6 @@ class DataHosts:
         if loaders and isinstance(self.module.datamodule, BareLoaders):
             self.module.datamodule.make(loaders)
         message = self._open_message(loaders)
-        if loaders == "train":
-            self._opened_for_training = message.request
         return self.connection.feeder.open_loaders(message, self.connection.settings.startup_timeout_s)
 
     def _open_message(self, loaders: LoaderKind) -> OpenLoaders:
@@ -238,8 +206,6 @@ class DataHosts:
             ):
                 # As Lightning does with a DataLoader: the order of the dataset, in all epochs.
                 description = replace(description, order="sequential", num_samples=description.dataset_length)
-            if stage == "train" and self.connection.settings.max_bad_samples:
-                _check_replaceable(description)
             place = self._place(stage, index, description)
             slots = self.connection.slots(description, place, is_pinned=not self._copies_batches())
             _warn_of_unused_length(description, place)
@@ -257,7 +223,7 @@ class DataHosts:
                 description,
                 place,
                 slots,
-                self._position_of,
+                lambda loader, iterator: position_of(loader, iterator, self._trainer),
             )
             loader.last_step = self.last_step
             loader.limit = partial(step_limit, loader, self._trainer)
@@ -275,11 +241,7 @@ class DataHosts:
                     loader.on_batch = partial(
                         self.connection.reporter.batch, self._trainer, is_step=loader is loaders[0]
                     )
-                    loader.on_origin = partial(self.connection.reporter.add_origin, index=loader.place.index)
-                    loader.on_pass = self._begin_pass
-                    loader.on_replaced = partial(self._note_replaced, loader)
             self.progress.follow(loaders)
-            self.skipped_steps.follow(loaders)
         if loaders:
             logger.debug(
                 "%s_dataloader(): for each of %d loaders, this rank requests up to %d batches (%.0f MB) ahead, and has "
@@ -328,9 +290,6 @@ class DataHosts:
             num_shards=num_shards or default_num_shards(world_size),
             # A validation whose shards restart, or that ends early, would give wrong metrics.
             batches_per_pass=settings.batches_per_epoch if stage == "train" else None,
-            # Others would change metrics and predictions.
-            max_bad_samples=settings.max_bad_samples if stage == "train" else 0,
-            bad_samples=[one for one in self.progress.bad_samples if one[0] == index] if stage == "train" else [],
         )
 
     def _data_ranks(self, stage: str, description: LoaderDescription) -> tuple[int, int]:
@@ -363,43 +322,6 @@ class DataHosts:
             return 0, 1  # every rank gets everything that the sampler yields
         return int(ranks["rank"]), int(ranks["num_replicas"])
 
-    def _position_of(self, loader: RemoteLoader, iterator: Iterator[Any]) -> Position:
-        position = position_of(loader, iterator, self._trainer)
-        if loader.place.stage != "train" or self._trainer is None or position.is_manual_iteration:
-            return position
-        return self.skipped_steps.paused(position, loader, self._trainer)
-
-    def _begin_pass(self, begun: TrainingPass) -> None:
-        num_repeated = 0 if begun.num_skipped else self.progress.num_repeated(begun.epoch, begun.first_step)
-        opened = self._opened_for_training
-        self.connection.reporter.begin_pass(
-            replace(
-                begun,
-                num_repeated=num_repeated,
-                opened_epoch=opened.epoch,
-                hook_seed=opened.seed,
-                trainer=opened.trainer,
-                has_state=self.module.state is not None,
-            )
-        )
-
-    def _note_replaced(self, loader: RemoteLoader, sample: SampleReplaced, position: Position) -> None:
-        self.connection.reporter.note_replaced(
-            ReplacedSample(
-                t=time.time(),
-                fit="",
-                loader=loader.description.name,
-                index=loader.place.index,
-                epoch=position.epoch,
-                pass_index=position.pass_index,
-                step=sample.step,
-                item=sample.item,
-                bad=sample.bad,
-                by=sample.by,
-                text=sample.text,
-            )
-        )
-
     def _begin_epoch(self, _: int) -> None:
         """Report the last epoch and resume: Lightning announces an epoch to loaders before it reads its progress."""
         self.connection.reporter.end_epoch(self._trainer)
@@ -421,21 +343,6 @@ class DataHosts:
                     name,
                     type(self.module.datamodule).__name__,
                 )
-
-
-def _check_replaceable(description: LoaderDescription) -> None:
-    """Check that a training loader has samples that can be replaced."""
-    if description.has_indices:
-        return
-    why = "its sampler yields no integers" if description.order != "shards" else "its dataset is iterable"
-    raise DataSettingsError(
-        f"data_service.max_bad_samples replaces samples by their index, and those of {description.name} have none: "
-        f"{why}. Catch the exceptions in the code of the dataset, or leave the setting out."
-    )
-
-
-def _named(steps: Iterable[range]) -> str:
-    return ", ".join(f"{one[0]}-{one[-1]}" for one in steps) or "not set"
 
 
 class _SeenIndices(IndexBatchSamplerWrapper):

@@ -202,7 +202,7 @@ class RemoteDataModule(LightningDataModule):
                 )
             if self._hosts.progress not in trainer.callbacks:
                 own = self._hosts
-                trainer.callbacks[:0] = [own.progress, own.last_step, own.skipped_steps, own.connection.reporter]
+                trainer.callbacks[:0] = [own.progress, own.last_step, own.connection.reporter]
         self._hosts.set_up(stage)
 
     def teardown(self, stage: str) -> None:

@@ -31,9 +31,7 @@ _EXIT_TIMEOUT_S = 10.0
 _SLOT_POLL_S = 0.002
 
 
-_OfPass: TypeAlias = (
-    kinds.DeliveredRange | kinds.SampleReplaced | kinds.EndOfBlock | kinds.EndOfPass | kinds.Length | kinds.Failed
-)
+_OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfBlock | kinds.EndOfPass | kinds.Length | kinds.Failed
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -329,12 +327,7 @@ class FeederClient:
             case kinds.Failed(pass_id=None) as error:
                 self._error = error
             case (
-                kinds.DeliveredRange()
-                | kinds.SampleReplaced()
-                | kinds.EndOfBlock()
-                | kinds.EndOfPass()
-                | kinds.Length()
-                | kinds.Failed()
+                kinds.DeliveredRange() | kinds.EndOfBlock() | kinds.EndOfPass() | kinds.Length() | kinds.Failed()
             ) as of_pass:
                 inbox = self._inboxes.get(of_pass.pass_id or 0)
                 if inbox is None:  # of a pass that has been closed since

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -12,14 +11,7 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_sm.data.ipc.feeder_messages import (
-    DeliveredRange,
-    EndOfPass,
-    LoaderPlace,
-    PassRequest,
-    Position,
-    SampleReplaced,
-)
+from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, LoaderPlace, PassRequest, Position
 from lightning_sm.data.plan.samples import num_steps
 from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.spec import FIRST_BY_HAND, LoaderDescription
@@ -27,8 +19,7 @@ from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.passes import ShardPasses
 from lightning_sm.data.trainer.resume import SamplerOrderId
-from lightning_sm.data.trainer.slots import BatchOrigin, SlotPool, SlotRing
-from lightning_sm.record.events import TrainingPass
+from lightning_sm.data.trainer.slots import SlotPool, SlotRing
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +57,6 @@ class RemoteLoader:
         self.reach: Callable[[], int | None] = lambda: None
         # The order of the sampler in the last pass of the Trainer.
         self.order: SamplerOrderId | None = None
-        self._order_steps: int | None = None
         self.num_passes = 0
         self._by_hand = -1, 0  # epoch, index of the user's last own pass in it
         # The last evaluation, and the index of the last pass in it.
@@ -81,14 +71,8 @@ class RemoteLoader:
         # Called when the training loop begins to wait for a batch, and with its figures when it has arrived.
         self.on_wait: Callable[[], None] | None = None
         self.on_batch: Callable[[BatchFigures], None] | None = None
-        # Called with a batch's origin, and the index of its pass.
-        self.on_origin: Callable[[BatchOrigin, int], None] | None = None
-        # Called at the start of each pass of the Trainer.
-        self.on_pass: Callable[[TrainingPass], None] | None = None
         # Called with the indices of each batch of the Trainer.
         self.on_indices: Callable[[list[int]], None] | None = None
-        # Called with a sample that was replaced in a batch that follows, and the position of its pass.
-        self.on_replaced: Callable[[SampleReplaced, Position], None] | None = None
         self.last_step: LastStep | None = None
         self._is_made = True
 
@@ -184,7 +168,6 @@ class RemoteLoader:
             stop = PassRequest(0, self.place, self.description, position).loader_pass.stop
             length = self._client.length(self.place, self.description, position)
             self.order = SamplerOrderId(position.pass_index, stop, length.digest)
-            self._order_steps = None if length.is_cut else length.num_steps
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, from 0; Lightning calls it through ``sampler``."""
@@ -205,8 +188,8 @@ class RemoteLoader:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy in another process gives no batches."""
         own = (
-            *("_client", "_position", "slots", "limit", "reach", "on_epoch", "on_wait", "on_batch", "on_origin"),
-            *("on_pass", "on_indices", "on_replaced", "last_step", "_in_evaluation"),
+            *("_client", "_position", "slots", "limit", "reach", "on_epoch", "on_wait", "on_batch", "on_indices"),
+            *("last_step", "_in_evaluation"),
         )
         return {name: value for name, value in vars(self).items() if name not in own}
 
@@ -241,53 +224,6 @@ class RemoteLoader:
         self.num_passes += 1
         self._note_order(position)
         return position if self._shards is None else self._shards.begin(position)
-
-    def leave_out(self, position: Position, num_batches: int, steps: range) -> int:
-        """Tell that the Trainer leaves out batches of a pass, and return how many of them the pass has.
-
-        Args:
-            position: Where the first of them is.
-            num_batches: How many they are at most.
-            steps: The steps that they belong to, as loggers count.
-        """
-        num = min(num_batches, max(0, len(self) - position.first_step))
-        if num and self.on_pass is not None:
-            self._note_order(position)
-            described = self._described(position)
-            self.on_pass(replace(described, num_skipped=num, skipped_steps=[steps[0], steps[-1]]))
-        return num
-
-    def _described(self, position: Position) -> TrainingPass:
-        """Describe a pass for the record of the run."""
-        description, place, steps = self.description, self.place, self._order_steps
-        if self._shards is not None:
-            steps = self._shards.length
-        elif description.order in ("sequential", "shuffled"):
-            steps = len(self)
-        return TrainingPass(
-            t=time.time(),
-            fit="",
-            loader=description.name,
-            index=place.index,
-            dataset=description.dataset,
-            data=description.identity,
-            order=description.order,
-            digest="" if self.order is None else self.order.digest,
-            seed=place.seed,
-            epoch=position.epoch,
-            pass_index=position.pass_index,
-            first_step=position.first_step,
-            stop_step=position.stop_step,
-            num_steps=steps,
-            num_samples=description.num_samples,
-            batch_size=description.batch_size,
-            drop_last=description.drop_last,
-            tail=position.tail,
-            rank=place.rank,
-            world_size=place.world_size,
-            num_shards=place.num_shards if self._shards is not None else 0,
-            earlier_stop_step=position.earlier_stop_step,
-        )
 
 
 class RemoteDataset:
@@ -346,8 +282,8 @@ class RemoteDataset:
         return f"{description.dataset} ({description.name}) is on the data hosts, and a trainer has only its length."
 
 
-# (figures of a batch, iterator over the batches of its slot and their origins, which yields it, its weight).
-_BatchSource: TypeAlias = tuple[BatchFigures, Iterator[tuple[Any, BatchOrigin]], float]
+# (figures of a batch, iterator over the batches of its slot, which yields it, its weight).
+_BatchSource: TypeAlias = tuple[BatchFigures, Iterator[Any], float]
 
 
 class _PassIterator(Iterator[Any]):
@@ -367,7 +303,6 @@ class _PassIterator(Iterator[Any]):
         self._end: EndOfPass | None = None
         self._keys: Iterator[list[int]] = iter(())
         self._figures: BatchFigures
-        self._origin: BatchOrigin
 
     def __next__(self) -> Any:
         if self._is_over:
@@ -383,8 +318,6 @@ class _PassIterator(Iterator[Any]):
             return batch
         if self._loader.on_batch is not None:
             self._loader.on_batch(self._figures)
-        if self._loader.on_origin is not None:
-            self._loader.on_origin(self._origin, self._position.pass_index)
         if self._loader.on_indices is not None:
             self._loader.on_indices(next(self._keys))
         return batch
@@ -397,8 +330,7 @@ class _PassIterator(Iterator[Any]):
         self._figures, batches, weight = self._sources.popleft()
         if self._loader.last_step is not None:
             self._loader.last_step.take(weight, is_manual=self._position.is_manual_iteration)
-        batch, self._origin = next(batches)
-        return batch
+        return next(batches)
 
     def _receive(self, ring: SlotRing) -> None:
         """Wait for the next batches.
@@ -420,10 +352,6 @@ class _PassIterator(Iterator[Any]):
                 self._block_rows[row].append(source)
             self._sources.extend(self._block_rows.pop(0, ()))
             return
-        if isinstance(message, SampleReplaced):
-            if self._loader.on_replaced is not None:
-                self._loader.on_replaced(message, self._position)
-            return
         for row in sorted(self._block_rows):
             self._sources.extend(self._block_rows[row])
         self._block_rows.clear()
@@ -433,8 +361,6 @@ class _PassIterator(Iterator[Any]):
                 self._start_again(message)
 
     def _start(self, position: Position) -> SlotRing:
-        if self._loader.on_pass is not None and not position.is_manual_iteration:
-            self._loader.on_pass(self._loader._described(position))
         slots = self._loader.slots
         ring = slots.take()
         logger.debug(
@@ -454,17 +380,14 @@ class _PassIterator(Iterator[Any]):
         return ring
 
     def _start_again(self, end: EndOfPass) -> None:
-        """Continue behind batches that are left out, with the last step if it was held back, or where shards end.
+        """Continue with the last step, if it was held back, or start over where the shards end within the pass.
 
         Raises:
             StopIteration: The pass is over.
         """
         shards, last_step = self._loader._shards, self._loader.last_step
         position = None
-        pause, num_batches = self._position.pause_step, end.num_batches
-        if pause is not None and (num_batches is None or num_batches >= pause):
-            position = self._loader._start_position(self)
-        elif end.held_step is not None and last_step is not None:
+        if end.held_step is not None and last_step is not None:
             mode = last_step.mode_of_held(self._loader.description, self._loader.place)
             position = replace(self._position, first_step=end.held_step, tail=mode)
         elif shards is not None and end.num_batches is not None:

@@ -132,7 +132,4 @@ class ShardPasses:
                 num_batches,
                 self.length,
             )
-        pause = None if position.pause_step is None else position.pause_step - num_batches
-        return replace(
-            position, pass_index=position.pass_index + _ROUND, first_step=first, stop_step=stop, pause_step=pause
-        )
+        return replace(position, pass_index=position.pass_index + _ROUND, first_step=first, stop_step=stop)

@@ -15,7 +15,6 @@ from lightning_sm.data.trainer.resume import LoaderPosition, SamplerOrderId, Sav
 _warn_once = rank_zero_only(logging.getLogger(__name__).warning)
 
 _CHECKPOINT_KEY = "lightning_sm.data"
-_BAD_SAMPLES_KEY = "lightning_sm.bad_samples"
 
 
 class Progress(UnlistedCallback):
@@ -28,7 +27,6 @@ class Progress(UnlistedCallback):
     Attributes:
         origin: The position in the checkpoint from which training resumes, else None. With another seed or number
             of shards, the rest of the epoch would have other batches.
-        bad_samples: The samples that were replaced until the checkpoint was saved, see ``LoaderPlace``.
     """
 
     def __init__(self) -> None:
@@ -38,11 +36,8 @@ class Progress(UnlistedCallback):
     def begin_run(self) -> None:
         """Forget the checkpoint of an earlier run of the Trainer: this run may have another seed."""
         self.origin: SavedPosition | None = None
-        self.bad_samples: list[tuple[int, int, str, str]] = []
         self._is_due = False
         self._foreign_batches = 0  # of an epoch that began without data hosts
-        # Epoch and batch at which training resumed, and the samples that repeat from there on.
-        self._repeats = 0, 0, 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the loaders, which belong to this process: strategies that spawn pickle the Trainer."""
@@ -55,7 +50,7 @@ class Progress(UnlistedCallback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the position to a checkpoint."""
         # The Trainer may have a different DataModule by now.
-        hosts: Any = getattr(trainer.datamodule, "_hosts", None)
+        hosts = getattr(trainer.datamodule, "_hosts", None)
         if not self._loaders or getattr(hosts, "progress", None) is not self:
             return
         fit_loop = trainer.fit_loop
@@ -67,9 +62,6 @@ class Progress(UnlistedCallback):
             loaders=tuple(_position_in(loader, loader.order) for loader in self._loaders),
         )
         checkpoint[_CHECKPOINT_KEY] = position.to_json()
-        bad_samples = hosts.bad_samples()
-        if bad_samples:
-            checkpoint[_BAD_SAMPLES_KEY] = bad_samples
         # With states of loaders in it, Lightning would refuse to resume without data hosts, from stateless loaders.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
@@ -79,7 +71,6 @@ class Progress(UnlistedCallback):
         Raises:
             ResumeError: The position has an unknown version.
         """
-        self.bad_samples = [tuple(one) for one in checkpoint.get(_BAD_SAMPLES_KEY, ())]
         position = checkpoint.get(_CHECKPOINT_KEY)
         if position is not None:
             self.origin = SavedPosition.from_json(position)
@@ -87,11 +78,6 @@ class Progress(UnlistedCallback):
         elif "loops" in checkpoint:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             self._foreign_batches = 0 if progress["is_last_batch"] else int(progress["current"]["processed"])
-
-    def num_repeated(self, epoch: int, first_step: int) -> int:
-        """Return the samples that each training loader repeats in a pass which starts there."""
-        *start, number = self._repeats
-        return number if start == [epoch, first_step] else 0
 
     def resume(self, trainer: Any) -> None:
         """Convert the Trainer's batch count after a resume within an epoch with other ranks or batch sizes.
@@ -117,7 +103,6 @@ class Progress(UnlistedCallback):
         if saved is None:
             return
         batches, num_repeated = saved.batches_for(_resumed_positions(self._loaders, saved))
-        self._repeats = saved.epoch, batches, num_repeated
         if batches == saved.batches:
             return
         _warn_once(
@@ -159,8 +144,9 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
         stop_step = _evaluation_limit(loader, combined, trainer)
         pass_index = loader.next_pass_in(combined._iterator)
         return Position(epoch, pass_index, 0, stop_step, earlier_stop_step=step_limit(loader, trainer))
+    limit = trainer.num_training_batches
     taken = batches_taken(trainer)
-    if loader.num_passes == 0 and trainer.num_training_batches == float("inf"):
+    if loader.num_passes == 0 and limit == float("inf"):
         # Lightning fetches the first batch of a loader without length before it has reset the progress.
         if not fit_loop.restarting:
             taken = 0
@@ -168,30 +154,17 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
             taken = 0
             total = fit_loop.epoch_progress.total
             epoch += total.processed < total.started
-    return training_position(loader, trainer, epoch, taken)
-
-
-def training_position(loader: RemoteLoader, trainer: Any, epoch: int, taken: int) -> Position:
-    """Return where a pass of the Trainer over a training loader starts.
-
-    Args:
-        loader: The loader.
-        trainer: The Trainer.
-        epoch: The epoch, from 0.
-        taken: The Trainer's batches of the epoch before the pass.
-    """
-    limit = trainer.num_training_batches
     try:
         length = max(1, len(loader))
     except TypeError:
         pass_index, first_step = 0, taken
     else:
         # A CombinedLoader that cycles restarts a short loader within the epoch; otherwise, the loader stays at its end.
-        is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
+        is_cycle = fit_loop._combined_loader._mode == "max_size_cycle"
         pass_index, first_step = divmod(taken, length) if is_cycle else (0, min(taken, length))
     stop_step = None if limit == float("inf") else first_step + max(0, int(limit) - taken)
     if stop_step is None and loader.description.order in ("sampler", "batch_sampler"):
-        left = batches_left(trainer)
+        left = _batches_left(trainer)
         # One more: Lightning validates where the data ends, but not where max_steps ends a training.
         stop_step = None if left is None else first_step + left + 1
     return Position(epoch, pass_index, first_step, stop_step, earlier_stop_step=step_limit(loader, trainer))
@@ -217,12 +190,12 @@ def reach(loader: RemoteLoader, trainer: Any) -> int | None:
     """
     limit = step_limit(loader, trainer)
     if limit is None and trainer is not None and loader.place.stage == "train":
-        left = batches_left(trainer)
+        left = _batches_left(trainer)
         return None if left is None else batches_taken(trainer) + left
     return limit
 
 
-def batches_left(trainer: Any) -> int | None:
+def _batches_left(trainer: Any) -> int | None:
     """Return the batches until ``max_steps``; None: it is not set, or the user's code decides when to step."""
     if trainer.max_steps < 0 or not trainer.lightning_module.automatic_optimization:
         return None

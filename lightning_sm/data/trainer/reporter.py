@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +16,13 @@ from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFi
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.metrics import logger_metrics, wait_metrics
 from lightning_sm.data.trainer.position import batches_taken
-from lightning_sm.data.trainer.slots import BatchOrigin
 from lightning_sm.data.trainer.verdict import slowest, trouble, verdict
 from lightning_sm.errors import DataServiceError
 from lightning_sm.record import step_clock
-from lightning_sm.record.events import ReplacedSample, TrainingPass
 from lightning_sm.record.progress import progress_line, rate_fields
 from lightning_sm.record.totals import Totals
 
 logger = logging.getLogger(__name__)
-
-# So many batches at most are taken from a loader before the step in which they are trained on ends.
-_MAX_AHEAD = 64
 
 # A rank shares its figures at most this often; the next heartbeat carries them.
 _SHARE_PERIOD_S = 0.25
@@ -101,16 +95,10 @@ class Reporter(UnlistedCallback):
         self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
         # The newest figures that data hosts had of each rank. Data hosts drop those of a rank that has finished.
         self._by_rank: dict[str, RankFigures] = {}
-        # Passes of the run that have begun before anybody listened: Lightning may fetch the first batch that early.
-        self._passes: list[TrainingPass] = []
-        self._on_pass: Callable[[TrainingPass], None] | None = None
-        self._replaced: list[ReplacedSample] = []  # that nobody has asked for
-        # By position of the training loader: epoch of its pass, and the batches that no step has ended with yet.
-        self._origins: dict[int, tuple[int, deque[tuple[BatchOrigin, int]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
-        own = {"_feeder": None, "_epoch": None, "_on_pass": None, "_clock": None, "_own_clock": None, "_totals": Totals}
+        own = {"_feeder": None, "_epoch": None, "_clock": None, "_own_clock": None, "_totals": Totals}
         return {**vars(self), **own}
 
     def begin_run(self) -> None:
@@ -118,55 +106,6 @@ class Reporter(UnlistedCallback):
         self._take_times()
         self._epoch = None
         self._reported.clear()
-        self._passes, self._on_pass = [], None
-        self._replaced = []
-        self._origins.clear()
-
-    def begin_pass(self, begun: TrainingPass) -> None:
-        """Take note of a pass over a training loader."""
-        # What was fetched ahead in an earlier epoch, and left, is never trained on.
-        if self._origins.get(begun.index, (-1, None))[0] != begun.epoch:
-            self._origins[begun.index] = begun.epoch, deque(maxlen=_MAX_AHEAD)
-        if self._on_pass is None:
-            self._passes.append(begun)
-        else:
-            self._on_pass(begun)
-
-    def tell_passes(self, on_pass: Callable[[TrainingPass], None]) -> None:
-        """Tell of the passes over training loaders in this run of the Trainer, also those that have begun already."""
-        self._on_pass = on_pass
-        for begun in self._passes:
-            on_pass(begun)
-        self._passes.clear()
-
-    def note_replaced(self, sample: ReplacedSample) -> None:
-        """Take note of a training sample that was replaced."""
-        self._replaced.append(sample)
-
-    def next_replaced(self) -> list[ReplacedSample]:
-        """Return the training samples that were replaced since the last call."""
-        found, self._replaced = self._replaced, []
-        return found
-
-    def add_origin(self, origin: BatchOrigin, pass_index: int, *, index: int) -> None:
-        """Take note of a batch of a training loader.
-
-        Args:
-            origin: Where it is from.
-            pass_index: Index of its pass.
-            index: Position of the loader.
-        """
-        self._origins[index][1].append((origin, pass_index))
-
-    def next_origins(self) -> list[tuple[int, int, tuple[int, int, int] | None]]:
-        """Return the origins of the batches of the step that ends, as ``BatchLog.note`` takes them."""
-        found: list[tuple[int, int, tuple[int, int, int] | None]] = []
-        for index, (_, origins) in self._origins.items():
-            if origins:
-                origin, pass_index = origins.popleft()
-                shard = None if origin.shard is None else (pass_index, *origin.shard)
-                found.append((index, origin.content_hash, shard))
-        return found
 
     def follow(self, clock: step_clock.StepClock, totals: Callable[[], Totals] | None = None) -> None:
         """Take the times of steps from a clock from now on.

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from lightning_sm.data.batch.decode import decode
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.frames import EncodedBatch, unpack_batches
+from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
@@ -25,18 +25,6 @@ _HEDGE_SLOTS = 4
 # The training loop may hold the current batch, the previous one until it is garbage, one that Lightning has prefetched,
 # and one that is being copied to a GPU.
 _HELD_SLOTS = 4
-
-
-class BatchOrigin(NamedTuple):
-    """What the record of a run has of a batch.
-
-    Attributes:
-        content_hash: Hash of its content.
-        shard: Its virtual shard, and its number in it; None: it is from none.
-    """
-
-    content_hash: int
-    shard: tuple[int, int] | None
 
 
 class _SlotArray(np.ndarray):
@@ -118,7 +106,7 @@ class SlotRing:
         """Release the slots that GPUs have read, and return whether they still read others."""
         return self._pinned is not None and self._pinned.advance()
 
-    def batches(self, delivery: DeliveredRange) -> Iterator[tuple[Any, BatchOrigin]]:
+    def batches(self, delivery: DeliveredRange) -> Iterator[Any]:
         """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots.
 
         Raises:
@@ -128,10 +116,7 @@ class SlotRing:
             self._pinned.wait()
         places = unpack_batches(delivery.encoded_batches, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
-        return (
-            (decode(one.structure, memory[one.start : one.start + one.num_bytes]), _origin(delivery, number, one))
-            for number, one in enumerate(places)
-        )
+        return (decode(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
 
     def _memory(self, slot: int, num_bytes: int) -> np.ndarray:
         array = self._ring.slot(slot)[:num_bytes]
@@ -161,11 +146,6 @@ class SlotRing:
         """Unlock the memory."""
         if self._pinned is not None:
             self._pinned.close()
-
-
-def _origin(delivery: DeliveredRange, number: int, batch: EncodedBatch) -> BatchOrigin:
-    shard = None if delivery.shard is None else (delivery.shard[0], delivery.shard[1] + number)
-    return BatchOrigin(batch.content_hash, shard)
 
 
 def _release_slot(held: set[int], release: Callable[[int], None], slot: int) -> None:

@@ -321,12 +321,6 @@ class _RecordedOrder:
         return getattr(self._sampler, name)
 
 
-def own_batch_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the batch sampler of a loader as it was before this callback wrapped it; None if it has none."""
-    batch_sampler: Any = loader.batch_sampler
-    return batch_sampler._sampler if isinstance(batch_sampler, _RecordedOrder) else batch_sampler
-
-
 def _set_sampler(loader: Any, sampler: Any) -> None:
     # DataLoader forbids setting it, because an iterator keeps the old one, with persistent workers for ever: set it in
     # the iterator, too.

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import psutil
 import torch
-from msgspec.structs import asdict, replace
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from msgspec.structs import asdict
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
 from lightning_sm._linux import usable_cpus
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.data.protocol.figures import HostFigures
 from lightning_sm.data.trainer.metrics import changes
-from lightning_sm.data.trainer.position import batches_taken
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.record import events, step_clock
-from lightning_sm.record.batch_log import BatchLog
 from lightning_sm.record.run_summary import summary
 from lightning_sm.record.totals import Totals
 from lightning_sm.training.callbacks.keep_last_step import KeepLastStep
-from lightning_sm.training.callbacks.local_position import own_batch_sampler
-from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
+from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
 from lightning_sm.training.gpu_timer import GpuTimer
 
 logger = logging.getLogger(__name__)
@@ -73,13 +68,6 @@ class StepTimes(UnlistedCallback):
         super().__init__()
         self._job = job
         self._record: events.Recorder | None = None
-        self._batches_record: events.Recorder | None = None
-        self._batches: BatchLog | None = None
-        # Number in the epoch, and step, of the batch in training; None: between two.
-        self._batch: tuple[int, int] | None = None
-        self._fit = ""
-        self._fetches_itself = False
-        self._epoch_of_loaders: int | None = None  # whose local loaders the record has
         self._clock: step_clock.StepClock | None = None
         self._enter: Callable[[int], None] = _nothing
         self._after_backward = step_clock.OPTIMIZER
@@ -117,12 +105,11 @@ class StepTimes(UnlistedCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the record, and discard the measurements of an earlier run."""
         own = vars(StepTimes(self._job))
-        vars(self).update({name: own[name] for name in own if name not in ("_job", "_record", "_batches_record")})
+        vars(self).update({name: own[name] for name in own if name not in ("_job", "_record")})
         self._setup_at = time.time()
         if self._job is not None and self._record is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             who = f"rank-{trainer.global_rank}"
             self._record = events.open_record(self._job, who)
-            self._batches_record = events.Recorder(events.batches_path(self._record.path))
             head = events.head_of(
                 self._job,
                 who,
@@ -131,18 +118,12 @@ class StepTimes(UnlistedCallback):
                 world_size=trainer.world_size,
                 cpus=usable_cpus(),
             )
-            for record in (self._record, self._batches_record):
-                record.append(head)
+            self._record.append(head)
             self._setup_at = psutil.Process().create_time()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._clock = step_clock.StepClock()
-        if self._batches_record is not None:
-            self._batches = BatchLog(self._batches_record.append)
-        self._fit = _fit_name(trainer)
-        # A step may then have several batches, or none.
-        self._fetches_itself = "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
         # With manual optimization, the user's code decides what comes next.
         self._after_backward = step_clock.OPTIMIZER if pl_module.automatic_optimization else step_clock.OTHER
         self._enter = self._clock.enter
@@ -165,13 +146,10 @@ class StepTimes(UnlistedCallback):
         )
         if self._reporter is not None:
             self._reporter.follow(self._clock, lambda: self.totals)
-            self._reporter.tell_passes(partial(self._write_pass, trainer))
         if trainer.global_step:
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
         if any(isinstance(one, KeepLastStep) and one.is_approximate for one in trainer.callbacks):  # type: ignore[attr-defined]
-            self._event(
-                events.APPROXIMATE, "random numbers, buffers and values of the epoch are not those of this step"
-            )
+            self._event("approximate", "random numbers, buffers and values of the epoch are not those of this step")
         self._next_line_at = time.perf_counter() + _STEPS_S
         self._observe(trainer)
         self._is_first_batch = True
@@ -187,7 +165,6 @@ class StepTimes(UnlistedCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward pass: the batch is on its device."""
         if self._clock is not None:
-            self._batch = batch_idx, trainer.fit_loop.epoch_loop._batches_that_stepped
             self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
             self._clock.enter(step_clock.FORWARD)
             if self._gpu is not None:
@@ -211,7 +188,6 @@ class StepTimes(UnlistedCallback):
         if self._gpu is not None:
             self._gpu.end_step(step_clock.OTHER)
         now = clock.end_step(_num_samples(batch))
-        self._note_batch(trainer)
         if not self._has_stepped:
             self._has_stepped = True
             self._end_first_batch()
@@ -264,8 +240,6 @@ class StepTimes(UnlistedCallback):
         if isinstance(exception, TrainingInterrupted):
             text = f"training was interrupted after step {trainer.global_step}"
         self._event("interruption" if is_interrupted else "failure", text)
-        if not is_interrupted:
-            self._note_batch(trainer)  # the one with which training failed
         if self._clock is not None:
             self._finish(trainer)
         self._end(events.End(time.time(), "interrupted" if is_interrupted else "failed", reason=text))
@@ -289,8 +263,6 @@ class StepTimes(UnlistedCallback):
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
             with self._span("checkpoint"):
                 save(*args, **kwargs)
-            self._write_reached(trainer)
-            self._write_batches()
             path = args[0] if args else kwargs.get("filepath", "")
             self._event("checkpoint_saved", f"step {trainer.global_step} in {path}")
 
@@ -376,8 +348,6 @@ class StepTimes(UnlistedCallback):
     def _write_steps(self, trainer: Trainer) -> None:
         if self._clock is None or self._record is None:
             return
-        self._write_reached(trainer)
-        self._write_batches()
         totals = self.totals
         new = totals.since(self._written)
         self._written = totals
@@ -397,43 +367,6 @@ class StepTimes(UnlistedCallback):
             )
         )
         self._clock.longest_s = 0.0
-
-    def _write_pass(self, trainer: Trainer, begun: events.TrainingPass) -> None:
-        """Write the start of a pass, or which batches the Trainer leaves out."""
-        if begun.num_skipped:
-            self._write_reached(trainer)
-            if begun.index == 0:
-                first, last = begun.skipped_steps
-                text = f"steps {first} to {last}, in epoch {begun.epoch + 1} (data_service.skip_steps)"
-                self._event("skipped_steps", text)
-        self._write(replace(begun, fit=self._fit))
-
-    def _write_reached(self, trainer: Any) -> None:
-        """Write which batches of the epoch were trained on, if there is a record of which samples they have."""
-        epoch = trainer.fit_loop.epoch_progress.current
-        if self._reporter is not None and epoch.started > epoch.completed:  # not between epochs
-            self._write(events.Reached(time.time(), self._fit, trainer.current_epoch, batches_taken(trainer)))
-
-    def _note_batch(self, trainer: Trainer) -> None:
-        """Note the batch in training, if there is one."""
-        batch, self._batch = self._batch, None
-        for sample in self._reporter.next_replaced() if self._reporter is not None else ():
-            self._write(replace(sample, fit=self._fit))
-            where = f"in batch {sample.step} of epoch {sample.epoch + 1}"
-            what = f"index {sample.bad} of {sample.loader} cannot be read: {sample.text}"
-            self._event("bad_sample", f"{what}. Index {sample.by} replaces it {where}")
-        if batch is not None and self._batches is not None:
-            reporter = None if self._fetches_itself else self._reporter
-            origins = () if reporter is None else reporter.next_origins()
-            self._batches.note(self._fit, trainer.current_epoch, *batch, origins)
-            if self._reporter is None and trainer.current_epoch != self._epoch_of_loaders:
-                self._epoch_of_loaders = trainer.current_epoch
-                for index, loader in enumerate(_loaders(trainer)):
-                    self._write(_local_pass(self._fit, trainer.current_epoch, index, loader))
-
-    def _write_batches(self) -> None:
-        if self._batches is not None:
-            self._batches.flush()
 
     def _write_data(self, trainer: Trainer, now: float) -> None:
         """Write the data hosts' figures, on rank 0 of a job that has data hosts, if a line is due."""
@@ -509,45 +442,13 @@ class StepTimes(UnlistedCallback):
         if self._record is not None:
             self._record.append(line)
             self._record.close()
-        if self._batches_record is not None:
-            self._batches_record.close()
-
-
-def _fit_name(trainer: Any) -> str:
-    """Return which fit of the script it is; a Trainer without the job's callbacks counts none."""
-    return next((one.fit_name for one in trainer.callbacks if isinstance(one, SpotCheckpoint)), "")
 
 
 def _num_workers(trainer: Any) -> int:
     """Return the number of worker processes of the training loaders."""
-    return sum(getattr(one, "num_workers", 0) or 0 for one in _loaders(trainer))
-
-
-def _loaders(trainer: Any) -> Sequence[Any]:
-    """Return the training loaders."""
     loader = trainer.fit_loop._combined_loader
-    return loader.flattened if loader is not None else ()
-
-
-def _local_pass(fit: str, epoch: int, index: int, loader: Any) -> events.LocalPass:
-    """Describe the order of a training loader of this rank, as far as torch's own samplers make it."""
-    sampler = getattr(loader, "sampler", None)
-    begun = events.LocalPass(time.time(), fit, epoch, index, type(sampler).__name__)
-    is_batched = isinstance(loader, DataLoader) and type(own_batch_sampler(loader)) is BatchSampler
-    if not is_batched or type(sampler) not in (SequentialSampler, DistributedSampler):
-        return begun
-    distributed: dict[str, Any] = {}
-    if isinstance(sampler, DistributedSampler):
-        names = ("num_replicas", "rank", "shuffle", "seed", "drop_last", "epoch")
-        distributed = {name: getattr(sampler, name) for name in names}
-    return replace(
-        begun,
-        is_known=True,
-        num_samples=len(loader.dataset),
-        batch_size=int(loader.batch_size),
-        drop_last=bool(loader.drop_last),
-        distributed=distributed,
-    )
+    loaders = loader.flattened if loader is not None else ()
+    return sum(getattr(one, "num_workers", 0) or 0 for one in loaders)
 
 
 def _num_samples(batch: Any) -> int:

@@ -25,7 +25,6 @@ class Owner:
 
     def __init__(self):
         self.figures = None
-        self.bad_samples = ()
         self.ups = threading.Semaphore(0)
 
     def link_up(self, link):

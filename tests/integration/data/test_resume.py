@@ -218,37 +218,6 @@ def test_another_batch_size_continues_with_the_same_samples(hosts, whole, traine
     assert rest[0][1] == 12
 
 
-class Pair(Data):
-    """Two training loaders."""
-
-    def train_dataloader(self):
-        return {name: super(Pair, self).train_dataloader() for name in "ab"}
-
-
-class PairRecorder(Recorder):
-    """Trains on the first of two loaders."""
-
-    def training_step(self, batch, batch_index):
-        return super().training_step(batch["a"], batch_index)
-
-
-def test_each_loader_records_what_it_repeats(pool, tmp_path):
-    """Where a checkpoint ends within a step of this run, in the pass that begins there, and in no later one."""
-    saved = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    narrow, wide = Pair(), Pair(batch_size=20)
-    fit(serving(pool, narrow)[:1], tmp_path, model=PairRecorder(), data=narrow, callbacks=[saved, StopAt(4)])
-    module = RemoteDataModule(wide, serving(pool, wide)[:1])
-    fit((), tmp_path, model=PairRecorder(), remote=module, ckpt_path=tmp_path / "step=3.ckpt")
-    passes = []
-    module._hosts.connection.reporter.tell_passes(passes.append)
-    assert [(one.loader[-3], one.epoch, one.first_step, one.num_repeated) for one in passes] == [
-        ("a", 0, 1, 10),
-        ("b", 0, 1, 10),
-        ("a", 1, 0, 0),
-        ("b", 1, 0, 0),
-    ]
-
-
 def test_other_data_in_the_middle_of_an_epoch_is_refused(hosts, trained, pool):
     """The rest of an epoch over other data means nothing; both are named."""
     _, folder = trained.until(LAST_STEP, hosts[:2])

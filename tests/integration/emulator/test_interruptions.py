@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from lightning_sm.emulator.faults import HAPPENED, read_happened
-from tests.integration.emulators import local, processes_of
+from tests.integration.emulators import processes_of
 from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faulty, said_after, started_faulty
 
 
@@ -65,30 +64,6 @@ def test_restart_kills_all_without_a_word(jobs, work):
     assert [row(ended.stdout, f"algo-{host}", 1)[2] for host in (1, 2)] == ["137", "137"]
     assert [text.split()[0] for _, text in said_after(ended.stdout, "starts")] == ["0"] * 4
     assert re.search(r"^Fault restart@epoch=2: algo-1, algo-2 at step 1\d, epoch 2, ", ended.stdout, re.M)
-
-
-@pytest.mark.parametrize("kind", ["kill", "kill-launcher"])
-def test_a_job_that_lost_a_host_starts_again_as_often_as_it_may_be_retried(jobs, work, kind):
-    """With the checkpoints of the attempt that failed; another loss ends it, with the reason."""
-    losses = ["--fault", f"{kind}:trainer-1@step=5", "--fault", f"{kind}:trainer-2@epoch=2"]
-    ended = run_faulty(jobs, work, "--group", "trainer=2", *losses[:2], "--retries", "1", held=[19])
-    assert ended.returncode == 0, ended.stdout
-    assert "Retry 1 of 1: the job failed after the fault." in ended.stdout
-    assert "Attempt 2 of 2" in ended.stdout
-    (happened,) = jobs.glob(f"*/{HAPPENED}")
-    assert read_happened(happened.read_text())[losses[1]].step >= 5
-    ended = run_faulty(jobs, work, "--group", "trainer=2", *losses, "--retries", "1", held=[9, 19])
-    assert ended.returncode == 137, ended.stdout
-    assert ended.stdout.count("Retry ") == 1
-    assert "The job failed:\n" in ended.stdout
-
-
-def test_a_job_that_fails_by_itself_is_not_retried(jobs, work):
-    """Retries are for the loss of a host."""
-    (work / "fail.py").write_text("raise SystemExit(3)\n")
-    ended = local(jobs, work, "--retries", "3", "--", "fail.py")
-    assert ended.returncode == 3, ended.stdout
-    assert "Retry" not in ended.stdout
 
 
 def test_interruption_of_one_host(jobs, work):

@@ -94,16 +94,6 @@ def test_an_interrupted_job_resumes_exactly_where_it_was(tmp_path, references, g
     for (_, wanted), (lines, found) in zip(expected, notes(tmp_path), strict=True):
         assert found == pytest.approx(wanted, rel=1e-12)
         assert sum(line[0] == "train" for line in lines) == NUM_STEPS
-    if groups:
-        verified = subprocess.run(
-            [sys.executable, "-m", "lightning_sm", "verify", str(tmp_path / "checkpoints")],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-        )
-        assert verified.returncode == 0, verified.stdout + verified.stderr
-        assert "each sample was trained on exactly once in 2 complete epochs (2 starts of rank 0" in verified.stdout
 
 
 @pytest.mark.proof

@@ -4,9 +4,7 @@ import pytest
 
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_network_processes, default_workers
 from lightning_sm.errors import DataSettingsError
-from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import JOB_SECRET
-from tests.fakes.job_folder import make_job
 
 
 @pytest.mark.parametrize(
@@ -30,11 +28,6 @@ from tests.fakes.job_folder import make_job
             r"trust has '10.0.0.1/8' \(10.0.0.1/8 has host bits set\). Expected an addr",
         ),
         ({"trust": ["10.0.0.1:7000"]}, r"trust has '10.0.0.1:7000' .* without a port"),
-        ({"max_bad_samples": -1}, r"max_bad_samples=-1 must not be negative"),
-        ({"max_bad_samples": 1001}, r"max_bad_samples=1001 must be at most 1000. Remove from the dataset"),
-        ({"skip_steps": ["18440-18430"]}, r"skip_steps has '18440-18430'. Expected a step, or the first and the last"),
-        ({"skip_steps": [-3]}, r"skip_steps has -3"),
-        ({"skip_steps": ["3-"]}, r"skip_steps has '3-'"),
         ({"tls_key": "key.pem"}, r"tls_certificate=None and data_service.tls_key=key.pem go together"),
     ],
 )
@@ -50,29 +43,10 @@ def test_addresses_networks_and_names_can_be_trusted():
     assert DataServiceSettings(trust=trust).trust == trust
 
 
-def test_steps_that_are_skipped_are_ranges_without_overlap():
-    """Entries may be in any order, overlap and follow each other; both ends of a range belong to it."""
-    settings = DataServiceSettings(skip_steps=["20 - 22", 5, "18430-18440", 6, "21-30", 0])
-    assert settings.skipped_steps == (range(1), range(5, 7), range(20, 31), range(18430, 18441))
-    assert DataServiceSettings().skipped_steps == ()
-
-
 def test_settings_with_lists_have_a_hash():
     """A training process keeps its connection under its settings."""
-    lists = DataServiceSettings(trust=["10.0.0.5"], skip_steps=[3])
-    assert {lists: 1}[DataServiceSettings(trust=["10.0.0.5"], skip_steps=[3])] == 1
-
-
-def test_steps_are_skipped_only_where_data_hosts_serve():
-    """Elsewhere the setting would do nothing, and is refused."""
-    settings = DataServiceSettings(skip_steps=["3-4"])
-    alone = Topology.from_job(make_job({"trainer": ["algo-1"]}))
-    settings.check_uses_in(Topology.from_job(make_job({"trainer": ["algo-1"], "data": ["algo-2"]})))
-    DataServiceSettings().check_uses_in(alone)
-    with pytest.raises(DataSettingsError, match=r"skip_steps=\['3-4'\] needs data hosts, and this job has none"):
-        settings.check_uses_in(alone)
-    with pytest.raises(DataSettingsError, match="max_bad_samples=3 needs data hosts, and this job has none"):
-        DataServiceSettings(max_bad_samples=3).check_uses_in(alone)
+    lists = DataServiceSettings(trust=["10.0.0.5"])
+    assert {lists: 1}[DataServiceSettings(trust=["10.0.0.5"])] == 1
 
 
 def test_hedging_can_be_turned_off():

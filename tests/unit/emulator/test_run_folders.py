@@ -65,15 +65,14 @@ def test_the_newest_runs_are_kept(tmp_path):
     os.close(lock)
 
 
-def test_runs_of_chaos_count_by_their_age(tmp_path):
-    """Beside those of single jobs."""
+def test_the_name_of_a_new_run_is_the_newest(tmp_path):
+    """It sorts behind those of earlier runs."""
     (old,) = _finished(tmp_path, "100000")
-    chaos = tmp_path / run_name("chaos")
-    os.close(create_run_folder(chaos))
+    new = tmp_path / run_name()
+    os.close(create_run_folder(new))
     assert remove_finished_runs(tmp_path, keep=1).num_runs == 1
     assert not old.exists()
-    assert remove_finished_runs(tmp_path).num_runs == 1
-    assert not chaos.exists()
+    assert new.exists()
 
 
 def test_a_parent_that_does_not_exist_has_no_runs(tmp_path):

@@ -17,33 +17,12 @@ from lightning_sm.record.events import (
     Recorder,
     Span,
     Steps,
-    TrainingPass,
 )
 
 BEGIN = 1_700_000_000.0
 HOSTS = {"algo-1": "trainer", "algo-2": "data"}
 TYPES = {"trainer": "ml.g5.xlarge", "data": "ml.c5.xlarge"}
 PARTS = {"data_wait": 0.58, "to_device": 0.02, "forward": 0.1, "backward": 0.2, "optimizer": 0.05, "other": 0.05}
-
-# 20 samples on two ranks: steps of 8, and one of 4.
-PASS = TrainingPass(
-    t=0.0,
-    fit="1-1",
-    loader="train_dataloader()",
-    index=0,
-    dataset="Digits of 20",
-    data="d1",
-    order="shuffled",
-    digest="",
-    seed=5,
-    epoch=0,
-    pass_index=0,
-    first_step=0,
-    num_steps=3,
-    num_samples=20,
-    batch_size=4,
-    world_size=2,
-)
 
 
 def write(folder: Path, *lines: Line, host: str = "algo-1", who: str = "rank-0", attempt: int = 1) -> Path:

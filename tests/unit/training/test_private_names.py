@@ -133,11 +133,6 @@ LIGHTNING = [
     ),
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
-        ["_batches_that_stepped", "_num_ready_batches_reached", "_should_accumulate", "_should_check_val_fx"],
-        ["data/trainer/skipped_steps.py"],
-    ),
-    (
-        f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
         ["_on_before_fetch", "_on_after_fetch"],
         ["training/callbacks/step_times.py"],
     ),

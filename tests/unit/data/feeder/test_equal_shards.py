@@ -30,7 +30,8 @@ def deliver(check, buffer, *batches, first=0):
     """Deliver batches, each of one letter, one after the other; return the texts of errors."""
     errors = []
     for step, letter in enumerate(batches, first):
-        answer = StepRangeHeader(5, 0.0, 0.0, pack_batches([EncodedBatch(0, 5, b"uint8", ord(letter))]))
+        buffer.ring.slot(0)[:5] = ord(letter)
+        answer = StepRangeHeader(5, 0.0, 0.0, pack_batches([EncodedBatch(0, 5, b"uint8")]))
         errors.append(check.offer(buffer, in_flight(buffer, StepRange(step, 1), answer)))
     return [str(error) for error in errors if error is not None]
 
@@ -87,7 +88,8 @@ def test_an_answer_of_several_batches(ring):
     """A request may be for the first batches of a shard at once."""
     check, buffer = EqualShards("error"), open_pass(ring)
     buffer.plan.range_length = 4
-    batches = pack_batches([EncodedBatch(2 * number, 2, b"uint8", number) for number in range(4)])
+    buffer.ring.slot(0)[:8] = range(8)
+    batches = pack_batches([EncodedBatch(2 * number, 2, b"uint8") for number in range(4)])
     header = StepRangeHeader(8, 0.0, 0.0, batches)
     answers = [in_flight(buffer, StepRange(step, 4), header) for step in (0, 4, 8)]
     errors = [check.offer(buffer, answer) for answer in answers]

@@ -41,7 +41,6 @@ class Owner:
     """A rank that has measured nothing."""
 
     figures = None
-    bad_samples = ()
 
 
 def test_a_host_takes_no_heartbeat_after_the_end_of_a_training(monkeypatch):

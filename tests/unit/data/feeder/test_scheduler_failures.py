@@ -35,19 +35,6 @@ def test_host_may_be_down_before_it_was_ever_up():
     assert host_status(scheduler, "c").state is Liveness.DOWN
 
 
-def test_a_step_that_was_changed_is_requested_again():
-    """After the failure that would have ended the pass, it begins anew: it may fail as often as any other."""
-    scheduler = make("a", window=1)
-    for again in (True, True, False):
-        for is_last in (False, True):
-            (request,) = scheduler.next_requests(0.0)
-            assert request.first_step == 0
-            assert scheduler.failed(request.request_id, 0.0, retry=Retry.ONCE).is_fatal is is_last
-        assert scheduler.next_requests(0.0) == []
-        if again:
-            scheduler.request_again(request.pass_id, 0)
-
-
 def test_failed_request_is_asked_of_another_host():
     """A step that failed on one host goes to another, even if that has to be waited for."""
     scheduler = make("a", "b", window=4)

@@ -16,13 +16,11 @@ from lightning_sm.data.protocol.spec import FIRST_BY_HAND, LoaderDescription
 from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.position import (
     Progress,
-    batches_left,
     batches_taken,
     combined_loader_of,
     position_of,
     reach,
     step_limit,
-    training_position,
 )
 from lightning_sm.data.trainer.resume import LoaderPosition, SamplerOrderId, SavedPosition
 from lightning_sm.errors import ResumeError
@@ -56,9 +54,7 @@ class Run:
         self.fit._combined_loader = self.combined
         self.progress = Progress()
         self.progress.follow(loaders)
-        self.bad_samples = []
-        hosts = SimpleNamespace(progress=self.progress, bad_samples=lambda: self.bad_samples)
-        self.trainer.datamodule = SimpleNamespace(_hosts=hosts)
+        self.trainer.datamodule = SimpleNamespace(_hosts=SimpleNamespace(progress=self.progress))
 
     def start(self, combined=None):
         """The Trainer's next pass over its first loader."""
@@ -118,8 +114,9 @@ def test_a_pass_of_the_trainer_starts_behind_what_was_trained_on():
 def test_a_short_loader_starts_again_where_loaders_cycle(num_samples, mode, limit, taken, expected):
     """Which pass of the epoch it is, its first batch, and its end: where the Trainer's limit is, if there is one."""
     loader = make_loader(order="shards" if num_samples is None else "shuffled", num_samples=num_samples, shards=16)
-    run = Run(loader, mode=mode, batches=limit)
-    position = training_position(loader, run.trainer, 1, taken)
+    loader.num_passes = 1
+    run = Run(loader, mode=mode, batches=limit, epoch=1, taken=taken)
+    position = position_of(loader, run.start(), run.trainer)
     assert position.epoch == 1
     assert (position.pass_index, position.first_step, position.stop_step) == expected
 
@@ -132,11 +129,12 @@ def test_a_users_sampler_runs_one_batch_farther_than_max_steps(order, batches, e
     """Lightning looks one batch ahead, to tell the end of the data from that of the training."""
     client = SimpleNamespace(length=lambda *_: SimpleNamespace(is_cut=False, num_steps=100))
     loader = make_loader(order=order, client=client)
-    run = Run(loader, batches=batches, max_steps=10, accumulate_grad_batches=2)
+    loader.num_passes = 1
+    run = Run(loader, batches=batches, taken=3, max_steps=10, accumulate_grad_batches=2)
     run.steps(6)
-    assert training_position(loader, run.trainer, 0, 3).stop_step == expected
+    assert position_of(loader, run.start(), run.trainer).stop_step == expected
     run.fit.epoch_loop.max_steps = -1
-    assert training_position(loader, run.trainer, 0, 3).stop_step == (None if batches == NO_LIMIT else 9)
+    assert position_of(loader, run.start(), run.trainer).stop_step == (None if batches == NO_LIMIT else 9)
 
 
 @pytest.mark.parametrize(
@@ -305,18 +303,18 @@ def test_how_far_a_trainer_can_read():
 
 def test_batches_until_max_steps():
     """As many as the steps that are left accumulate; unknown where the user's code decides when to step."""
-    run = Run(max_steps=10, accumulate_grad_batches=3, taken=4)
-    assert (batches_left(run.trainer), batches_taken(run.trainer)) == (30, 4)
+    run, loader = Run(max_steps=10, accumulate_grad_batches=3, taken=4), make_loader()
+    assert (reach(loader, run.trainer), batches_taken(run.trainer)) == (4 + 30, 4)
     for steps, left in ((9, 3), (10, 0), (11, 0)):
         run.steps(steps)
-        assert batches_left(run.trainer) == left
+        assert reach(loader, run.trainer) == 4 + left
     run.fit.epoch_loop.max_steps = 0
-    assert batches_left(run.trainer) == 0
+    assert reach(loader, run.trainer) == 4
     run.fit.epoch_loop.max_steps = -1
-    assert batches_left(run.trainer) is None
+    assert reach(loader, run.trainer) is None
     manual = Run(max_steps=10)
     manual.trainer.lightning_module.automatic_optimization = False
-    assert batches_left(manual.trainer) is None
+    assert reach(loader, manual.trainer) is None
 
 
 # ---- What a checkpoint keeps
@@ -340,20 +338,6 @@ def test_a_checkpoint_has_the_position():
     }
     run.batches.is_last_batch = True
     assert run.save()["lightning_sm.data"] == saved(0, *loaders).to_json()
-
-
-def test_a_checkpoint_has_the_samples_that_were_replaced():
-    """A run that resumes from it replaces them from the start; JSON makes lists of them."""
-    run = Run(make_loader())
-    assert "lightning_sm.bad_samples" not in run.save()
-    run.bad_samples = [(0, 17, "train_dataloader()", "OSError")]
-    checkpoint = run.save()
-    assert checkpoint["lightning_sm.bad_samples"] == run.bad_samples
-    checkpoint["lightning_sm.bad_samples"] = [list(one) for one in run.bad_samples]
-    run.progress.on_load_checkpoint(run.trainer, None, checkpoint)
-    assert run.progress.bad_samples == run.bad_samples
-    run.progress.on_load_checkpoint(run.trainer, None, {})
-    assert run.progress.bad_samples == []
 
 
 @pytest.mark.parametrize("case", ["no loaders", "no hosts", "other hosts"])
@@ -399,16 +383,15 @@ def test_the_batches_of_the_epoch_are_converted(caplog):
     assert (current.ready, said(caplog)) == (11, []), "it was converted already"
 
 
-def test_samples_that_repeat_are_told_of_the_pass_that_repeats_them():
-    """With larger batches, the epoch continues before the sample where it stopped; no counter becomes negative."""
+def test_an_epoch_may_begin_again():
+    """With larger batches, it continues before the sample where it stopped; no counter becomes negative."""
     run = Run(make_loader(batch_size=16), epoch=3, taken=1)
     current = run.batches.current
     current.ready, current.started, current.completed = 1, 1, 0
     resumed(run, {"lightning_sm.data": saved(1, make_loader(batch_size=8)).to_json()})
     assert (current.ready, current.started, current.processed, current.completed) == (0, 0, 0, 0)
-    assert [run.progress.num_repeated(*place) for place in ((3, 0), (3, 1), (2, 0))] == [8, 0, 0]
     run.progress.begin_run()
-    assert (run.progress.num_repeated(3, 0), run.progress.num_repeated(0, 0), run.progress.origin) == (0, 0, None)
+    assert run.progress.origin is None
 
 
 def test_the_same_batches_need_no_conversion(caplog):
@@ -494,6 +477,5 @@ def test_no_order_is_asked_for_where_none_is_compared(case):
 def test_a_copy_in_another_process_has_no_loaders():
     """Strategies that spawn pickle the Trainer; loaders belong to this process."""
     run = Run(make_loader())
-    run.progress.bad_samples = [(0, 1, "", "")]
     copied = pickle.loads(pickle.dumps(run.progress))  # noqa: S301 - our own
-    assert (copied._loaders, copied.bad_samples) == ((), run.progress.bad_samples)
+    assert vars(copied) == {**vars(run.progress), "_loaders": ()}

@@ -1,1 +1,0 @@
-"""The rules of ``lightning-sm replay``."""
