@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 TIMEOUT_S = 300
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.proof)])
 def ranks(request, tmp_path_factory):
     """What each of some ranks saw."""
     folder = tmp_path_factory.mktemp("seen")

@@ -140,6 +140,7 @@ def test_a_pass_begins_with_the_state_of_its_epoch(pool):
             assert next(iter(loader)).tolist() == list(range(10 * epoch, 10 * epoch + 5))
 
 
+@pytest.mark.proof
 def test_a_sampler_whose_process_is_killed_goes_on():
     """The next process runs the passes of the earlier epochs again."""
     host = Host("a", lambda: DataLoader(range(LENGTH), 5, sampler=Taking(deque(range(LENGTH)))), workers=1)
@@ -152,6 +153,7 @@ def test_a_sampler_whose_process_is_killed_goes_on():
                 process.kill()
 
 
+@pytest.mark.proof
 def test_a_restarted_host_agrees_on_the_state(tmp_path):
     """It runs the passes that it has missed."""
     host = Host("a", lambda: DataLoader(range(LENGTH), 5, sampler=Taking(deque(range(LENGTH)))), workers=1)
@@ -199,6 +201,7 @@ def test_an_endless_sampler_without_a_limit_is_an_error(pool, tmp_path):
         fit(tmp_path, data, pool.hosts[:1], max_epochs=1)
 
 
+@pytest.mark.proof
 def test_a_sampler_that_hangs_is_an_error_that_says_where(tmp_path):
     """Before the trainer gives up waiting; its process is gone."""
     note = tmp_path / "pid"
@@ -228,6 +231,7 @@ class Normalized(LightningDataModule):
         return DataLoader(self.dataset, 4000, sampler=SubsetRandomSampler(self.part))
 
 
+@pytest.mark.proof
 def test_a_setup_that_has_used_all_cores_does_not_hang_the_sampler(monkeypatch):
     """OpenMP's threads, which torch has started in setup(), do not exist in a fork."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

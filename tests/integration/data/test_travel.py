@@ -60,6 +60,7 @@ def in_a_job(tmp_path_factory):
     return job(tmp_path_factory.mktemp("job"), 1)[0]
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_script_trains_on_the_same_batches(way, on_a_laptop, in_a_job):
     """Folds, classes, attributes, epochs, bare loaders: what rank 0 has is what the data hosts run."""
@@ -82,6 +83,7 @@ def test_two_ranks_share_them(on_a_laptop, tmp_path):
         assert trained([rank[way] for rank in ranks]) - {3} == trained(on_a_laptop[way]) - {3}, way
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("groups", [(), ("--group", "trainer=1", "--group", "data=1")])
 def test_a_fold_in_a_global_is_an_error_where_data_hosts_do_not_see_it(groups, tmp_path):
     """Without data hosts, the folds differ; with them, no second fold trains on the data of the first one."""

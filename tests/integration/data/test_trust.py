@@ -100,6 +100,7 @@ def test_only_trainers_of_the_job_with_the_token_are_served(monkeypatch):
         assert num_batches(host.address, **right) == 2
 
 
+@pytest.mark.proof
 def test_the_secret_of_the_job_is_the_token(monkeypatch):
     """Hosts with the job's secret serve each other, and nobody who knows only the job's name, or its own secret."""
     monkeypatch.setenv(JOB_SECRET.name, "of this job " * 4)

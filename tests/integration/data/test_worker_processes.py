@@ -98,6 +98,7 @@ def loader(dataset, method, **options):
     return DataLoader(dataset(), batch_size=2, num_workers=1, multiprocessing_context=method, **options)
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_that_are_no_forks_use_what_does_not_survive_a_fork(method, pool):
     """The dataset's library has threads of its own in each; all samples arrive, of maps and streams."""
@@ -116,6 +117,7 @@ def test_workers_share_the_dataset_only_as_forks(method, is_fork, pool):
     assert batch["worker"].tolist() == [0, 0]
 
 
+@pytest.mark.proof
 def test_workers_that_are_no_forks_know_registered_types(pool):
     """Also a class that no import registers, only the script on trainers and data hosts."""
     register_point()
@@ -123,6 +125,7 @@ def test_workers_that_are_no_forks_know_registered_types(pool):
         assert [point.x for point in next(iter(module.train_dataloader()))] == [0, 1]
 
 
+@pytest.mark.proof
 def test_functions_of_the_script_reach_workers_that_are_no_forks(pool):
     """Lambdas and nested classes are pickled by value, which multiprocessing cannot."""
     offset = 100
@@ -152,6 +155,7 @@ def test_what_cannot_be_pickled_is_named(pool):
         assert len(list(module.train_dataloader())) == 4
 
 
+@pytest.mark.proof
 def test_a_spawned_worker_that_is_killed_is_replaced():
     """The one that comes after it builds the batches."""
     with running(Host("a", lambda: loader(Squares, "spawn"), 1)) as (host,), remote([host]) as module:
@@ -162,6 +166,7 @@ def test_a_spawned_worker_that_is_killed_is_replaced():
         assert len(list(batches)) == 4
 
 
+@pytest.mark.proof
 def test_an_error_in_worker_init_fn_of_a_spawned_worker_reaches_the_trainer(pool):
     """As of a forked one."""
 
@@ -175,6 +180,7 @@ def test_an_error_in_worker_init_fn_of_a_spawned_worker_reaches_the_trainer(pool
         list(module.train_dataloader())
 
 
+@pytest.mark.proof
 def test_a_forked_worker_that_hangs_shows_where(capfd):
     """After half a minute, the data host logs its stack and what to do, and the trainer's error has the line."""
     with (
@@ -261,6 +267,7 @@ def main(): SageMakerTrainer(max_epochs=1, accelerator="cpu", logger=False).fit(
 GUARD = 'if __name__ == "__main__": '
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("guard", [GUARD, ""], ids=["guard", "no guard"])
 def test_a_script_is_imported_by_workers_that_are_no_forks(tmp_path, guard):
     """As multiprocessing does it: objects of the script are its own; without a guard, an error asks for one."""

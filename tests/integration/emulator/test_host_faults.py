@@ -32,6 +32,7 @@ def test_killed_training_process_is_reported_by_its_launcher(jobs, work):
     )
 
 
+@pytest.mark.matrix(rows=["1"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_local_rank(jobs, work, rank):
     """The named local rank is killed, and neither its worker, nor the process that started it, nor the other rank."""

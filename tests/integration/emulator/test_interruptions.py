@@ -99,6 +99,7 @@ def test_signal_before_the_launcher_listens_is_lost(jobs, work):
     assert "algo-1 | starts 0" in ended.stdout
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("kind", ["interrupt", "stop"])
 def test_skewed_signals(jobs, work, kind):
     """SIGTERM reaches the hosts the given seconds apart, in an order that repeats with the seed."""

@@ -104,7 +104,7 @@ def sent(command, folder, variables, text=""):
     return request, path.replace(name, "NAME"), members
 
 
-@pytest.mark.matrix(first=1)
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "changes",
     [

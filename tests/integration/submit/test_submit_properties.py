@@ -112,7 +112,7 @@ def test_a_job_is_refused_with_reasons_or_fits_the_service(job):
         max_retry_attempts=st.none() | st.integers(1, 30),
     )
 )
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 def test_a_job_within_the_limits_is_not_refused(job):
     """Pre-flight keeps nobody from what the service allows."""
     request = submit.dry_run(job)

@@ -24,6 +24,7 @@ time.sleep(60)
 
 
 @pytest.mark.processes
+@pytest.mark.matrix(rows=["fit and test"])
 @pytest.mark.parametrize("more", ["", "trainer.test(BoringModel())"], ids=["fit", "fit and test"])
 def test_the_first_signal_says_what_happens_and_the_second_ends_the_script(alone, work, more):
     """There is nothing to save: the script continues until SIGTERM, and exits with 143, not by SIGKILL."""

@@ -133,6 +133,7 @@ def test_a_hardware_failure_resumes_from_the_last_periodic_checkpoint(tmp_path, 
         assert found == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.proof
 def test_what_an_epoch_has_collected_goes_on_on_each_rank(tmp_path):
     """Metrics, accumulated gradients and a random curriculum are those of an undisturbed job, for every rank."""
     noted = []

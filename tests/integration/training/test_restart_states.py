@@ -24,6 +24,7 @@ def undisturbed(tmp_path_factory):
     return run
 
 
+@pytest.mark.proof
 def test_all_ranks_killed_at_once_cost_the_steps_since_the_last_state(tmp_path, undisturbed):
     """The launchers live on, and the newest state counts."""
     output, resumed_at = restarted(tmp_path, "0 1", {"NUM_STATES": "1", **OFTEN})
@@ -41,6 +42,7 @@ def test_a_state_of_the_second_host_is_that_of_rank_0(tmp_path, undisturbed):
     is_as_undisturbed(output, undisturbed())
 
 
+@pytest.mark.proof
 def test_manual_optimization_goes_on_with_its_gradients(tmp_path, undisturbed):
     """Also if one rank is killed: the others cannot know what the failed step has changed."""
     variables = {"KIND": "manual", "NUM_STATES": "1", **OFTEN}
@@ -59,6 +61,7 @@ def test_a_damaged_state_is_skipped(tmp_path, undisturbed):
     is_as_undisturbed(output, undisturbed())
 
 
+@pytest.mark.proof
 def test_without_room_the_training_goes_on(tmp_path, undisturbed):
     """Each host says so once, and a restart has what it has without states."""
     output, resumed_at = restarted(tmp_path, "0 1", {"ROOM": "100k", "FAIL_AT": "12", **OFTEN})
@@ -68,7 +71,7 @@ def test_without_room_the_training_goes_on(tmp_path, undisturbed):
     is_as_undisturbed(output, undisturbed())
 
 
-@pytest.mark.matrix(rows=["store of the job", "second local rank", "data hosts"])
+@pytest.mark.matrix(rows=["store of the job"])
 @pytest.mark.parametrize(
     ("victim", "options"),
     [
@@ -87,6 +90,7 @@ def test_a_killed_rank_costs_no_step(tmp_path, undisturbed, victim, options):
     is_as_undisturbed(output, undisturbed(*options, **variables), 1e-5 if "--devices" in options else 0.0)
 
 
+@pytest.mark.proof
 def test_buffers_of_rank_0_outlive_it_beside_an_average_of_the_weights(tmp_path, undisturbed):
     """A callback that loads weights and buffers does not put those of the rank that has saved in their place."""
     variables = {"KIND": "averaged", "STEP_S": "1.0"}

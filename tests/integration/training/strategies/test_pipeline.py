@@ -71,6 +71,7 @@ FOUR = {
     "until 3": Fit({"pipeline_parallel_size": 2}, trainer={"max_steps": 3, "max_epochs": -1}),
     "until 6": Fit({"pipeline_parallel_size": 4}, trainer={"max_steps": 6, "max_epochs": -1}, resume="until 3"),
     "transformer": Fit({"pipeline_parallel_size": 4}, model="transformer"),
+    "sharded": Fit({"pipeline_parallel_size": 2, "shard": True}),
 }
 # What must agree with which fit of one process.
 SAME = {
@@ -86,6 +87,7 @@ SAME = {
     "until 3": "one-until-3",
     "until 6": "one-until-6",
     "transformer": "one-transformer",
+    "sharded": "one",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.training.strategies.pipeline_runs import Fit
 from tests.integration.training.strategies.test_pipeline import TOLERANCE, Seen, difference, ranks_of
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.proof]
 
 SHARDED = {"pipeline_parallel_size": 2, "shard": True}
 SPLIT = {**SHARDED, "tensor_parallel_size": 2}
@@ -121,7 +121,6 @@ def test_each_rank_holds_its_share(fits: Seen):
             assert 0.45 < share < 0.55
 
 
-@pytest.mark.proof
 def test_data_pipeline_and_tensor_in_one_mesh(tmp_path: Path):
     """Two of each, in both placements, and from a checkpoint: the weights are those of one process."""
     clipped = {"gradient_clip_val": 0.1}
