@@ -92,6 +92,7 @@ def test_local_workers_help(address, plain):
     assert all(count > 0 for count in made.values()), made
 
 
+@pytest.mark.proof
 def test_training_begins_before_the_local_workers_listen(address, plain, tmp_path):
     """They import torch and run setup() for seconds, while the data hosts have batches; then they join."""
     gate = tmp_path / "gate"

@@ -60,7 +60,7 @@ def in_a_job(tmp_path_factory):
     return job(tmp_path_factory.mktemp("job"), 1)[0]
 
 
-@pytest.mark.matrix(first=1)
+@pytest.mark.proof
 @pytest.mark.parametrize("way", WAYS)
 def test_a_script_trains_on_the_same_batches(way, on_a_laptop, in_a_job):
     """Folds, classes, attributes, epochs, bare loaders: what rank 0 has is what the data hosts run."""

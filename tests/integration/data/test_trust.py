@@ -111,6 +111,7 @@ def test_the_secret_of_the_job_is_the_token(monkeypatch):
             assert f"has its token from {source}. Compare both hosts" in refusal(host.address)
 
 
+@pytest.mark.proof
 def test_a_data_host_that_is_started_by_hand_has_a_secret_of_its_own(monkeypatch):
     """This process and those that it starts have the secret; who knows only the job's name is told what to set."""
     monkeypatch.delenv(JOB_SECRET.name, raising=False)

@@ -233,7 +233,7 @@ def test_equal_hosts_agree(pool, capfd, make, settings):
     assert "not reproducible" not in text
 
 
-@pytest.mark.matrix(first=1)
+@pytest.mark.proof
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_host_that_is_lost_while_it_checks_has_no_effect(number):
     """The training gets every batch once, and the right one, when the host that builds some again dies or freezes."""

@@ -211,7 +211,8 @@ def exit_at_start(folder):
     return start
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_worker_that_exits_at_its_start_is_named_and_backs_off(tmp_path, method):
     """The error names worker_init_fn, not samples, and the pauses between starts grow."""
     make = exit_at_start(tmp_path)
@@ -267,7 +268,7 @@ def main(): SageMakerTrainer(max_epochs=1, accelerator="cpu", logger=False).fit(
 GUARD = 'if __name__ == "__main__": '
 
 
-@pytest.mark.matrix(first=1)
+@pytest.mark.proof
 @pytest.mark.parametrize("guard", [GUARD, ""], ids=["guard", "no guard"])
 def test_a_script_is_imported_by_workers_that_are_no_forks(tmp_path, guard):
     """As multiprocessing does it: objects of the script are its own; without a guard, an error asks for one."""

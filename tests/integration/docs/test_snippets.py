@@ -27,7 +27,8 @@ from lightning_sm.report.compare import read_figures
 from lightning_sm.submit.job_file import Job, read_job
 from lightning_sm.submit.job_keys import keys_of
 from tests.fakes.sagemaker_service import FakeService
-from tests.integration.docs.pages import PAGES, REPOSITORY, commands, examples, language, place
+from tests.integration.docs.pages import DOCS, PAGES, REPOSITORY, commands, examples, language, place
+from tests.integration.emulators import local
 
 EXAMPLES = [example for page in PAGES for example in examples(page)]
 # What readers must have, and what would change their machine or reach a network.
@@ -75,6 +76,16 @@ def test_python_runs(example, tmp_path, monkeypatch, restored_signals):
         trainer=make_trainer(max_epochs=1),
     )
     PythonEvaluator()(example)
+
+
+def test_a_loop_without_lightning_reports_its_steps(tmp_path):
+    """Faults of the emulator find it by what docs/emulator.md tells it to report."""
+    (loop,) = [one for one in examples(DOCS / "emulator.md") if language(one) == "python"]
+    (tmp_path / "train.py").write_text(loop.parsed)
+    ended = local(tmp_path / "jobs", tmp_path, "--fault", "kill-rank:algo-1@epoch=2", "--", "train.py")
+    assert ended.returncode == 137
+    fault = r"Fault kill-rank:algo-1@epoch=2: \S+ at step (5[1-9]|[67]\d), epoch 2"
+    assert re.search(fault, ended.stdout), ended.stdout
 
 
 def _sdk_version(example):

@@ -230,7 +230,7 @@ def test_a_script_of_torch_has_the_ranks_that_the_job_states(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.matrix
+@pytest.mark.matrix(rows=["CLI-2"])
 @pytest.mark.parametrize("devices", ["", "2"])
 @pytest.mark.parametrize(
     ("script", "environment", "args"),

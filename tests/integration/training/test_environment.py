@@ -108,6 +108,7 @@ def test_interface_of_the_job_reaches_all_ranks(plain):
     assert Counter(rank["interface"] for rank in hosts.seen("1 fit")) == {"lo": 4}
 
 
+@pytest.mark.proof
 def test_ranks_need_no_prepared_process(hosts):
     """With a Trainer that just gets the environment, the same four ranks meet in two runs, and no variable is set."""
     command = script("meet.py", {"devices": 2}, "fit", "fit")

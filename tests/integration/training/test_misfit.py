@@ -34,6 +34,7 @@ trainer.fit(Model())
 """
 
 
+@pytest.mark.proof
 @pytest.mark.processes
 def test_a_checkpoint_of_another_model_is_named_with_what_to_do(alone, work):
     """The reason says that the resume was automatic; there is no restart. Other errors of a resume stay as they are."""

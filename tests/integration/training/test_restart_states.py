@@ -33,6 +33,7 @@ def test_all_ranks_killed_at_once_cost_the_steps_since_the_last_state(tmp_path, 
     is_as_undisturbed(output, undisturbed())
 
 
+@pytest.mark.proof
 def test_a_state_of_the_second_host_is_that_of_rank_0(tmp_path, undisturbed):
     """Its buffers, in which the ranks differ, are those that any checkpoint has."""
     output, resumed_at = restarted(tmp_path, "0 1", {"NUM_STATES": "2", "IS_LOST": "1", **OFTEN})
@@ -52,6 +53,7 @@ def test_manual_optimization_goes_on_with_its_gradients(tmp_path, undisturbed):
     is_as_undisturbed(output, undisturbed(KIND="manual"))
 
 
+@pytest.mark.proof
 def test_a_damaged_state_is_skipped(tmp_path, undisturbed):
     """One host has half of the file, the other one has changed bytes in it: both have an older state."""
     output, resumed_at = restarted(tmp_path, "0 1", {"NUM_STATES": "2", "IS_DAMAGED": "1", **OFTEN})

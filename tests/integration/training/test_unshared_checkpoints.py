@@ -99,7 +99,7 @@ def undisturbed(tmp_path_factory):
     return run
 
 
-@pytest.mark.matrix(first=2)
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("kind", "hook", "fail_at", "resumes_at"),
     [

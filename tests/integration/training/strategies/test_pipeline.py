@@ -25,6 +25,7 @@ TIMEOUT_S = 400.0
 # In float32 the ResNet multiplies rounding errors by ten in two steps.
 DOUBLE = {"precision": "64-true", "max_steps": 5}
 SHORT = {"max_steps": 5}
+CLIPPED = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 
 Seen = Mapping[str, list[dict[str, Any]]]
 
@@ -55,6 +56,8 @@ ALONE = {
     "one-until-8": Fit(trainer={"max_steps": 8, "max_epochs": -1}, resume="one-until-6"),
     "until 8": Fit(trainer={"max_steps": 8, "max_epochs": -1}, resume="until 6"),
     "one-transformer": Fit(model="transformer"),
+    "one-vit": Fit(model="vit"),
+    "one-tied": Fit(model="tied", trainer=CLIPPED),
 }
 # Everything in four processes: to start them costs more than a fit.
 FOUR = {
@@ -72,6 +75,8 @@ FOUR = {
     "until 6": Fit({"pipeline_parallel_size": 4}, trainer={"max_steps": 6, "max_epochs": -1}, resume="until 3"),
     "transformer": Fit({"pipeline_parallel_size": 4}, model="transformer"),
     "sharded": Fit({"pipeline_parallel_size": 2, "shard": True}),
+    "vit": Fit({"pipeline_parallel_size": 4}, model="vit"),
+    "tied": Fit({"pipeline_parallel_size": 2}, "tied", CLIPPED),
 }
 # What must agree with which fit of one process.
 SAME = {
@@ -123,6 +128,15 @@ def test_a_pipeline_trains_as_one_process_does(fits: Seen, name: str):
         synchronized = {key: value for key, value in seen["metrics"].items() if key != "train_loss_step"}
         assert difference({"metrics": synchronized}, alone, "metrics") <= TOLERANCE
     assert list(fits[name][0]["weights"]) == list(alone["weights"])
+    assert difference(fits[name][0], alone, "weights") <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["vit", "tied"])
+def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str):
+    """Attention, and weights that layers of two ranks share; test_pipeline_layers.py has the others."""
+    (alone,) = fits[f"one-{name}"]
+    for seen in fits[name]:
+        assert difference(seen, alone, "losses") <= TOLERANCE
     assert difference(fits[name][0], alone, "weights") <= TOLERANCE
 
 

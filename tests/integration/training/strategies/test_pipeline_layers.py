@@ -10,7 +10,7 @@ import torch
 from tests.integration.training.strategies.pipeline_runs import Fit
 from tests.integration.training.strategies.test_pipeline import TOLERANCE, Seen, difference, ranks_of
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.proof]
 
 MODELS = ("lstm", "channels_last", "unet", "vit", "lengths", "counters")
 ONE = {f"one {model}": Fit(model=model) for model in MODELS}

@@ -117,7 +117,7 @@ def test_the_ranks_may_come_from_another_launcher(launcher):
     assert [rank["metrics"]["max"] for rank in seen] == [2.0, 2.0]
 
 
-@pytest.mark.matrix(first=1)
+@pytest.mark.proof
 @pytest.mark.parametrize(("what", "refused"), [("prepare", "new_group()"), ("log", "ReduceOp.AVG")])
 def test_lightnings_own_ddp_does_what_smddp_refuses(what, refused):
     """The stand-in finds both faults of Lightning issue 20409: what passes on it avoids them."""
