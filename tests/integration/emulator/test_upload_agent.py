@@ -52,6 +52,13 @@ def wait(condition, what):
     until(condition, what, _TIMEOUT_S)
 
 
+def write(path, content):
+    """Write a file that the agent sees only with its whole content."""
+    unfinished = path.with_name(f"{path.name}.sagemaker-ignore")
+    unfinished.write_text(content)
+    unfinished.replace(path)
+
+
 def names(path):
     """Names of all files and folders at any depth, but for the job's record."""
     found = (str(found.relative_to(path)) for found in path.rglob("*"))
@@ -69,7 +76,7 @@ def clock(monkeypatch):
 def test_a_file_is_marked_while_it_is_uploaded_and_afterwards(folder, bucket, clock, start):
     """As .sagemaker-uploading, and as .sagemaker-uploaded once S3 has all of it; a new content is uploaded again."""
     start(5)
-    (folder / "a").write_text("first")
+    write(folder / "a", "first")
     wait((folder / "a.sagemaker-uploading").exists, "the upload begins")
     assert not is_uploaded(folder / "a")
     assert names(bucket) == ["old"]
@@ -77,8 +84,7 @@ def test_a_file_is_marked_while_it_is_uploaded_and_afterwards(folder, bucket, cl
     wait(lambda: is_uploaded(folder / "a"), "the upload ends")
     assert (bucket / "a").read_text() == "first"
     wait(lambda: not (folder / "a.sagemaker-uploading").exists(), "the first marker is gone")
-    (folder / "b.sagemaker-ignore").write_text("second")
-    (folder / "b.sagemaker-ignore").replace(folder / "a")
+    write(folder / "a", "second")
     wait((folder / "a.sagemaker-uploading").exists, "its upload begins")
     clock[0] = 10.0
     wait(lambda: (bucket / "a").read_text() == "second", "the new content is uploaded")
@@ -94,7 +100,7 @@ def test_what_is_not_the_users_is_not_uploaded(folder, bucket, start):
     (folder / "link").symlink_to("old")
     start(0)
     (folder / "deep").mkdir()
-    (folder / "deep" / "z").write_text("finished")
+    write(folder / "deep" / "z", "finished")
     wait(lambda: is_uploaded(folder / "deep" / "z"), "the finished file is uploaded")
     assert names(bucket) == ["deep", "deep/z", "old"]
 
@@ -102,7 +108,7 @@ def test_what_is_not_the_users_is_not_uploaded(folder, bucket, start):
 def test_removals_are_mirrored_and_downloads_are_not_uploaded(folder, bucket, start):
     """What is removed on the host goes from S3; what came from there has no marker."""
     start(0)
-    (folder / "a").write_text("new")
+    write(folder / "a", "new")
     wait(lambda: is_uploaded(folder / "a"), "the new file is uploaded")
     assert not (folder / "old.sagemaker-uploaded").exists()
     (folder / "a").unlink()
@@ -113,7 +119,7 @@ def test_removals_are_mirrored_and_downloads_are_not_uploaded(folder, bucket, st
 def test_an_agent_that_stops_leaves_what_it_has_not_uploaded(folder, bucket, start):
     """It names the files, and S3 has nothing of them."""
     agent = start(60)
-    (folder / "a").write_text("too late")
+    write(folder / "a", "too late")
     wait((folder / "a.sagemaker-uploading").exists, "the upload begins")
     agent.stop()
     assert agent.lost == ["a"]
@@ -127,7 +133,7 @@ def test_an_agent_that_cannot_write_says_why(folder, bucket, start):
     (bucket / "old").unlink()
     bucket.rmdir()
     bucket.write_text("no folder")
-    (folder / "a").write_text("new")
+    write(folder / "a", "new")
     wait(lambda: agent.error is not None, "the upload fails")
     assert str(bucket) in str(agent.error)
     agent.stop()
