@@ -58,7 +58,7 @@ lint: $(DEV) ## format, lint, types, import contracts, Dockerfiles
 	$(BIN)/mypy
 
 unit: $(DEV) ## unit tests
-	$(PYTEST) -q -m "not proof" tests/unit
+	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not proof" tests/unit
 
 docs: $(SPHINX) ## build the pages and the reference into outputs/docs/index.html
 	$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --quiet \
