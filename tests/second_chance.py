@@ -7,6 +7,7 @@ fails twice is a defect, and so are more failures at once than bad luck explains
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -62,7 +63,9 @@ def first_errors(results: Path) -> Mapping[str, str]:
     for case in ET.parse(results).iter("testcase"):  # noqa: S314 (pytest wrote it)
         for problem in (*case.iterfind("failure"), *case.iterfind("error")):
             message = problem.get("message", "").strip()
-            errors.setdefault(f"{case.get('classname')}::{case.get('name')}", message.partition("\n")[0])
+            # xdist appends the test's group. An @ before the last bracket is of a parameter.
+            name = re.sub(r"@[^\]]*$", "", case.get("name", ""))
+            errors.setdefault(f"{case.get('classname')}::{name}", message.partition("\n")[0])
     return errors
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.second_chance import first_errors
+
 REPOSITORY = Path(__file__).parents[2]
 _FAILS_ONCE = """
 import os, pathlib, pytest
@@ -48,9 +50,17 @@ def test_tests_that_fail_once_pass_and_are_listed(tmp_path):
     assert ended.returncode == 0, ended.stdout
     *_, title, first, _, _, _, _ = ended.stdout.splitlines()
     assert title == "Passed. Flaky, because they failed at first and passed alone: 5."
-    assert "test_fails_once[0]" in first
-    assert first.endswith("RuntimeError: a busy moment")
+    assert first.endswith("test_all::test_fails_once[0]: RuntimeError: a busy moment")
     assert (tmp_path / "passed").read_text() == "x"
+
+
+def test_tests_are_named_without_their_groups(tmp_path):
+    """What a parameter has after an @ stays."""
+    results = tmp_path / "results.xml"
+    names = ("test_a@unit/file.py", "test_b[kill@step=1]@unit/file.py", "test_c[kill@step=1]", "test_d")
+    cases = (f'<testcase classname="m" name="{name}"><failure message="wrong"/></testcase>' for name in names)
+    results.write_text(f"<testsuites>{''.join(cases)}</testsuites>")
+    assert list(first_errors(results)) == ["m::test_a", "m::test_b[kill@step=1]", "m::test_c[kill@step=1]", "m::test_d"]
 
 
 def test_a_test_that_fails_twice_fails_the_run(tmp_path):
