@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import platform
 import resource
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -155,7 +154,9 @@ def _process(  # noqa: PLR0917
     rank: int, p: int, port: int, results: Queue[Any], run: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # As under torchrun: rank 0, too, only connects.
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **agent)
     if run is bubble:
         dist.init_process_group("gloo", rank=rank, world_size=p)
     results.put((rank, run(rank, p, *arguments)))
@@ -166,10 +167,12 @@ def _process(  # noqa: PLR0917
 def in_processes(p: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run a measurement in p new processes, and return the result of each rank."""
     context = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    # This process listens, and no rank: a port that is free now could be another process's by the time rank 0 binds it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results: Queue[Any] = context.Queue()
-    processes = [context.Process(target=_process, args=(rank, p, port, results, run, arguments)) for rank in range(p)]
+    processes = [
+        context.Process(target=_process, args=(rank, p, store.port, results, run, arguments)) for rank in range(p)
+    ]
     for process in processes:
         process.start()
     try:

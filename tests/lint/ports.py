@@ -1,4 +1,4 @@
-"""No test looks up a free port and binds it later: meanwhile, another process can take it.
+"""No test and no benchmark looks up a free port and binds it later: meanwhile, another process can take it.
 
 A test keeps the socket open that has the port, or takes the ports of a job that it has reserved
 (``tests.fakes.reserved_job``).
@@ -8,40 +8,63 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+_OPENS = {"socket", "create_server"}
+# What is called to look up a port. Any other call may use it.
+_LOOKUP = _OPENS | {"bind", "setsockopt", "listen", "getsockname", "close", "int", "str"}
 
 
 def ports_bound_later(folder: Path) -> list[str]:
-    """Find ports that are read from a socket which is closed at once.
+    """Find ports that are read from a socket which is closed before anything uses the port.
 
     Args:
         folder: Folder of Python files.
 
     Returns:
-        ``file:line`` of each ``with`` statement that opens a socket and only reads its port.
+        ``file:line`` of each statement that opens such a socket.
     """
     return [
-        f"{path}:{node.lineno}"
+        f"{path}:{line}"
         for path in sorted(folder.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.With) and _only_reads_the_port(node)
+        for line in sorted(_lookups(ast.parse(path.read_text(encoding="utf-8"))))
     ]
 
 
-def _only_reads_the_port(node: ast.With) -> bool:
-    opens = any(_calls(item.context_expr, {"socket", "create_server"}) for item in node.items)
-    *before, last = node.body
-    reads = isinstance(last, (ast.Assign, ast.Return)) and _calls(last, {"getsockname"})
-    return opens and reads and all(isinstance(one, ast.Expr) and _calls(one, {"bind", "setsockopt"}) for one in before)
+def _lookups(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With) and _opens(*node.items) and _only_looks_up(node.body):
+            yield node.lineno
+        for _, block in ast.iter_fields(node):
+            for index, one in enumerate(block if isinstance(block, list) else [], 1):
+                if isinstance(one, ast.Assign) and _opens(one) and _only_looks_up(_until_closed(block[index:])):
+                    yield one.lineno
 
 
-def _calls(node: ast.AST, names: set[str]) -> bool:
-    return any(isinstance(one, ast.Attribute) and one.attr in names for one in ast.walk(node))
+def _opens(*nodes: ast.AST) -> bool:
+    return bool(_OPENS & _called(nodes))
+
+
+def _until_closed(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the statements up to the one that closes a socket; none if that never happens."""
+    return next((statements[: index + 1] for index, one in enumerate(statements) if "close" in _called([one])), [])
+
+
+def _only_looks_up(statements: list[ast.stmt]) -> bool:
+    called = _called(statements)
+    return "getsockname" in called and called <= _LOOKUP
+
+
+def _called(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names of what is called, without the objects that they belong to."""
+    calls = (one.func for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call))
+    return {call.attr if isinstance(call, ast.Attribute) else ast.unparse(call) for call in calls}
 
 
 def main() -> int:
     """Print the places; exit with 1 if there are any."""
-    places = ports_bound_later(Path("tests"))
+    places = [place for folder in ("tests", "benchmarks") for place in ports_bound_later(Path(folder))]
     for place in places:
         sys.stderr.write(
             f"{place}: looks up a free port, which another process can take before it is used. Keep the socket open, "
