@@ -31,6 +31,7 @@ from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.data.trainer.remote_loader import is_chosen
 from lightning_sm.data.trainer.script_state import state_at_first_run
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments, with_options_of_job
 from lightning_sm.job.control_folder import note_options_read
@@ -179,7 +180,7 @@ class SageMakerCLI(LightningCLI):
             sys.exit(0)
         state_at_first_run()
         super().instantiate_classes()
-        if self.datamodule is not None:
+        if self.datamodule is not None and not is_chosen():
             self.datamodule = RemoteDataModule(self.datamodule, self._connection_to(self.job))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -11,6 +11,8 @@ from lightning_sm._lightning import LightningDataModule, Trainer, check_same_dis
 from lightning_sm.data.trainer.bare_loaders import bare_loaders
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.data.trainer.remote_loader import is_chosen
+from lightning_sm.data.trainer.remote_trainer import use_data_hosts
 
 # The stages of the arguments in which the methods of Trainer take loaders; None: that of the method.
 _LOADERS = {"train_dataloaders": "train", "val_dataloaders": "val", "dataloaders": None}
@@ -48,6 +50,9 @@ class FetchingTrainer(Trainer):
     def _remote_arguments(self, method: str, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments with which a method fetches its batches."""
         if self._connection is None:
+            return given
+        if is_chosen():
+            use_data_hosts(self, self._connection)
             return given
         return remote_arguments(self, method, given, self._connection, self._remote)
 

@@ -19,6 +19,8 @@ from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.remote_loader import is_chosen
+from lightning_sm.data.trainer.remote_trainer import fetch_in_fabric
 from lightning_sm.data.trainer.script_state import state_at_first_run
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.failure_file import report_failures
@@ -133,16 +135,39 @@ class SageMakerFabric(Fabric):
 
     def __init__(self, **kwargs: Any) -> None:
         job = SageMakerJob.from_environment()
+        self._data_hosts: tuple[SageMakerJob, Topology] | None = None
         if job is None:
             leave_at_exit()
         else:
             report_failures()
             refuse_in_fabric(job)
+            topology = Topology.from_job(job)
+            if topology.data_hosts and is_chosen():
+                self._data_hosts = job, topology
+                if topology.role is Role.DATA:
+                    show_log_lines()
+                    super().__init__(accelerator="cpu", devices=1)
+                    return
             environment = SageMakerEnvironment(job)
             prepare_process(environment)
             kwargs.update(cluster_arguments(environment, kwargs))
             kwargs["plugins"] = [*as_list(kwargs.get("plugins")), environment]
         super().__init__(**kwargs)
+        if self._data_hosts is not None:
+            connection = ServiceConnection.of_job(*self._data_hosts, DataServiceSettings())
+            fetch_in_fabric(self, connection)
+
+    def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
+        """Set up loaders; on a data host, serve them until the trainers have finished, and exit.
+
+        Args:
+            *dataloaders: The loaders.
+            **kwargs: Arguments of ``Fabric.setup_dataloaders``.
+        """
+        if self._data_hosts is not None and self._data_hosts[1].role is Role.DATA:
+            serve(*self._data_hosts, DataServiceSettings())
+            sys.exit(0)
+        return super().setup_dataloaders(*dataloaders, **kwargs)
 
 
 def _folders(job: SageMakerJob, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -355,8 +355,13 @@ def _acts(rng: random.Random) -> list[Act]:
     return acts
 
 
-def case(number: int) -> Case:
-    """Make a case; call it again for loaders that nobody has used."""
+def case(number: int, num_workers: int = 0) -> Case:
+    """Make a case; call it again for loaders that nobody has used.
+
+    Args:
+        number: What it is made from.
+        num_workers: Workers of each loader.
+    """
     rng = random.Random(number)
     world_size = 2 if number % _RANKS_EVERY == _RANKS_EVERY - 1 else 1
     trainer: dict[str, Any] = {"max_epochs": rng.choice([1, 2, 3])}
@@ -380,4 +385,7 @@ def case(number: int) -> Case:
     acts = _acts(rng)
     maker = _Maker(rng, world_size, splits=trainer.get("use_distributed_sampler", True))
     hooks = [maker.hooks(index) for index in range(1 + max(act.hooks for act in acts))]
+    if num_workers:
+        for part in (part for one in hooks for loaders in one for part in loaders.parts):
+            part.loader.num_workers, part.loader.prefetch_factor = num_workers, 2
     return Case(number, world_size, hooks, trainer, acts)

@@ -18,6 +18,8 @@ from pytorch_lightning.strategies import DDPStrategy
 from lightning_sm import DataServiceSettings, RemoteDataModule
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.remote_loader import is_chosen
+from lightning_sm.data.trainer.remote_trainer import use_data_hosts
 from lightning_sm.training.fetching_trainer import remote_arguments
 from tests.differential.cases import Act, Case, Hooks, case
 from tests.differential.draws import Draw, draws_of, without_draws
@@ -68,6 +70,15 @@ class Noted(NamedTuple):
         return cls(dataloader_idx, plain(batch), draws_of(batch), validation)
 
 
+def script(number: int) -> Case:
+    """Make a case. With ``RemoteDataLoader`` its loaders have a worker each, so that none draws in this process.
+
+    Args:
+        number: Number of the case.
+    """
+    return case(number, num_workers=1 if is_chosen() else 0)
+
+
 class HasHooks:
     """Hooks that make new loaders in each call, as most do.
 
@@ -81,7 +92,7 @@ class HasHooks:
 
     @property
     def _loaders(self) -> Hooks:
-        return case(self.number).hooks[self.hooks]
+        return script(self.number).hooks[self.hooks]
 
     def train_dataloader(self) -> Any:
         return self._loaders.train.value
@@ -200,7 +211,7 @@ class Script:
     """
 
     def __init__(self, number: int, folder: str, connection: ServiceConnection | None = None) -> None:
-        self._case: Case = case(number)
+        self._case: Case = script(number)
         self._folder = folder
         self._connection = connection
         self._modules = {"datamodule": Data(number), "other datamodule": OtherData(number)}
@@ -239,7 +250,9 @@ class Script:
         return quiet_trainer(Path(self._folder), **settings)
 
     def _call(self, act: Act, arguments: dict[str, Any]) -> None:
-        if self._connection is not None:  # as SageMakerTrainer does in a job
+        if self._connection is not None and is_chosen():
+            use_data_hosts(self._trainer, self._connection)
+        elif self._connection is not None:  # as SageMakerTrainer does in a job
             arguments = remote_arguments(self._trainer, act.method, arguments, self._connection, self._remote)
         getattr(self._trainer, act.method)(**arguments)
 
@@ -251,7 +264,7 @@ class Script:
             return {"datamodule": module}
         if act.holder == "model":
             return {}
-        hooks = case(self._case.number).hooks[act.hooks]
+        hooks = script(self._case.number).hooks[act.hooks]
         if act.method == "fit":
             return {"train_dataloaders": hooks.train.value, "val_dataloaders": hooks.evaluation.value}
         return {"dataloaders": hooks.evaluation.value}

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from lightning_sm.data.protocol import calls
+from lightning_sm.data.protocol import calls, openings
 from lightning_sm.data.protocol.calls import (
     FinishRequest,
     HeartbeatRequest,
@@ -29,6 +29,7 @@ from lightning_sm.data.protocol.frames import Destination, FrameReader
 from lightning_sm.data.protocol.grpc_call import Call
 from lightning_sm.data.protocol.grpc_client import GrpcChannel
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
+from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.protocol.probe import diagnose
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
 from lightning_sm.data.protocol.tls import certificate_hint
@@ -87,6 +88,9 @@ class Owner(Protocol):
     def snapshot(self, digest: str) -> tuple[int, int] | None:
         """Return a descriptor of a snapshot of this rank, to be closed, and its size; None: it has none."""
 
+    def link_opened_source(self, link: HostLink, name: str, problem: calls.Problem | None) -> None:
+        """Note that the host has workers for an opening, or why it has none."""
+
     def link_refused(self, error: DataServiceError) -> None:
         """Note that the host will never do what is requested."""
 
@@ -124,6 +128,10 @@ class HostLink:
         self._channel = GrpcChannel(address, credentials)
         self._wanted: dict[str, OpenRequest] = {}
         self._opened: set[str] = set()
+        self._has_joined = False
+        self._openings: dict[str, Opening] = {}
+        self._told: list[Opening] = []  # those that the host knows of
+        self._open_sources: set[str] = set()
         self._is_stale = False
         self._num_losses = 0
         self._num_silent = 0
@@ -173,6 +181,34 @@ class HostLink:
     def wants(self, name: str) -> bool:
         """Return whether loaders are among those that the host keeps open."""
         return name in self._wanted
+
+    def join(self) -> None:
+        """Come up as soon as the host answers, to take over what others lose."""
+        self._has_joined = True
+        self._nudge.set()
+
+    def want_source(self, opening: Opening) -> None:
+        """Open a source on the host, now and after every reconnect."""
+        with self._lock:
+            self._openings[opening.name] = opening
+        self._nudge.set()
+
+    def release_source(self, name: str) -> None:
+        """Close a source: the host ends its workers if no other rank wants them."""
+        with self._lock:
+            self._openings.pop(name, None)
+            self._open_sources.discard(name)
+        self._nudge.set()
+
+    def has_source(self, name: str) -> bool:
+        """Return whether the host has workers for an opening."""
+        return name in self._open_sources
+
+    def reopen_source(self, name: str) -> None:
+        """Open a source again, which the host has lost."""
+        with self._lock:
+            self._open_sources.discard(name)
+        self._nudge.set()
 
     def send(self, message: bytes) -> None:
         """Send frames. If the stream is broken, they are lost; ``link_lost`` notifies the owner."""
@@ -297,8 +333,34 @@ class HostLink:
                 if self._num_losses != num_losses:
                     return
                 self._opened.add(name)
-        if self._wanted:
+        if self._wanted or self._has_joined:
             self._come_up()
+        self._open_wanted_sources()
+
+    def _open_wanted_sources(self) -> None:
+        """Open all wanted sources that are not open, and let the host know which are no longer wanted."""
+        with self._lock:
+            wanted = list(self._openings.values())
+            num_losses = self._num_losses
+            if wanted == self._told and self._open_sources.issuperset(self._openings):
+                return
+        answer = self._unary(openings.OpeningsRequest(self._client.client, wanted), _CALL_TIMEOUT_S)
+        reply = calls.parse_reply(answer, "answer to OpenSources", openings.OpeningsReply)
+        if reply.missing:
+            self._send_snapshots(reply.missing)
+        with self._lock:
+            if self._num_losses != num_losses:
+                return
+            self._told = wanted
+            new = [name for name in reply.open if name in self._openings and name not in self._open_sources]
+            self._open_sources.update(new)
+        for name in new:
+            self._owner.link_opened_source(self, name, None)
+        for name, problem in reply.problems.items():
+            self._owner.link_opened_source(self, name, problem)
+        self._period_s = _FAILED_PERIOD_S if reply.problems else self._usual_period_s
+        if not reply.problems and not self._open_sources.issuperset(self._openings):
+            self._nudge.set()
 
     def _send_snapshots(self, digests: list[str]) -> None:
         """Send what the host needs before it can open loaders; only rank 0 has it."""
@@ -348,6 +410,8 @@ class HostLink:
                 self._set_state(state, detail)
                 # The host may restart, with no loaders open.
                 self._opened.clear()
+                self._open_sources.clear()
+                self._told = []
                 self._num_losses += 1
             if was_up:
                 self.num_lost += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -139,6 +139,11 @@ class PassBuffer:
 
     # Requests
 
+    def keys(self, step: int) -> list[int]:
+        """Return the indices of a step, for messages."""
+        keys: list[int] = self.plan.batch(step).tolist()
+        return keys
+
     def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
         """Reserve a slot for a range, and return the encoded spec; None if no slot is free."""
         if not self.free:
@@ -220,19 +225,13 @@ class PassBuffer:
         return answer
 
     def _choose_range_length(self, header: StepRangeHeader) -> None:
-        """Choose how many batches a request asks for: as many as the limits allow, at most twice as many as before."""
-        num_steps = header.num_batches
-        produce_s = header.produce_s / num_steps
+        """Choose how many batches a request asks for."""
+        produce_s = header.produce_s / header.num_batches
         self._produce_s += (produce_s - self._produce_s) * (1 / 8 if self._produce_s else 1)
-        num_bytes = (header.num_bytes + len(header.encoded_batches)) / num_steps
-        range_bytes = min(_RANGE_BYTES, self.place.window_bytes / _MIN_RANGES, _SLOT_PART * self.ring.slot_bytes)
-        most = min(MAX_RANGE_LENGTH, range_bytes / max(1.0, num_bytes), _RANGE_S / max(1e-9, self._produce_s))
-        if isinstance(self.plan, ShardSteps):
-            most = min(most, _BLOCK_PART * self.place.window_bytes / max(1.0, num_bytes) / self.plan.num_shards)
-        length = max(1, min(2 * self.range_length, int(most)))
-        if self.place.is_window_fixed:
-            length = max(1, min(length, self.window // _MIN_RANGES))
-        self.range_length = length
+        window = self.window if self.place.is_window_fixed else None
+        part = _BLOCK_PART / self.plan.num_shards if isinstance(self.plan, ShardSteps) else 1.0
+        limits = RangeLimits(self.place.window_bytes, self.ring.slot_bytes, window, part)
+        self.range_length = range_length(header, self.range_length, self._produce_s, limits)
 
     def skip(self, request_id: int, end: int | None) -> None:
         """Record the answer that a shard has none of the batches of a request.
@@ -310,3 +309,36 @@ class PassBuffer:
             self.plan.forget(self.taken)
         # Empty steps after the end were skipped, too, but are not part of the pass.
         return min(self.taken, self.stop_step)
+
+
+class RangeLimits(NamedTuple):
+    """What limits the batches of a request.
+
+    Attributes:
+        window_bytes: Limit of the bytes in flight or buffered.
+        slot_bytes: Capacity of a slot.
+        window: Number of batches to which the user limits the window; None: the user does not.
+        part: Part of the window that a request may fill.
+    """
+
+    window_bytes: int
+    slot_bytes: int
+    window: int | None
+    part: float = 1.0
+
+
+def range_length(header: StepRangeHeader, before: int, produce_s: float, limits: RangeLimits) -> int:
+    """Return how many batches a request asks for: as many as the limits allow, at most twice as many as before.
+
+    Args:
+        header: The last answer.
+        before: How many batches requests have asked for.
+        produce_s: Seconds that a worker takes for a batch.
+        limits: The limits.
+    """
+    num_bytes = (header.num_bytes + len(header.encoded_batches)) / header.num_batches
+    shares = limits.window_bytes / _MIN_RANGES, _SLOT_PART * limits.slot_bytes, limits.part * limits.window_bytes
+    range_bytes = min(_RANGE_BYTES, *shares)
+    most = min(MAX_RANGE_LENGTH, range_bytes / max(1.0, num_bytes), _RANGE_S / max(1e-9, produce_s))
+    length = max(1, min(2 * before, int(most)))
+    return length if limits.window is None else max(1, min(length, limits.window // _MIN_RANGES))

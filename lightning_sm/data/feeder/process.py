@@ -23,9 +23,11 @@ from lightning_sm.data.feeder.answer import Piece
 from lightning_sm.data.feeder.batch_difference import BatchDifference
 from lightning_sm.data.feeder.equal_shards import EqualShards
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
+from lightning_sm.data.feeder.iterator_buffer import IteratorBuffer
 from lightning_sm.data.feeder.pass_buffer import InFlightRange, LoaderKey, PassBuffer
 from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, length_of, plan_pass
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
+from lightning_sm.data.feeder.source_openings import SourceOpenings
 from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
 from lightning_sm.data.feeder.verification import MISSING, BatchCheck, Verifier
 from lightning_sm.data.ipc import feeder_messages as kinds
@@ -63,15 +65,16 @@ class Feeder:
         self._verifier = Verifier(settings.verify, settings.verify_share, lambda address: self._links[address].name)
         self._equal_shards = EqualShards(settings.verify)
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
-        self._buffers: dict[int, PassBuffer] = {}
+        self._buffers: dict[int, PassBuffer | IteratorBuffer] = {}
         # Bytes of the largest batch by loader: the window of a later pass is right from its first request.
-        self._largest: dict[LoaderKey, int] = {}
+        self._largest: dict[LoaderKey | str, int] = {}
         self._closed_early: set[int] = set()
         # Local workers start later than the data hosts: do not wait for them.
         num_hosts = sum(not kinds.is_local(address) for address in settings.addresses)
         self._agreements = LoaderAgreements(num_hosts, lambda name, reply: self._notify(kinds.Opened(name, reply)))
         self._after_first: dict[str, kinds.OpenLoaders] = {}
         self._snapshots: dict[str, tuple[int, int]] = {}  # by digest: descriptor and size
+        self._openings = SourceOpenings(self)
         # Sent with heartbeats. Threads of the links read it, so it is replaced as a whole.
         self.figures: RankFigures | None = None
         self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
@@ -101,6 +104,8 @@ class Feeder:
                         self._agreements.tick(time.monotonic())
                 except DataServiceError as error:
                     self._fail(None, error)
+                with self._lock:
+                    self._openings.tick(time.monotonic())
                 self._send_requests()
                 self._deliver_all()
             os.close(parent)
@@ -134,6 +139,19 @@ class Feeder:
                     self.figures = message.figures
                 case kinds.Finish():
                     self._finish(message.outcome, is_success=message.is_success)
+                case _:
+                    self._handle_iterators(message)
+
+    def _handle_iterators(self, message: Message) -> None:
+        match message:
+            case kinds.OpenSource(opening):
+                self._openings.open(opening)
+            case kinds.CloseSource(name):
+                self._openings.close(name)
+            case kinds.StartIterator():
+                self._start_iterator(message)
+            case kinds.SupplyIndices():
+                self._supply(message)
 
     def _open(self, loaders: kinds.OpenLoaders) -> None:
         request = loaders.request
@@ -184,6 +202,40 @@ class Feeder:
                 loader=(place.stage, place.index),
             )
             self._deliver(buffer)
+        self._send_requests()
+
+    def _start_iterator(self, request: kinds.StartIterator) -> None:
+        pass_id = request.pass_id
+        ring, free = self._rings[request.ring]
+        buffer = IteratorBuffer(request, ring, free, largest=self._largest.get(request.opening, 0))
+        with self._lock:
+            if pass_id in self._closed_early:
+                self._closed_early.remove(pass_id)
+                return
+            self._buffers[pass_id] = buffer
+            self._scheduler.open_pass(
+                pass_id,
+                0,
+                buffer.stop_step,
+                buffer.window,
+                max_ranges=request.window_batches,
+                loader=request.loader,
+                known=buffer.known,
+                shard_of=(lambda _: 0) if request.is_stream else None,
+                can_take=lambda host: self._links[host].has_source(request.opening),
+            )
+        self._send_requests()
+
+    def _supply(self, message: kinds.SupplyIndices) -> None:
+        with self._lock:
+            buffer = self._buffers.get(message.pass_id)
+            if not isinstance(buffer, IteratorBuffer):  # the iterator was closed meanwhile
+                return
+            buffer.supply(message.indices, is_end=message.is_end)
+            self._scheduler.set_known(buffer.pass_id, buffer.known)
+            if message.is_end:
+                self._scheduler.set_stop(buffer.pass_id, buffer.stop_step)
+                self._deliver(buffer)
         self._send_requests()
 
     def _measure(self, request: kinds.MeasurePass) -> None:
@@ -246,8 +298,9 @@ class Feeder:
     def _fail(self, pass_id: int | None, error: Exception) -> None:
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
-    def _deliver(self, buffer: PassBuffer) -> None:
-        for message in buffer.deliveries(holds_end=self._verifier.holds(buffer, time.monotonic())):
+    def _deliver(self, buffer: PassBuffer | IteratorBuffer) -> None:
+        holds_end = isinstance(buffer, PassBuffer) and self._verifier.holds(buffer, time.monotonic())
+        for message in buffer.deliveries(holds_end=holds_end):
             self._notify(message)
 
     def _deliver_all(self) -> None:
@@ -279,6 +332,7 @@ class Feeder:
         """Send the host's requests to others."""
         with self._lock:
             self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is LinkState.SILENT))
+            self._openings.host_lost(link)
             check = self._verifier.check
             if check is not None and check.second_host == link.address and not check.second.is_complete:
                 self._give_up_check(check, "the connection to the second host was lost")
@@ -306,6 +360,27 @@ class Feeder:
         with self._lock:
             found = self._snapshots.get(digest)
             return None if found is None else (os.dup(found[0]), found[1])
+
+    def link_opened_source(self, link: HostLink, name: str, problem: Problem | None) -> None:
+        """Request batches of the source from the host from now on, or take note that it has none."""
+        with self._lock:
+            self._openings.opened(link, name, problem)
+        self._send_requests()
+
+    def notify(self, message: Message) -> None:
+        """Send a message to the training process."""
+        self._notify(message)
+
+    def drop_snapshot(self, digest: str) -> None:
+        """Release the memory of a source."""
+        with self._lock:
+            if digest in self._snapshots:
+                os.close(self._snapshots.pop(digest)[0])
+
+    @property
+    def links(self) -> dict[str, HostLink]:
+        """The data hosts, by address."""
+        return self._links
 
     def link_refused(self, error: DataServiceError) -> None:
         """Fail: the host does not belong to this job, or violates the protocol."""
@@ -349,7 +424,12 @@ class Feeder:
                 raise _about(request, error) from error
 
     def _piece_ended(
-        self, request: StepRequest, buffer: PassBuffer, answer: InFlightRange, piece: Piece, is_complete: bool
+        self,
+        request: StepRequest,
+        buffer: PassBuffer | IteratorBuffer,
+        answer: InFlightRange,
+        piece: Piece,
+        is_complete: bool,
     ) -> None:
         is_written = False
         try:
@@ -368,7 +448,7 @@ class Feeder:
                     self._complete(buffer, request)
 
     def _receive_frame(
-        self, buffer: PassBuffer, request: StepRequest, kind: int, value: int, payload: memoryview
+        self, buffer: PassBuffer | IteratorBuffer, request: StepRequest, kind: int, value: int, payload: memoryview
     ) -> None:
         if kind == FrameKind.FAILURE:
             self._request_failed(buffer, request, parse_failure(payload))
@@ -381,7 +461,7 @@ class Feeder:
         else:
             raise WireError(f"a frame of kind {kind}")
 
-    def _take_header(self, buffer: PassBuffer, request: StepRequest, header: StepRangeHeader) -> None:
+    def _take_header(self, buffer: PassBuffer | IteratorBuffer, request: StepRequest, header: StepRangeHeader) -> None:
         before = buffer.largest
         buffer.take_header(request.request_id, header)
         if buffer.largest != before:
@@ -389,14 +469,15 @@ class Feeder:
             self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.range_length)
             self._send_requests()
 
-    def _complete(self, buffer: PassBuffer, request: StepRequest) -> None:
+    def _complete(self, buffer: PassBuffer | IteratorBuffer, request: StepRequest) -> None:
         now = time.monotonic()
         answer = buffer.accept(request.request_id, now - request.sent_at)
         superfluous = self._scheduler.completed(request.request_id, now, answer.header.produce_s)
-        self._verifier.offer(buffer, answer, request.host, self._scheduler.up(), now)
-        error = self._equal_shards.offer(buffer, answer)
-        if error is not None:
-            self._fail(buffer.pass_id, error)
+        if isinstance(buffer, PassBuffer):
+            self._verifier.offer(buffer, answer, request.host, self._scheduler.up(), now)
+            error = self._equal_shards.offer(buffer, answer)
+            if error is not None:
+                self._fail(buffer.pass_id, error)
         self._transfers[request.host] += answer.transfer_s
         self._cancel(superfluous or ())
         if answer.step_range != request.step_range:  # its shard has ended
@@ -405,7 +486,7 @@ class Feeder:
         self._deliver(buffer)
         self._send_requests()
 
-    def _skip(self, buffer: PassBuffer, request: StepRequest, end: int | None) -> None:
+    def _skip(self, buffer: PassBuffer | IteratorBuffer, request: StepRequest, end: int | None) -> None:
         """Continue without steps whose shard has ended, or without a step that only probed its shard."""
         self._cancel(self._scheduler.completed(request.request_id, time.monotonic()) or ())
         buffer.skip(request.request_id, end)
@@ -414,12 +495,18 @@ class Feeder:
         self._scheduler.advance(buffer.pass_id, buffer.take(0))
         self._send_requests()
 
-    def _move_stop(self, buffer: PassBuffer) -> None:
+    def _move_stop(self, buffer: PassBuffer | IteratorBuffer) -> None:
         """Move the end of the pass, now that the end of a shard is known."""
         self._cancel(self._scheduler.set_stop(buffer.pass_id, buffer.stop_step))
 
-    def _request_failed(self, buffer: PassBuffer, request: StepRequest, failure: Failure) -> None:
+    def _request_failed(self, buffer: PassBuffer | IteratorBuffer, request: StepRequest, failure: Failure) -> None:
         link = self._links[request.host]
+        if failure.error == "NotOpen" and isinstance(buffer, IteratorBuffer):
+            if not self._openings.is_wanted(buffer.request.opening):  # the end of the iterator is still on its way
+                self._scheduler.failed(request.request_id, time.monotonic(), retry=Retry.ELSEWHERE)
+                buffer.drop(request.request_id)
+                return
+            link.reopen_source(buffer.request.opening)
         if request.step_range.num_steps == 1:
             steps = f"batch of step {request.first_step}"
         else:
@@ -428,15 +515,16 @@ class Feeder:
         is_lost = failure.error in LOST_WORKERS
         reason = f"{failure.text} on data host {link.name}" if is_lost else failure.at(place)
         retry = RETRIES.get(failure.error, Retry.NEVER)
-        is_missing = failure.error == "NotOpen"
-        if is_missing and not link.wants(buffer.spec.opening):
+        is_missing = failure.error == "NotOpen" and isinstance(buffer, PassBuffer)
+        if is_missing and isinstance(buffer, PassBuffer) and not link.wants(buffer.spec.opening):
             retry, reason = Retry.NEVER, _replaced(buffer.name)
         decision = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            keys = buffer.plan.batch(request.first_step).tolist()
-            self._fail(buffer.pass_id, explain(failure.error, request.first_step, decision, keys))
+            self._fail(
+                buffer.pass_id, explain(failure.error, request.first_step, decision, buffer.keys(request.first_step))
+            )
             return
         if is_missing:
             link.reopen()

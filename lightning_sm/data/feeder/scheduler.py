@@ -257,11 +257,18 @@ class _ScheduledPass:
     failures: dict[int, list[_StepFailure]] = field(default_factory=dict)
     shard_of: Callable[[int], int] | None = None  # shard of a step, for iterable datasets
     assigned_hosts: dict[int, str] = field(default_factory=dict)  # by shard: the host that has its iterator
+    known: float = math.inf  # steps from here on cannot be requested yet
+    can_take: Callable[[str], bool] | None = None  # whether a host has what the pass needs; None: each has
 
     @property
     def limit(self) -> int:
         """The step after the window."""
-        return min(self.position + self.window, self.stop_step)
+        limit = min(self.position + self.window, self.stop_step)
+        return limit if limit <= self.known else int(self.known)
+
+    def takers(self, hosts: list[_ScheduledHost]) -> list[_ScheduledHost]:
+        """Return those of some hosts that have what the pass needs."""
+        return hosts if self.can_take is None else [host for host in hosts if self.can_take(host.host)]
 
     @property
     def waiting_for(self) -> int:
@@ -422,13 +429,16 @@ class Scheduler:
         max_ranges: int | None = None,
         shard_of: Callable[[int], int] | None = None,
         loader: Hashable = None,
+        known: float = math.inf,
+        can_take: Callable[[str], bool] | None = None,
     ) -> None:
         """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step``, which may move.
 
         At most ``window`` steps, at least 1, counted from the oldest that the consumer has not taken, are in flight or
         ready. ``set_window`` may change that, but there are never more ranges than ``max_ranges`` (default: as many as
         steps in this window). Steps of the same shard (``shard_of``) are requested in order from the same host, as long
-        as it is up and answers. Passes of the same ``loader`` share what is known about its pace.
+        as it is up and answers. Passes of the same ``loader`` share what is known about its pace. Steps from ``known``
+        on cannot be requested yet. Only hosts that ``can_take`` the steps get requests.
         """
         pace = self._paces.setdefault(loader, _Latencies())
         self._passes[pass_id] = _ScheduledPass(
@@ -440,6 +450,8 @@ class Scheduler:
             pace=pace,
             cursor=first_step,
             shard_of=shard_of,
+            known=known,
+            can_take=can_take,
         )
         self._passes[pass_id].refill()
 
@@ -449,6 +461,13 @@ class Scheduler:
         if current is not None:
             current.window = max(window, 1)
             current.range_length = range_length
+            current.refill()
+
+    def set_known(self, pass_id: int, known: float) -> None:
+        """Note from which step on the steps of a pass cannot be requested yet. Ignores a closed pass."""
+        current = self._passes.get(pass_id)
+        if current is not None:
+            current.known = known
             current.refill()
 
     def set_stop(self, pass_id: int, stop_step: int) -> tuple[StepRequest, ...]:
@@ -745,14 +764,16 @@ class Scheduler:
 
     def _is_last_resort(self, host: _ScheduledHost, current: _ScheduledPass) -> bool:
         """Return whether a host is the only one, or the only one on which the first TODO step has not failed."""
-        others = [other for other in self._up if other is not host]
+        others = [other for other in current.takers(self._up) if other is not host]
         return current.failed_on_all(current.todo[0].first, others)
 
     def _may_take(self, host: _ScheduledHost, current: _ScheduledPass, step: int) -> bool:
         """Return whether a host may build a step: the host has its shard, or the step did not fail only there."""
+        if current.can_take is not None and not current.can_take(host.host):
+            return False
         if current.shard_of is not None and not current.raised_on(step):
-            return current.assigned_host(current.shard_of(step), self._up) == host.host
-        return not current.failed_on(step, host.host) or current.failed_on_all(step, self._up)
+            return current.assigned_host(current.shard_of(step), current.takers(self._up)) == host.host
+        return not current.failed_on(step, host.host) or current.failed_on_all(step, current.takers(self._up))
 
     # Hedges
 
@@ -780,7 +801,7 @@ class Scheduler:
         """Return the age from which requests of a pass are late; infinite if they never are."""
         if not current.pace.is_known or not self._late.factor:
             return math.inf
-        is_alone = len(self._up) == 1
+        is_alone = len(current.takers(self._up)) == 1
         late = _LATE_ON_THE_ONLY_HOST if is_alone else self._late
         if current.shard_of is not None:
             if is_alone:
@@ -800,8 +821,9 @@ class Scheduler:
         A host on which the user's code has raised in this step is left out unless it is the only one: the code would
         raise again and end the pass, although the late request may still be answered.
         """
-        others = [host for host in self._up if host.host != late.host] or self._up
-        raised_on = current.raised_on(late.first_step) if len(self._up) > 1 else ()
+        up = current.takers(self._up)
+        others = [host for host in up if host.host != late.host] or up
+        raised_on = current.raised_on(late.first_step) if len(up) > 1 else ()
         free = [host for host in others if host.has_credit(now) and host.host not in raised_on]
         return min(
             free,

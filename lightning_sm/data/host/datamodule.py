@@ -46,6 +46,10 @@ class ServedModule:
         """Digests of the snapshots that it has, the newest last."""
         return list(self._snapshots)
 
+    def descriptor(self, digest: str) -> int:
+        """Return the memory of a snapshot."""
+        return self._snapshots[digest]
+
     def keep(self, digest: str, fd: int, kept: Sequence[str]) -> None:
         """Take a snapshot of rank 0.
 

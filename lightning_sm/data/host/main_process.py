@@ -18,12 +18,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import wait
 
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.sampler_process import SamplerProcess, run_sampler
-from lightning_sm.data.host.spawned_worker import PickledLoaders
-from lightning_sm.data.host.worker import run_worker
+from lightning_sm.data.host.source_builder import builder_of
+from lightning_sm.data.host.sources import Sources
+from lightning_sm.data.host.spawned_worker import PickledLoaders, SpawnedSource
+from lightning_sm.data.host.worker import Builder, LoaderBuilder, WorkerPlace, run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.worker_stack import innermost_call, without_our_start
 from lightning_sm.data.host.world import world_of_one
@@ -33,6 +36,7 @@ from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import OpenRequest, Problem
 from lightning_sm.data.protocol.failures import first_line
+from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError, DataSettingsError
 from lightning_sm.job.control_folder import STACKS_SIGNAL, Phase, announce
@@ -106,8 +110,11 @@ class MainProcess:
         # By opening and worker number: the id of the worker to replace when it dies.
         self._current_ids: dict[tuple[str, int], int] = {}
         self._num_workers_started = 0
+        self._num_streams = 0
         self._failed_starts: Counter[tuple[str, int]] = Counter()  # in a row
-        self._pickled: dict[str, PickledLoaders] = {}  # by opening; for workers that are no forks
+        # By opening; for workers that are no forks.
+        self._pickled: dict[str, PickledLoaders | SpawnedSource] = {}
+        self._sources = Sources(self._module.descriptor)
         self._scheduler = sched.scheduler(time.monotonic)
         # By opening and number of the loader: those to which requests go, and all that have not exited.
         self._samplers: dict[tuple[str, int], SamplerProcess] = {}
@@ -209,6 +216,7 @@ class MainProcess:
         self._server.send(host_messages.Serve(self._settings, snapshots=self._module.snapshots))
         for opening, reply in self._module.replies.items():
             self._server.send(host_messages.OpenedLoaders(opening, reply, list(self._module.replies)))
+        self._sources.keep(())  # trainers open them again
         if self._job_is_ending:
             self._server.send(host_messages.JobEnds())
         self._selector.register(self._server, selectors.EVENT_READ, self._on_server_messages)
@@ -228,6 +236,12 @@ class MainProcess:
                 case host_messages.RunHook(request):
                     self._server_starts = 0
                     self._open(request)
+                case host_messages.StartWorkers(opening):
+                    self._server_starts = 0
+                    self._open_source(opening)
+                case host_messages.KeepOpenings(names):
+                    self._sources.keep(names)
+                    self._forget_places()
                 case host_messages.RunSampler():
                     self._run_sampler(message)
                 case host_messages.KillWorker(worker_id):
@@ -283,6 +297,18 @@ class MainProcess:
             logger.warning("%s failed; trainers get the error: %s", self._problem.where, first_line(self._problem.text))
         self._send(host_messages.OpenedLoaders(request.opening, reply, list(self._module.replies)))
 
+    def _open_source(self, opening: Opening) -> None:
+        self._in_hook = True
+        try:
+            problem = self._sources.open(opening)
+        finally:
+            self._in_hook = False
+        if problem is None:
+            self._start_workers([opening.name])
+        else:
+            logger.warning("A dataset of the trainers cannot be rebuilt: %s", first_line(problem.text))
+        self._send(host_messages.StartedWorkers(opening.name, problem))
+
     def _send(self, message: Message) -> bool:
         try:
             self._server.send(message)
@@ -299,16 +325,54 @@ class MainProcess:
         Raises:
             DataSettingsError: Loaders that need new processes cannot be pickled.
         """
-        live = self._module.loaders
-        self._current_ids = {place: worker for place, worker in self._current_ids.items() if place[0] in live}
-        for opening in self._pickled.keys() - live.keys():
-            self._pickled.pop(opening).close()
+        self._forget_places()
         for opening in openings:
-            if opening not in self._pickled and any(loader.start_method != "fork" for loader in live[opening]):
-                self._pickled[opening] = PickledLoaders(opening, live[opening], self._host_name, self._settings.workers)
-            # A hook may return an empty list, which needs no workers.
-            for number in range(self._settings.workers if live[opening] else 0):
+            if opening not in self._pickled and (spawned := self._spawned(opening)) is not None:
+                self._pickled[opening] = spawned
+            for number in self._worker_numbers(opening):
                 self._start_worker(opening, number)
+
+    def _forget_places(self) -> None:
+        """Forget the workers of what is no longer open."""
+        self._current_ids = {place: worker for place, worker in self._current_ids.items() if self._is_open(place[0])}
+        for opening in [opening for opening in self._pickled if not self._is_open(opening)]:
+            self._pickled.pop(opening).close()
+
+    def _is_open(self, opening: str) -> bool:
+        return opening in self._module.loaders or opening in self._sources.openings
+
+    def _worker_numbers(self, opening: str) -> Iterable[int]:
+        """Return the numbers of an opening's workers. Of workers with the same number, one works at a time."""
+        source = self._sources.openings.get(opening)
+        if source is not None and source.stream is not None:
+            self._num_streams += 1
+            return (self._settings.workers - 1 + self._num_streams,)
+        # A hook may return an empty list, which needs no workers.
+        return range(self._settings.workers if source is not None or self._module.loaders[opening] else 0)
+
+    def _spawned(self, opening: str) -> PickledLoaders | SpawnedSource | None:
+        """Return what starts workers that are no forks; None: they are forks.
+
+        Raises:
+            DataSettingsError: Loaders cannot be pickled.
+        """
+        host, num_workers = self._host_name, self._settings.workers
+        source = self._sources.openings.get(opening)
+        if source is not None:
+            if self._sources.source(opening).start_method == "fork":
+                return None
+            return SpawnedSource(source, self._sources.descriptor(opening), host, num_workers)
+        loaders = self._module.loaders[opening]
+        if all(loader.start_method == "fork" for loader in loaders):
+            return None
+        return PickledLoaders(opening, loaders, host, num_workers)
+
+    def _builder(self, opening: str, number: int) -> Builder:
+        place = WorkerPlace(self._host_name, number, self._settings.workers)
+        source = self._sources.openings.get(opening)
+        if source is not None:
+            return builder_of(self._sources.source(opening), source.stream, place)
+        return LoaderBuilder(opening, self._module.loaders[opening], place)
 
     def _start_worker(self, opening: str, number: int) -> None:
         self._num_workers_started += 1
@@ -354,15 +418,7 @@ class MainProcess:
 
         def run() -> None:
             ours.close()  # with a copy of the other end, a worker would never see it closed
-            run_worker(
-                theirs,
-                ring,
-                lambda: {opening: self._module.loaders[opening]},
-                notes,
-                host=self._host_name,
-                worker_id=number,
-                num_workers=self._settings.workers,
-            )
+            run_worker(theirs, ring, partial(self._builder, opening, number), notes, number=number)
 
         pid = self._fork(run)
         theirs.close()
@@ -393,7 +449,7 @@ class MainProcess:
 
     def _is_needed(self, worker_id: int, place: tuple[str, int]) -> bool:
         """Return whether nobody has replaced a worker whose loaders are open."""
-        return place[0] in self._module.loaders and self._current_ids.get(place) == worker_id
+        return self._is_open(place[0]) and self._current_ids.get(place) == worker_id
 
     def _replace(self, worker_id: int, place: tuple[str, int]) -> None:
         if self._is_needed(worker_id, place):

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
 from lightning_sm.data.host.trainer_stand_in import TrainerStandIn, stand_in
+from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.errors import DataSettingsError
 
@@ -44,6 +45,7 @@ _TO_DATA_HOSTS = (
 _LEN_BY_DEFAULT = 5
 
 StateOf: TypeAlias = Callable[[Any], dict[str, Any] | None]
+ViewOf: TypeAlias = Callable[[Any], Any]
 
 _NUMPY_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -108,8 +110,9 @@ def pickle_object(
     by_name: bool,
     named: Mapping[str, Any] | None = None,
     advice: str = _TO_DATA_HOSTS,
+    view_of: ViewOf = lambda _: stand_in(),
 ) -> PickledObject:
-    """Pickle an object. A Trainer in it becomes the data host's stand-in.
+    """Pickle an object. A Trainer in it becomes the data host's stand-in, or what ``view_of`` makes of it.
 
     Args:
         value: The object.
@@ -119,6 +122,7 @@ def pickle_object(
         named: Parts of the object by the names under which its user knows them, for the error; None: the object itself,
             by its class.
         advice: End of the error: who gets the object, and what to do.
+        view_of: Returns what takes the place of a Trainer.
 
     Raises:
         DataSettingsError: Something in it cannot be pickled.
@@ -126,10 +130,10 @@ def pickle_object(
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     try:
-        _Pickler(file, buffers, state_of, by_name=by_name).dump(value)
+        _Pickler(file, buffers, state_of, view_of, by_name=by_name).dump(value)
     except Exception as error:
         roots = {type(value).__name__: value} if named is None else named
-        path, culprit, reason = _Search(state_of, by_name=by_name).culprit(roots, error)
+        path, culprit, reason = _Search(state_of, view_of, by_name=by_name).culprit(roots, error)
         raise DataSettingsError(
             f"{path} is a {type(culprit).__name__}, which cannot be pickled: {reason}. {advice}"
         ) from error
@@ -144,6 +148,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         file: io.BytesIO,
         buffers: list[pickle.PickleBuffer],
         state_of: StateOf,
+        view_of: ViewOf,
         *,
         by_name: bool,
     ) -> None:
@@ -155,13 +160,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
         super().__init__(file, protocol=5, buffer_callback=takes_in_band)
         self._state_of = state_of
+        self._view_of = view_of
         self._is_by_name = by_name
         self._of_models: set[int] = set()  # the tensors of models, by id
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how an object that is not built in is pickled."""
         if isinstance(obj, Trainer):
-            return stand_in, ()
+            return _itself, (self._view_of(obj),)
         # cloudpickle would read what is left of a file that is open for reading, into a text in memory.
         if isinstance(obj, _FILES) and obj not in (sys.stdout, sys.stderr):
             raise pickle.PicklingError("it is an open file")
@@ -183,7 +189,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             self._of_models.update(map(id, _tensors_of(obj)))
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if len(reduced) == _LEN_BY_DEFAULT:
-                return *reduced, _restore_attached
+                return *reduced, partial(_restore_attached, self._view_of(obj.trainer))
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
@@ -206,15 +212,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 def _is_attached(model: LightningModule) -> bool:
     """Return whether a model knows the Trainer, here or on a data host."""
     try:
-        return isinstance(model.trainer, (Trainer, TrainerStandIn))
+        return isinstance(model.trainer, (Trainer, TrainerStandIn, TrainerView))
     except RuntimeError:  # "not attached to a Trainer"
         return False
 
 
-def _restore_attached(model: Any, state: Any) -> None:
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _restore_attached(trainer: Any, model: Any, state: Any) -> None:
     """Set the state of a model, and its Trainer, which Lightning leaves out of the state: its epoch would be 0."""
     model.__setstate__(state)
-    model.trainer = stand_in()
+    model.trainer = trainer
     if model.device.type not in ("cpu", "meta"):
         model.to("cpu")  # its tensors are there; what it says of its device must not differ
 
@@ -261,8 +271,9 @@ def _main_name(obj: Any) -> str | None:
 class _Search:
     """The search for what cannot be pickled, by trying out the parts of objects."""
 
-    def __init__(self, state_of: StateOf, *, by_name: bool) -> None:
+    def __init__(self, state_of: StateOf, view_of: ViewOf, *, by_name: bool) -> None:
         self._state_of = state_of
+        self._view_of = view_of
         self._is_by_name = by_name
 
     def culprit(self, roots: Mapping[str, Any], error: Exception) -> tuple[str, Any, Exception]:
@@ -288,7 +299,7 @@ class _Search:
 
     def _problem_of(self, part: Any) -> Exception | None:
         try:
-            _Pickler(io.BytesIO(), [], self._state_of, by_name=self._is_by_name).dump(part)
+            _Pickler(io.BytesIO(), [], self._state_of, self._view_of, by_name=self._is_by_name).dump(part)
         except Exception as problem:  # noqa: BLE001  # what the user's classes raise
             return problem
         return None

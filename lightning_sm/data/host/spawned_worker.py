@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from lightning_sm._linux import kill_with_parent
 from lightning_sm._log import show_log_lines
@@ -24,14 +24,17 @@ from lightning_sm.data.batch.types import register_batch_type, registered_types
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.pickler import pickle_object
 from lightning_sm.data.host.snapshot import load_object
+from lightning_sm.data.host.source import WorkerSource
+from lightning_sm.data.host.source_builder import builder_of
 from lightning_sm.data.host.trainer_stand_in import stand_in
-from lightning_sm.data.host.worker import run_worker
+from lightning_sm.data.host.worker import Builder, LoaderBuilder, WorkerPlace, run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc.host_messages import StartWorker
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import run_and_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.protocol.openings import Opening, StreamWorker
 
 _MODULE = "lightning_sm.data.host.spawned_worker"
 # What multiprocessing tells a process that it spawns, as far as it applies here.
@@ -52,12 +55,10 @@ class PickledLoaders:
     """
 
     def __init__(self, opening: str, loaders: Sequence[ServedLoader], host: str, num_workers: int) -> None:
-        everything = multiprocessing.spawn.get_preparation_data("worker")
-        self._preparation = {name: everything[name] for name in _PREPARATION if name in everything}
         methods = {loader.start_method for loader in loaders} - {"fork"}
         pickled = pickle_object(
             (registered_types(), stand_in().values(), {opening: list(loaders)}),
-            by_name=_imports_script(self._preparation),
+            by_name=_imports_script(_preparation()),
             named={
                 f"{loader.description.name}.{name}": part
                 for loader in loaders
@@ -80,24 +81,68 @@ class PickledLoaders:
             ring: Its ring.
             notes: Its notes.
         """
-        process, sock = start_module(_MODULE)
-        sock.send(
-            StartWorker(
-                opening=self._opening,
-                host=self._host,
-                number=number,
-                num_workers=self._num_workers,
-                num_slots=ring.num_slots,
-                slot_bytes=ring.slot_bytes,
-                preparation=self._preparation,
-                fds=(ring.fd, notes.fd, self._fd),
-            )
-        )
-        return process, sock
+        return _start(self._opening, (self._host, number, self._num_workers), ring, notes, source=self._fd)
 
     def close(self) -> None:
         """Release the memory."""
         os.close(self._fd)
+
+
+class SpawnedSource:
+    """A source for workers that are no forks.
+
+    Args:
+        opening: What they are for.
+        fd: The source, pickled.
+        host: Name of the data host.
+        num_workers: Workers on the host.
+    """
+
+    def __init__(self, opening: Opening, fd: int, host: str, num_workers: int) -> None:
+        self._opening, self._fd, self._host, self._num_workers = opening, os.dup(fd), host, num_workers
+
+    def start_worker(
+        self, number: int, ring: Ring, notes: WorkerNotes
+    ) -> tuple[subprocess.Popen[bytes], MessageSocket]:
+        """Start a worker, as ``PickledLoaders`` does."""
+        place = self._host, number, self._num_workers
+        return _start(self._opening.name, place, ring, notes, source=self._fd, stream=self._opening.stream)
+
+    def close(self) -> None:
+        """Release the memory."""
+        os.close(self._fd)
+
+
+def _preparation() -> dict[str, Any]:
+    everything = multiprocessing.spawn.get_preparation_data("worker")
+    return {name: everything[name] for name in _PREPARATION if name in everything}
+
+
+def _start(
+    opening: str,
+    place: tuple[str, int, int],
+    ring: Ring,
+    notes: WorkerNotes,
+    *,
+    source: int,
+    stream: StreamWorker | None = None,
+) -> tuple[subprocess.Popen[bytes], MessageSocket]:
+    host, number, num_workers = place
+    process, sock = start_module(_MODULE)
+    sock.send(
+        StartWorker(
+            opening=opening,
+            host=host,
+            number=number,
+            num_workers=num_workers,
+            num_slots=ring.num_slots,
+            slot_bytes=ring.slot_bytes,
+            preparation=_preparation(),
+            stream=stream,
+            fds=(ring.fd, notes.fd, source),
+        )
+    )
+    return process, sock
 
 
 def _imports_script(preparation: dict[str, Any]) -> bool:
@@ -106,21 +151,25 @@ def _imports_script(preparation: dict[str, Any]) -> bool:
     return "init_main_from_path" in preparation or bool(name and not name.endswith("__main__"))
 
 
-def _load(preparation: dict[str, Any], fd: int) -> dict[str, list[ServedLoader]]:
-    """Import the user's script, and return the loaders."""
+def _load(start: StartWorker, fd: int) -> Builder:
+    """Import the user's script, and return what builds the batches."""
     # As in multiprocessing: a script that starts anything without a guard gets an error.
     current: Any = multiprocessing.process.current_process()
     current._inheriting = True
     try:
-        multiprocessing.spawn.prepare(preparation)
+        multiprocessing.spawn.prepare(start.preparation)
     finally:
         del current._inheriting
-    types, trainer, loaders = load_object(fd)
+    loaded = load_object(fd)
     os.close(fd)
+    place = WorkerPlace(start.host, start.number, start.num_workers)
+    if isinstance(loaded, WorkerSource):
+        return builder_of(loaded, start.stream, place)
+    types, trainer, loaders = loaded
     for cls, batch_type in types.items():
         register_batch_type(cls, batch_type.to_parts, batch_type.from_parts, name=batch_type.name)
     stand_in().update(trainer)
-    return cast("dict[str, list[ServedLoader]]", loaders)
+    return LoaderBuilder(start.opening, loaders[start.opening], place)
 
 
 def main() -> None:
@@ -139,11 +188,9 @@ def main() -> None:
         run_worker(
             requests,
             Ring(ring, start.num_slots, start.slot_bytes),
-            partial(_load, start.preparation, pickled),
+            partial(_load, start, pickled),
             WorkerNotes(notes),
-            host=start.host,
-            worker_id=start.number,
-            num_workers=start.num_workers,
+            number=start.number,
         )
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_sm._linux import kill_with_parent
@@ -33,26 +36,59 @@ from lightning_sm.data.protocol.spec import CHUNK_BYTES, ShardEnd, StepRangeSpec
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
 
+class WorkerPlace(NamedTuple):
+    """A worker's place.
+
+    Attributes:
+        host: Name of the data host.
+        number: Number of the worker on its host.
+        num_workers: Workers on the host.
+    """
+
+    host: str
+    number: int
+    num_workers: int
+
+
+class Builder(Protocol):
+    """What builds the batches of a worker."""
+
+    def enter(self, notes: WorkerNotes) -> None:
+        """Prepare this process; run the user's ``worker_init_fn``."""
+
+    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | ShardEnd:
+        """Build the batches of a request.
+
+        Args:
+            encoded_spec: The request.
+            memory: The slot for the batches.
+            notes: The notes of this process, which say at which sample it is.
+
+        Raises:
+            UserCodeError: The user's code failed.
+            BatchTypeError: A batch cannot be sent.
+            BatchTooLargeError: The slot is too small.
+        """
+
+
+class Built(NamedTuple):
+    """Batches in a slot, and what is to compress them."""
+
+    batches: list[EncodedBatch]
+    compression: str
+
+
 def run_worker(
-    requests: MessageSocket,
-    ring: Ring,
-    load: Callable[[], Mapping[str, Sequence[ServedLoader]]],
-    notes: WorkerNotes,
-    *,
-    host: str,
-    worker_id: int,
-    num_workers: int,
+    requests: MessageSocket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes, *, number: int
 ) -> None:
     """Serve requests until the other end of the socket is closed.
 
     Args:
         requests: Connection to the server process.
         ring: The slots for finished batches.
-        load: Returns the open loaders, by the name of the request that opened them.
+        load: Returns what builds the batches.
         notes: Its notes for its parent.
-        host: Name of the data host.
-        worker_id: Number of the worker on its host.
-        num_workers: Workers on the host.
+        number: Number of the worker on its host.
     """
     kill_with_parent()
     # Ctrl-C and the launcher's SIGTERM go to the whole process group, but workers exit only when their socket closes.
@@ -61,19 +97,16 @@ def run_worker(
     keep_freed_memory()
     torch.set_num_threads(1)
     notes.write_stacks_on_signal()
-    problem: Failure | None = None
-    openings: Mapping[str, Sequence[ServedLoader]] = {}
+    builder: Builder | None = None
+    problem = Failure("", "")
+    where = "the import of the script and the loaders in a new process"
     try:
-        openings = load()
+        loaded = load()
+        where = "worker_init_fn"
+        loaded.enter(notes)
+        builder = loaded
     except Exception as error:  # noqa: BLE001  # every request is answered with the error of the user's code
-        problem = Failure.of(error, "the import of the script and the loaders in a new process")
-    try:
-        for loaders in openings.values():
-            for loader in loaders:
-                notes.set_text("worker_init_fn")
-                loader.enter_worker(host, worker_id, num_workers)
-    except Exception as error:  # noqa: BLE001  # as above
-        problem = Failure.of(error, "worker_init_fn")
+        problem = Failure.of(error, where)
     notes.clear()
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
@@ -81,57 +114,93 @@ def run_worker(
         while (request := requests.receive()) is not None:
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
-            if problem is not None:
+            if builder is None:
                 requests.send(BuildAnswer(request.slot, problem))
             else:
-                outcome, batches = _build_range(request, ring, openings, notes, worker_id)
+                outcome, batches = _build_range(request, ring, builder, notes, number)
                 requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))
                 notes.clear()
 
 
 def _build_range(
-    request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], notes: WorkerNotes, worker_id: int
+    request: Build, ring: Ring, builder: Builder, notes: WorkerNotes, number: int
 ) -> tuple[BuiltRange | Failure | ShardEnd, list[EncodedBatch]]:
-    """Build the batches of a request in a slot.
-
-    Args:
-        request: The request.
-        ring: The slots.
-        openings: The open loaders, by the name of the request that opened them.
-        notes: The notes of this process, which say at which sample it is.
-        worker_id: Number of the worker on its host.
-
-    Returns:
-        The outcome, and the batches; none if it is a failure, or if the shard has ended before.
-    """
+    """Return the outcome of a request, and the batches; none if it is a failure, or if the shard has ended before."""
     started = time.perf_counter()
-    spec = StepRangeSpec.decode(request.encoded_spec)
     memory = ring.slot(request.slot)
-    batches: list[EncodedBatch] = []
-    used = 0
     try:
-        loader = openings[spec.opening][spec.loader]
-        stand_in().begin_batch(spec.batches[0].epoch)  # what the user's code reads as self.trainer.current_epoch
-        for one in spec.batches:
-            start = -(-used // ALIGNMENT) * ALIGNMENT
-            arena = Arena(memory[start:])
-            batch = loader.batch(one, arena, notes)
-            if isinstance(batch, ShardEnd):
-                if batches:  # fewer batches than requested mean that the shard ends with them
-                    break
-                return batch, []
-            structure = encode(batch, arena)
-            batches.append(EncodedBatch(start, arena.used, structure))
-            used = start + arena.used
-        loader.check_seeding()
-        pieces = _compress(memory, used, spec.compression) if spec.compression else []
+        built = builder.build(request.encoded_spec, memory, notes)
+        if isinstance(built, ShardEnd):
+            return built, []
+        used = max((one.start + one.num_bytes for one in built.batches), default=0)
+        pieces = _compress(memory, used, built.compression) if built.compression else []
     except UserCodeError as error:
         return Failure.of(error.__cause__ or error, error.where), []
     except (BatchTypeError, BatchTooLargeError) as error:
         return Failure(type(error).__name__, str(error)), []
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         return Failure.of(error), []
-    return BuiltRange(used, pieces, time.perf_counter() - started, worker_id), batches
+    return BuiltRange(used, pieces, time.perf_counter() - started, number), built.batches
+
+
+def encode_batches(
+    memory: npt.NDArray[np.uint8], batches: Iterable[Callable[[Arena], Any]], encode: Callable[[Any, Arena], bytes]
+) -> list[EncodedBatch] | ShardEnd:
+    """Build batches in a slot, one behind the other.
+
+    Args:
+        memory: The slot.
+        batches: Each builds a batch, perhaps in an arena, or returns a ``ShardEnd``, after which there is none.
+        encode: Copies a batch to the arena that it was built in, and returns its structure.
+
+    Returns:
+        The batches, fewer than requested where a shard ends; its end if there are none.
+    """
+    encoded: list[EncodedBatch] = []
+    used = 0
+    for build in batches:
+        start = -(-used // ALIGNMENT) * ALIGNMENT
+        arena = Arena(memory[start:])
+        batch = build(arena)
+        if isinstance(batch, ShardEnd):
+            return encoded or batch
+        structure = encode(batch, arena)
+        encoded.append(EncodedBatch(start, arena.used, structure))
+        used = start + arena.used
+    return encoded
+
+
+class LoaderBuilder:
+    """Builds batches of the loaders of a hook.
+
+    Args:
+        opening: Name of the request that opened the loaders.
+        loaders: The loaders.
+        place: The worker.
+    """
+
+    def __init__(self, opening: str, loaders: Sequence[ServedLoader], place: WorkerPlace) -> None:
+        self._opening, self._loaders, self._place = opening, loaders, place
+
+    def enter(self, notes: WorkerNotes) -> None:
+        """Prepare the loaders for this process."""
+        for loader in self._loaders:
+            notes.set_text("worker_init_fn")
+            loader.enter_worker(*self._place)
+
+    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | ShardEnd:
+        """Build the batches of a request."""
+        spec = StepRangeSpec.decode(encoded_spec)
+        if spec.opening != self._opening:
+            raise KeyError(spec.opening)
+        loader = self._loaders[spec.loader]
+        stand_in().begin_batch(spec.batches[0].epoch)  # what the user's code reads as self.trainer.current_epoch
+        builds = (partial(loader.batch, one, notes=notes) for one in spec.batches)
+        batches = encode_batches(memory, builds, encode)
+        if isinstance(batches, ShardEnd):
+            return batches
+        loader.check_seeding()
+        return Built(batches, spec.compression)
 
 
 def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int, int]]:

@@ -10,8 +10,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch.distributed
+from torch.distributed import distributed_c10d
 
 _VARIABLES = {
     "RANK": "0",
@@ -47,7 +49,7 @@ def world_of_one() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _init_group() -> bool:
+def _init_group(rank: int = 0, world_size: int = 1) -> bool:
     """Make a process group of one process without threads, if this version of torch has one.
 
     Gloo's groups start three threads, but this process forks. Torch's "fake" group for tests starts none, and in a
@@ -58,6 +60,31 @@ def _init_group() -> bool:
         from torch.testing._internal.distributed import fake_pg  # registers the backend  # noqa: F401, PLC0415
 
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # documented, but not in its __all__
-        torch.distributed.init_process_group("fake", store=store, rank=0, world_size=1)
+        torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
         return True
     return False
+
+
+class RankWorld:
+    """What a process of a data host shows of the rank for which it works: its number, and how many ranks there are.
+
+    Its collectives are those of torch's "fake" group, which exchange nothing.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, int], Any] = {}
+        self._shown: tuple[int, int] | None = None
+
+    def show(self, rank: int, world_size: int) -> None:
+        """Show a rank in ``torch.distributed`` and in torchrun's variables."""
+        if self._shown == (rank, world_size):
+            return
+        self._shown = rank, world_size
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        if not torch.distributed.is_available():
+            return
+        if self._shown not in self._groups:
+            # A group has its rank for ever, and making one takes 0.2 ms: make one for each, and show one of them.
+            distributed_c10d._world.default_pg = None
+            self._groups[self._shown] = _init_group(rank, world_size) and distributed_c10d._world.default_pg
+        distributed_c10d._world.default_pg = self._groups[self._shown] or None

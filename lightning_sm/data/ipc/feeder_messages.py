@@ -11,6 +11,7 @@ from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
+from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials, Verify
 
@@ -201,6 +202,58 @@ class StartPass(PassRequest, frozen=True):
     tells_keys: bool
 
 
+class OpenSource(Message, frozen=True):
+    """A source that data hosts are to open; answered by ``SourceOpened``. A ``ShareSnapshot`` with it came before."""
+
+    opening: Opening
+
+
+class CloseSource(Message, frozen=True):
+    """A source that is no longer needed."""
+
+    name: str
+
+
+class StartIterator(Message, frozen=True):
+    """An iterator over a loader, or over one of the workers of a stream; answered like ``StartPass``.
+
+    Attributes:
+        pass_id: Its number; each has its own.
+        loader: The loader, for messages.
+        opening: Name of the opening of its source.
+        is_stream: Whether it is a worker of a stream.
+        rank: This rank.
+        world_size: Number of ranks.
+        seed: Its base of random states.
+        ring: Number of the ring for the batches.
+        window_batches: Limit of requests in flight or buffered.
+        is_window_fixed: Whether it limits the batches, too, although one request may ask for several small ones.
+        window_bytes: Limit of their bytes.
+        compression: Codec of batches on the network; empty: none.
+    """
+
+    pass_id: int
+    loader: str
+    opening: str
+    is_stream: bool
+    rank: int
+    world_size: int
+    seed: int
+    ring: int
+    window_batches: int
+    is_window_fixed: bool
+    window_bytes: int
+    compression: str = ""
+
+
+class SupplyIndices(Message, frozen=True):
+    """What the sampler yielded for the next batches of an iterator, pickled, and whether it has ended with them."""
+
+    pass_id: int
+    indices: list[bytes]
+    is_end: bool
+
+
 class AskSnapshot(Message, frozen=True):
     """A request for a ``FeederSnapshot``."""
 
@@ -226,6 +279,19 @@ class Opened(Message, frozen=True):
 
     opening: str
     reply: SetUp | Loaders
+
+
+class SourceOpened(Message, frozen=True):
+    """A data host has opened a source, or none can: ``error`` is a name in ``lightning_sm.errors``, or empty."""
+
+    name: str
+    error: str = ""
+    text: str = ""
+
+    def exception(self) -> Exception:
+        """Return what the training process raises."""
+        kind: type[Exception] = getattr(errors, self.error, errors.DataServiceError)
+        return kind(self.text)
 
 
 class Length(Message, frozen=True):
@@ -265,6 +331,7 @@ class DeliveredRange(Message, frozen=True):
         keys: Indices of the samples of each batch; empty if they are not wanted.
         tail_weight: Weight of the last of the batches, see ``plan.samples.Tail``: 1 unless it is the last of the pass.
         encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
+        wanted_until: The batch before which the indices of all are wanted now, by an iterator.
     """
 
     pass_id: int
@@ -281,6 +348,7 @@ class DeliveredRange(Message, frozen=True):
     keys: list[list[int]]
     tail_weight: float
     encoded_batches: bytes
+    wanted_until: int = 0
 
     def figures(self) -> BatchFigures:
         """Return what one batch of it took, on average."""

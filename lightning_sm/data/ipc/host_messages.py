@@ -10,6 +10,7 @@ from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import Crashed, LoaderPass, Loaders, OpenRequest, OrderSize, Problem, SetUp
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.openings import Opening, StreamWorker
 from lightning_sm.data.protocol.spec import ShardEnd
 from lightning_sm.data.settings import HostSettings
 
@@ -83,6 +84,25 @@ class OpenedLoaders(Message, frozen=True):
     live: list[str]
 
 
+class StartWorkers(Message, frozen=True):
+    """To the main process: start workers; answered by ``StartedWorkers``."""
+
+    opening: Opening
+
+
+class StartedWorkers(Message, frozen=True):
+    """The workers of an opening were started, or cannot be."""
+
+    name: str
+    problem: Problem | None = None
+
+
+class KeepOpenings(Message, frozen=True):
+    """To the main process: the names of the openings that any rank still wants."""
+
+    names: list[str]
+
+
 class RunSampler(Message, frozen=True):
     """To the main process, and on to that of a sampler: a pass, and for how many seconds trainers wait for it."""
 
@@ -135,7 +155,8 @@ class StartWorker(Message, frozen=True):
         num_slots: Slots of its ring.
         slot_bytes: Capacity of a slot.
         preparation: What multiprocessing tells a process that it spawns: how to import the script.
-        fds: Its ring, its notes, and the snapshot of the loaders.
+        fds: Its ring, its notes, and the snapshot of the loaders or of the source.
+        stream: The worker of a stream that it is, if any.
     """
 
     opening: str
@@ -146,6 +167,7 @@ class StartWorker(Message, frozen=True):
     slot_bytes: int
     preparation: dict[str, Any]
     fds: tuple[int, ...]
+    stream: StreamWorker | None = None
 
 
 class WorkerLost(Message, frozen=True):

@@ -47,7 +47,7 @@ class Leases:
             DataHostMismatchError: The trainer is new, and the others belong to a training of another size, or that
                 training has all of its ranks already.
         """
-        running = self._running(now)
+        running = self.running(now)
         if client not in running:
             _check_newcomer(client, world_size, {other: self._world_sizes[other] for other in running})
         self._world_sizes[client] = world_size
@@ -100,7 +100,7 @@ class Leases:
         problems = sorted({self._finished.get(client, "lost connection") for client in done} - {""})
         return Finished(f"{ranks} finished ({', '.join(problems)})" if problems else f"{ranks} finished")
 
-    def _running(self, now: float) -> list[str]:
+    def running(self, now: float) -> list[str]:
         """Return the trainers that have neither finished nor fallen silent."""
         silent_s = _SILENT_S if self._lease_s is None else self._lease_s
         return [

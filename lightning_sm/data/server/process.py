@@ -20,11 +20,14 @@ from lightning_sm.data.ipc.messages import Message, MessageSocket, NothingReceiv
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.openings import OpeningsRequest
 from lightning_sm.data.protocol.spec import LoaderDescription, StepRangeSpec, snapshot_hash
 from lightning_sm.data.server.leases import Leases
 from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.network import NetworkProcesses
+from lightning_sm.data.server.openings import Openings
 from lightning_sm.data.server.peers import TrustedPeers
 from lightning_sm.data.server.sampler_orders import SamplerOrderCache
 from lightning_sm.data.server.shard_counts import ShardCounts
@@ -82,12 +85,16 @@ class ServerProcess:
             lambda loader_pass, timeout_s: self._send(host_messages.RunSampler(loader_pass, timeout_s))
         )
         self._shard_counts = ShardCounts(self._pool)
+        self._live_loaders: list[str] = []
+        self._keeping = threading.Lock()
+        self._openings = Openings(self._send, lambda digest: digest in self._snapshots, self._keep_workers)
         self._fetch = FetchMethod(self._start)
         self._network: NetworkProcesses | None = None
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
         self._hosts: dict[str, str] = {}  # by trainer rank
         self._peers = TrustedPeers(settings)
         self._handlers = {
+            "OpenSources": grpc.unary_unary_rpc_method_handler(self._open_sources),
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
             "Load": grpc.stream_unary_rpc_method_handler(self._load),
             "List": grpc.stream_stream_rpc_method_handler(self._list),
@@ -115,6 +122,8 @@ class ServerProcess:
             except NothingReceivedError:
                 with self._leasing:
                     outcome = self._leases.outcome(time.monotonic())
+                    running = self._leases.running(time.monotonic())
+                self._openings.keep(running)
                 if outcome is not None:
                     self._send(outcome)
                 continue
@@ -141,12 +150,16 @@ class ServerProcess:
                     self._leases.expect_no_more()
             case host_messages.OpenedLoaders():
                 self._take_reply(message)
+            case host_messages.StartedWorkers():
+                self._keep_workers()  # before ranks are told that they may send requests
+                self._openings.take(message)
             case host_messages.SamplerOutput():
                 self._sampler_orders.take(message)
 
     def _take_reply(self, message: host_messages.OpenedLoaders) -> None:
         """Keep a reply, and those that still hold. If a trainer asks for another one, the hook runs again."""
-        self._pool.keep(message.live)
+        self._live_loaders = message.live
+        self._keep_workers()
         with self._changed:
             self._running.discard(message.opening)
             # A problem holds until a trainer has got it.
@@ -157,6 +170,10 @@ class ServerProcess:
             }
             self._opened[message.opening] = message.reply
             self._changed.notify_all()
+
+    def _keep_workers(self) -> None:
+        with self._keeping:  # what is live now must not be replaced by what was
+            self._pool.keep({*self._live_loaders, *self._openings.live})
 
     def _send(self, message: Message) -> None:
         try:
@@ -184,6 +201,13 @@ class ServerProcess:
                 del self._opened[opening]
         return reply.encode()
 
+    def _open_sources(self, request: bytes, context: Any) -> bytes:
+        wanted = _parse(OpeningsRequest.parse, request, context)
+        with self._leasing:
+            if not self._leases.has(wanted.client):
+                context.abort(grpc.StatusCode.NOT_FOUND, f"{wanted.client} has sent no heartbeat")
+        return self._openings.open(wanted, _CALL_TIMEOUT_S).encode()
+
     def _load(self, requests: Iterator[bytes], context: Any) -> bytes:
         """Take a snapshot of rank 0, and give it to the main process, which runs code of it."""
         self._peers.require_trusted(context)
@@ -203,7 +227,9 @@ class ServerProcess:
                 context.abort(grpc.StatusCode.DATA_LOSS, why)
             with self._changed:
                 others = [known for known in self._snapshots if known != head.digest]
-                self._snapshots = [*others[1 - _NUM_SNAPSHOTS :], head.digest]
+                wanted = self._openings.sources
+                kept = [known for known in others[: 1 - _NUM_SNAPSHOTS] if known in wanted]
+                self._snapshots = [*kept, *others[1 - _NUM_SNAPSHOTS :], head.digest]
                 self._send(host_messages.NewSnapshot(head.digest, self._snapshots, (fd,)))
         finally:
             os.close(fd)
@@ -241,6 +267,12 @@ class ServerProcess:
         Raises:
             WireError: It is malformed.
         """
+        if not encoded_spec.startswith(b"["):  # it is no JSON: a request for batches of a source
+            own = FetchSpec.decode(encoded_spec)
+            # Only the worker of a stream can continue it, batch by batch.
+            task = Task(client, own.opening, encoded_spec, answer, None if own.indices else (own.opening, 0, 0))
+            self._pool.submit(task)
+            return partial(self._pool.cancel, task)
         spec = StepRangeSpec.decode(encoded_spec)
         loaders = self._loaders(spec.opening)
         if not 0 <= spec.loader < len(loaders):

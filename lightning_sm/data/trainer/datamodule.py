@@ -14,6 +14,8 @@ from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.bare_loaders import BareLoaders, has_hook
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.data_hosts import DataHosts
+from lightning_sm.data.trainer.remote_loader import is_chosen
+from lightning_sm.data.trainer.remote_module import remote_datamodule
 from lightning_sm.data.trainer.travel import COPIED, TravellingModule
 from lightning_sm.errors import DataSettingsError
 
@@ -58,11 +60,14 @@ class RemoteDataModule(LightningDataModule):
         addresses: Sequence[str] | ServiceConnection | None = None,
         *,
         settings: DataServiceSettings | None = None,
+        job: str = LOCAL_JOB,
         **_: Any,
     ) -> Any:
         """Create an instance whose class has exactly the hooks that the user's DataModule overrides."""
         own = type(datamodule)
         check_same_distribution(own)
+        if is_chosen():
+            return remote_datamodule(datamodule, addresses, settings or DataServiceSettings(), job)
         if addresses is None and ServiceConnection.of_this_job(settings) is None:
             return datamodule
         return super().__new__(_remote_class(cls, own, [name for name in _LOADER_HOOKS if has_hook(datamodule, name)]))

@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
@@ -20,6 +20,7 @@ from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import Loaders, SetUp
 from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.protocol.spec import LoaderDescription
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,10 @@ class FeederClient:
         self._opened: dict[str, SetUp | Loaders] = {}
         self._error: kinds.Failed | None = None
         self._snapshots: list[kinds.FeederSnapshot] = []
+        self._closing: deque[Opening] = deque()  # from finalizers
+        self._num_uses: Counter[Opening] = Counter()
         self._shared: set[str] = set()  # digests of the snapshots that the feeder has
+        self._opened_sources: dict[str, kinds.SourceOpened] = {}
         self._num_rings = 0
         self._num_passes = 0
         self._socket.send(settings)
@@ -111,6 +115,82 @@ class FeederClient:
         finally:
             os.close(fd)
         self._shared.add(pickled.digest)
+
+    @_one_thread_at_a_time
+    def open_source(self, opening: Opening, pickled: PickledObject) -> None:
+        """Let data hosts open a source.
+
+        Args:
+            opening: What workers are for.
+            pickled: The source.
+        """
+        self._close_sources()
+        self._num_uses[opening] += 1
+        if self._num_uses[opening] == 1:
+            self.share_snapshot(pickled)
+            self._send(kinds.OpenSource(opening))
+
+    @_one_thread_at_a_time
+    def wait_for_source(self, opening: Opening, what: str, timeout_s: float) -> None:
+        """Wait until a data host has opened a source.
+
+        Args:
+            opening: What was opened.
+            what: The loader, for messages.
+            timeout_s: Seconds to wait.
+
+        Raises:
+            DataServiceError: No host can open it, or none did in time.
+        """
+        name = opening.name
+        if not self._wait(
+            lambda: name in self._opened_sources, timeout_s, f"a data host to get the dataset of {what}", logging.INFO
+        ):
+            raise errors.DataHostUnreachableError(
+                f"No data host has opened the dataset of {what} within {timeout_s:.0f} s "
+                f"(data_service.startup_timeout_s).\n{self.describe()}\nSee the logs of the data hosts."
+            )
+        if self._opened_sources[name].error:
+            raise self._opened_sources[name].exception()
+
+    def close_source(self, opening: Opening) -> None:
+        """Let data hosts close a source, once for each ``open_source``; may be called from a finalizer."""
+        self._closing.append(opening)
+
+    def _close_sources(self) -> None:
+        while self._closing:
+            opening = self._closing.popleft()
+            self._num_uses[opening] -= 1
+            if self._num_uses[opening]:
+                continue
+            del self._num_uses[opening]
+            self._opened_sources.pop(opening.name, None)
+            self._send(kinds.CloseSource(opening.name))
+            if all(other.source != opening.source for other in self._num_uses):
+                self._shared.discard(opening.source)  # the feeder lets go of it, too
+
+    @_one_thread_at_a_time
+    def start_iterator(self, make: Callable[[int], kinds.StartIterator]) -> int:
+        """Start an iterator, and return its number.
+
+        Args:
+            make: Returns the message for a number.
+        """
+        self._close_sources()
+        pass_id = self._new_pass()
+        self._send(make(pass_id))
+        return pass_id
+
+    @_one_thread_at_a_time
+    def supply(self, pass_id: int, indices: list[bytes], *, is_end: bool) -> None:
+        """Give an iterator what its sampler has yielded.
+
+        Args:
+            pass_id: Number of the iterator.
+            indices: For each of the next batches, pickled.
+            is_end: Whether the sampler has ended.
+        """
+        self._send(kinds.SupplyIndices(pass_id, indices, is_end))
 
     @_one_thread_at_a_time
     def add_ring(self, ring: Ring) -> int:
@@ -322,6 +402,8 @@ class FeederClient:
         match message:
             case kinds.Opened() as opened:
                 self._opened[opened.opening] = opened.reply
+            case kinds.SourceOpened() as source:
+                self._opened_sources[source.name] = source
             case kinds.FeederSnapshot() as snapshot:
                 self._snapshots.append(snapshot)
             case kinds.Failed(pass_id=None) as error:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ _HEDGE_SLOTS = 4
 _HELD_SLOTS = 4
 
 
+Decode: TypeAlias = Callable[[bytes, np.ndarray], Any]
+
+
 class _SlotArray(np.ndarray):
     """Bytes of a slot. A subclass, because views of it keep this object alive, so that a finalizer sees its end."""
 
@@ -41,6 +44,7 @@ class SlotPool:
         max_batch_bytes: Capacity of a slot.
         is_pinned: Whether GPUs copy from the slots asynchronously.
         num_in_turn: Slots whose batches come in turn, as those of shards in a block.
+        decode: Rebuilds a batch from its structure and its bytes.
     """
 
     def __init__(
@@ -52,7 +56,9 @@ class SlotPool:
         *,
         is_pinned: bool,
         num_in_turn: int = 1,
+        decode: Decode = decode,
     ) -> None:
+        self._decode = decode
         self.is_pinned = is_pinned and torch.cuda.is_available()
         self.num_held = _HELD_SLOTS + num_in_turn - 1
         self.num_slots = window_batches + _HEDGE_SLOTS + self.num_held + (MAX_COPYING if self.is_pinned else 0)
@@ -68,7 +74,13 @@ class SlotPool:
             return self._unused.pop()
         except IndexError:
             ring = SlotRing(
-                self._client, self._name, self.num_slots, self.num_held, self.max_batch_bytes, is_pinned=self.is_pinned
+                self._client,
+                self._name,
+                self.num_slots,
+                self.num_held,
+                self.max_batch_bytes,
+                decode=self._decode,
+                is_pinned=self.is_pinned,
             )
             self._rings.append(ring)
             return ring
@@ -90,8 +102,17 @@ class SlotRing:
     """
 
     def __init__(
-        self, client: FeederClient, name: str, num_slots: int, num_held: int, max_batch_bytes: int, *, is_pinned: bool
+        self,
+        client: FeederClient,
+        name: str,
+        num_slots: int,
+        num_held: int,
+        max_batch_bytes: int,
+        *,
+        decode: Decode,
+        is_pinned: bool,
     ) -> None:
+        self._decode = decode
         self._name = name
         self._num_held = num_held
         self._ring = Ring.create(num_slots, max_batch_bytes)
@@ -116,7 +137,7 @@ class SlotRing:
             self._pinned.wait()
         places = unpack_batches(delivery.encoded_batches, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
-        return (decode(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
+        return (self._decode(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
 
     def _memory(self, slot: int, num_bytes: int) -> np.ndarray:
         array = self._ring.slot(slot)[:num_bytes]

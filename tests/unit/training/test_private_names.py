@@ -118,7 +118,10 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader"],
-        ["data/trainer/position.py", "training/callbacks/keep_last_step.py", "training/callbacks/step_times.py"],
+        [
+            *("data/trainer/position.py", "data/trainer/remote_loader.py"),
+            *("training/callbacks/keep_last_step.py", "training/callbacks/step_times.py"),
+        ],
     ),
     (
         f"{DISTRIBUTION}.loops.evaluation_loop:_EvaluationLoop",
@@ -186,10 +189,16 @@ JSONARGPARSE = {"_action_groups", "_actions", "_group_actions", "_links_group", 
 # Private names of others in the same files.
 OF_OTHERS = {
     "data/host/iterable.py": {"_worker_info"},  # torch's DataLoader
+    "data/host/source.py": {"_DatasetKind", "_auto_collation", "_dataset_kind"},  # torch's DataLoader
+    "data/host/source_builder.py": {"_DatasetKind", "_exit", "_generate_state", "_utils"},  # the same; Python
     "data/host/trainer_stand_in.py": {"_getframe"},  # Python
+    "data/host/world.py": {"_world"},  # torch
     "data/host/spawned_worker.py": {"_inheriting"},  # multiprocessing's Process
     "data/trainer/last_step.py": {"_getframe"},  # Python
     "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
+    "data/trainer/remote_iterator.py": {  # torch's DataLoader
+        *("_BaseDataLoaderIter", "_DatasetKind", "_base_seed", "_dataset_kind", "_next_index", "_num_workers"),
+    },
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
     "training/checkpoints/epoch_metrics.py": {"_computed", "_defaults", "_update_count"},  # torchmetrics
     "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch

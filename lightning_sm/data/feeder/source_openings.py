@@ -1,0 +1,134 @@
+"""The sources that this rank wants open on data hosts, as its feeder knows them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from lightning_sm.data.feeder.host_link import HostLink, LinkState
+from lightning_sm.data.ipc.feeder_messages import SourceOpened
+from lightning_sm.data.ipc.messages import Message
+from lightning_sm.data.protocol.calls import Problem
+from lightning_sm.data.protocol.failures import first_line
+from lightning_sm.data.protocol.openings import Opening
+
+# A host that is not up for so long loses the workers of streams to others.
+_LATE_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class _FeederOfOpenings(Protocol):
+    @property
+    def links(self) -> dict[str, HostLink]:
+        """The data hosts, by address."""
+
+    def notify(self, message: Message) -> None:
+        """Send a message to the training process."""
+
+    def drop_snapshot(self, digest: str) -> None:
+        """Release the memory of a source that no opening needs."""
+
+
+class SourceOpenings:
+    """What is open, and where: indexed sources on all hosts, and each worker of a stream on one.
+
+    Args:
+        owner: Has the links, and takes messages for the training process.
+    """
+
+    def __init__(self, owner: _FeederOfOpenings) -> None:
+        self._owner = owner
+        self._wanted: dict[str, Opening] = {}
+        self._stream_hosts: dict[str, str] = {}  # by opening
+        self._down_since: dict[str, float] = {}
+        self._failed: dict[str, set[str]] = {}  # by opening: the hosts that cannot open it
+
+    def open(self, opening: Opening) -> None:
+        """Have a source opened."""
+        self._wanted[opening.name] = opening
+        for link in self._owner.links.values():
+            link.join()
+        for link in self._links_for(opening):
+            link.want_source(opening)
+
+    def close(self, name: str) -> None:
+        """Have a source closed."""
+        opening = self._wanted.pop(name, None)
+        self._stream_hosts.pop(name, None)
+        self._failed.pop(name, None)
+        for link in self._owner.links.values():
+            link.release_source(name)
+        if opening is not None and all(other.source != opening.source for other in self._wanted.values()):
+            self._owner.drop_snapshot(opening.source)
+
+    def host_lost(self, link: HostLink) -> None:
+        """Move the workers of streams that a host had to others that are up; they begin again, and skip."""
+        up = [other for other in self._owner.links.values() if other is not link and other.state is LinkState.UP]
+        if up:
+            self._move([link.address], up)
+
+    def tick(self, now: float) -> None:
+        """Move the workers of streams from hosts that are late, if others are up.
+
+        Args:
+            now: Time, by a monotonic clock.
+        """
+        links = self._owner.links
+        up = [link for link in links.values() if link.state is LinkState.UP]
+        self._down_since = {
+            address: self._down_since.get(address, now)
+            for address, link in links.items()
+            if link.state is not LinkState.UP and address in self._stream_hosts.values()
+        }
+        late = [address for address, since in self._down_since.items() if now - since >= _LATE_S]
+        if late and up:
+            self._move(late, up)
+
+    def _move(self, sources: Sequence[str], targets: Sequence[HostLink]) -> None:
+        links = self._owner.links
+        for name, address in list(self._stream_hosts.items()):
+            if address in sources:
+                taken = Counter(self._stream_hosts.values())
+                target = min(targets, key=lambda link: taken[link.address])
+                links[address].release_source(name)
+                self._stream_hosts[name] = target.address
+                target.want_source(self._wanted[name])
+
+    def is_wanted(self, name: str) -> bool:
+        """Return whether an opening has not been closed."""
+        return name in self._wanted
+
+    def opened(self, link: HostLink, name: str, problem: Problem | None) -> None:
+        """Let the training process know that a host has opened a source, or that none can."""
+        if name not in self._wanted:
+            return
+        failed = self._failed.setdefault(name, set())
+        if problem is None:
+            failed.discard(link.address)
+            self._owner.notify(SourceOpened(name))
+            return
+        failed.add(link.address)
+        if len(failed) == len(self._links_for(self._wanted[name])):
+            error = problem.exception(link.name)
+            self._owner.notify(SourceOpened(name, type(error).__name__, str(error)))
+        else:
+            what = first_line(problem.text)
+            logger.warning("Continuing without data host %s, which cannot open a dataset: %s", link.name, what)
+
+    def _links_for(self, opening: Opening) -> list[HostLink]:
+        """Return all links or, for a worker of a stream, the one of its host."""
+        links = self._owner.links
+        if opening.stream is None:
+            return list(links.values())
+        if opening.name not in self._stream_hosts:
+            stream = opening.stream
+            taken = Counter(self._stream_hosts.values())
+            # Ranks begin with different hosts.
+            first = stream.rank * stream.num_workers + stream.number
+            addresses = list(links)
+            rotated = [addresses[(first + number) % len(addresses)] for number in range(len(addresses))]
+            self._stream_hosts[opening.name] = min(rotated, key=lambda address: taken[address])
+        return [links[self._stream_hosts[opening.name]]]

@@ -1,0 +1,86 @@
+"""What a data host gets of a user's ``DataLoader``: what torch gives to a spawned worker."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _DatasetKind
+
+
+@dataclass(frozen=True)
+class WorkerSource:
+    """The parts of a loader from which workers make batches.
+
+    Attributes:
+        name: The loader, for messages.
+        dataset: The dataset.
+        collate_fn: Makes a batch of samples.
+        worker_init_fn: Called in each worker with its number; None: nothing is.
+        has_ranks: Whether ``worker_init_fn`` takes the rank, too, as Lightning's own does.
+        is_stream: Whether the dataset is iterable, rather than indexed.
+        is_batched: Whether samples are collated into batches; if not, each sample is a batch.
+        batch_size: Samples of a batch of an iterable dataset.
+        drop_last: Whether an iterable dataset's last batch is dropped if it is incomplete.
+        start_method: How workers start: "fork", "spawn" or "forkserver".
+    """
+
+    name: str
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    worker_init_fn: Callable[..., None] | None
+    has_ranks: bool
+    is_stream: bool
+    is_batched: bool
+    batch_size: int | None
+    drop_last: bool
+    start_method: str
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], name: str) -> WorkerSource:
+        """Return the source of a loader.
+
+        Args:
+            loader: The loader.
+            name: What messages call it.
+        """
+        private: Any = loader
+        init = loader.worker_init_fn
+        # Lightning gives each rank a function of its own. One for all ranks keeps their sources equal, so that a data
+        # host gets the dataset once.
+        function: Any = init.func if isinstance(init, partial) else init
+        is_lightnings = function is not init and _name_of(function) == "pl_worker_init_function"
+        context: Any = loader.multiprocessing_context or multiprocessing
+        return cls(
+            name=name,
+            dataset=loader.dataset,
+            collate_fn=loader.collate_fn,
+            worker_init_fn=function if is_lightnings else init,
+            has_ranks=is_lightnings,
+            is_stream=private._dataset_kind == _DatasetKind.Iterable,
+            is_batched=private._auto_collation,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            start_method=context.get_start_method(allow_none=True) or "fork",
+        )
+
+    def init_worker(self, number: int, rank: int) -> None:
+        """Run the user's ``worker_init_fn``.
+
+        Args:
+            number: Number of the worker.
+            rank: Rank of the iterator.
+        """
+        if self.worker_init_fn is not None:
+            ranks = {"rank": rank} if self.has_ranks else {}
+            self.worker_init_fn(number, **ranks)
+
+
+def _name_of(function: Any) -> str:
+    """Return the name of a function of Lightning; empty for others."""
+    is_lightnings = str(getattr(function, "__module__", "")).partition(".")[0] in ("lightning", "lightning_fabric")
+    return function.__name__ if is_lightnings else ""

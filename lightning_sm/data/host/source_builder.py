@@ -1,0 +1,216 @@
+"""Builds the batches of a source in a worker: as a worker of ``DataLoader`` does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+import struct
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _DatasetKind
+
+from lightning_sm.data.batch.arena import Arena
+from lightning_sm.data.batch.collate import collate_into
+from lightning_sm.data.batch.pickled import pickle_batch
+from lightning_sm.data.host.generators import seed_all
+from lightning_sm.data.host.iterable import UserCodeError, show_worker_info, worker_info
+from lightning_sm.data.host.seeding import Seeding
+from lightning_sm.data.host.source import WorkerSource
+from lightning_sm.data.host.worker import Builder, Built, WorkerPlace, encode_batches
+from lightning_sm.data.host.worker_notes import WorkerNotes
+from lightning_sm.data.host.world import RankWorld
+from lightning_sm.data.plan.seeds import worker_seed
+from lightning_sm.data.protocol.fetch import FetchSpec
+from lightning_sm.data.protocol.openings import StreamWorker
+from lightning_sm.data.protocol.spec import ShardEnd
+
+# A longer list of indices is described by its ends.
+_MAX_SHOWN = 2
+
+_BATCH_KEY = struct.Struct("<qqq")
+
+
+def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
+    """Return what builds batches in a worker.
+
+    Args:
+        source: The source.
+        stream: The worker of a stream that it is; None if the dataset is indexed.
+        place: The worker.
+    """
+    if stream is not None:
+        return StreamBuilder(source, stream)
+    return IndexedBuilder(source, place)
+
+
+class IndexedBuilder:
+    """Builds any batch of a dataset that is indexed: its random numbers follow from the number of the batch alone.
+
+    Args:
+        source: The source.
+        place: The worker.
+    """
+
+    def __init__(self, source: WorkerSource, place: WorkerPlace) -> None:
+        self._source = source
+        self._number = place.number
+        seed = worker_seed(0, place.host, source.name, 0, place.number)
+        self._info = worker_info(place.number, place.num_workers, seed, source.dataset)
+        self._world = RankWorld()
+        self._seeding = Seeding(source.name, source.dataset, source.collate_fn)
+
+    def enter(self, notes: WorkerNotes) -> None:
+        """Set ``get_worker_info()``, and run the user's ``worker_init_fn``."""
+        show_worker_info(self._info)
+        # Lightning's own only seeds, which is done for each batch.
+        if not self._source.has_ranks:
+            notes.set_text("worker_init_fn")
+            # A generator that it makes from torch.initial_seed() differs between workers, as in a DataLoader.
+            seed_all(self._info.seed)
+            self._source.init_worker(self._number, 0)
+
+    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | ShardEnd:
+        """Build the batches of a request, each from its index."""
+        spec = FetchSpec.decode(encoded_spec)
+        self._world.show(spec.rank, spec.world_size)
+        seed = self._seeding.start(_seed_of(spec, -1))
+        builds = (
+            partial(self._batch, pickle.loads(index), seed and partial(seed, _seed_of(spec, number)), notes)  # noqa: S301
+            for number, index in enumerate(spec.indices)
+        )
+        batches = encode_batches(memory, builds, pickle_batch)
+        if isinstance(batches, ShardEnd):  # it is none of a stream
+            return batches
+        self._seeding.check()
+        return Built(batches, spec.compression)
+
+    def _batch(self, index: Any, seed: Callable[[], None] | None, notes: WorkerNotes, arena: Arena) -> Any:
+        source = self._source
+        if seed is not None:
+            seed()
+        samples = self._samples(index, notes)
+        notes.set_text(f"the collate function, for {_shown(index)}")
+        try:
+            return collate_into(source.collate_fn, samples, arena) if source.is_batched else source.collate_fn(samples)
+        except Exception as error:
+            raise UserCodeError(_shown(index)) from error
+
+    def _samples(self, index: Any, notes: WorkerNotes) -> Any:
+        """Return what is collated, as torch's ``_MapDatasetFetcher`` fetches it."""
+        dataset = self._source.dataset
+        key = index
+        try:
+            if not self._source.is_batched:
+                notes.set_text(f"index {index!r}")
+                return dataset[index]
+            if getattr(dataset, "__getitems__", None):
+                notes.set_text(_shown(index))
+                return dataset.__getitems__(index)
+            samples = []
+            for key in index:
+                if type(key) is int:
+                    notes.set_index(key)
+                else:
+                    notes.set_text(f"index {key!r}")
+                samples.append(dataset[key])
+        except Exception as error:
+            raise UserCodeError(f"index {key!r}") from error
+        return samples
+
+
+class StreamBuilder:
+    """A worker of a ``DataLoader`` over an iterable dataset, with the random numbers that it has in torch.
+
+    Args:
+        source: The source.
+        stream: Which worker it is.
+    """
+
+    def __init__(self, source: WorkerSource, stream: StreamWorker) -> None:
+        self._source = source
+        self._stream = stream
+        self._fetcher: Any = None
+        self._pass = 0
+        self._num_built = 0
+        self._has_ended = False
+
+    def enter(self, notes: WorkerNotes) -> None:
+        """Seed this process and run ``worker_init_fn``, in the order of torch's ``_worker_loop``."""
+        source, stream = self._source, self._stream
+        world = RankWorld()
+        world.show(stream.rank, stream.world_size)
+        seed = stream.seed + stream.number
+        random.seed(seed)
+        torch.manual_seed(seed)
+        torchs: Any = _utils.worker
+        np.random.seed(torchs._generate_state(stream.seed, stream.number))
+        show_worker_info(worker_info(stream.number, stream.num_workers, seed, source.dataset))
+        notes.set_text("worker_init_fn")
+        source.init_worker(stream.number, stream.rank)
+        self._open(notes)
+
+    def _open(self, notes: WorkerNotes) -> None:
+        notes.set_text("iter(dataset)")
+        source = self._source
+        kinds: Any = _DatasetKind
+        self._fetcher = kinds.create_fetcher(
+            kinds.Iterable, source.dataset, source.is_batched, source.collate_fn, source.drop_last
+        )
+        self._num_built, self._has_ended = 0, False
+
+    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | ShardEnd:
+        """Build the next batches, after those before them, if this process has not built these."""
+        spec = FetchSpec.decode(encoded_spec)
+        if (spec.seed, spec.first) < (self._pass, self._num_built):
+            # A batch was lost on its way, and a stream cannot go back: let a new process begin, which skips the others.
+            notes.set_text(f"the rewind of a stream to its batch {spec.first}")
+            os._exit(0)
+        # The iterator of persistent workers begins again. A process that takes the place of another one does not know
+        # how much of the earlier passes was read: it reads none of them, so that its random numbers are others.
+        while self._pass < spec.seed:
+            self._pass += 1
+            self._open(notes)
+        while self._num_built < spec.first:
+            if isinstance(self._next(notes), ShardEnd):
+                return ShardEnd(self._num_built)
+        batches = encode_batches(memory, self._builds(spec.num_batches, notes), pickle_batch)
+        return batches if isinstance(batches, ShardEnd) else Built(batches, spec.compression)
+
+    def _builds(self, num_batches: int, notes: WorkerNotes) -> Iterator[Callable[[Arena], Any]]:
+        return (lambda _: self._next(notes) for _ in range(num_batches))
+
+    def _next(self, notes: WorkerNotes) -> Any:
+        where = f"batch {self._num_built} of worker {self._stream.number} of {self._stream.num_workers}"
+        notes.set_text(where)
+        if not self._has_ended:
+            try:
+                batch = self._fetcher.fetch([None] * (self._source.batch_size or 0))
+            except StopIteration:
+                self._has_ended = True
+            except Exception as error:
+                raise UserCodeError(where) from error
+            else:
+                self._num_built += 1
+                return batch
+        return ShardEnd(self._num_built)
+
+
+def _seed_of(spec: FetchSpec, number: int) -> int:
+    """Return the seed of a batch, an unsigned 64-bit number: the ranks of a job often have the same base."""
+    key = _BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number if number >= 0 else -1)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+def _shown(index: Any) -> str:
+    """Describe the index of a batch, for messages."""
+    if isinstance(index, list) and len(index) > _MAX_SHOWN:
+        return f"indices {index[0]!r} to {index[-1]!r} ({len(index)})"
+    return f"index {index!r}"

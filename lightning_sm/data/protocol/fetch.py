@@ -1,0 +1,62 @@
+"""Requests for the batches of a source: what a worker of ``DataLoader`` is told, for several batches at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from lightning_sm._structs import encode
+from lightning_sm.data.protocol.codec import AnyInt, Name, Natural, NumPlaces
+from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
+from lightning_sm.errors import WireError
+
+_Indices = Annotated[list[bytes], Meta(max_length=MAX_RANGE_LENGTH)]
+
+
+class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A request for consecutive batches of one iterator, which travel together: small ones cost less than a message.
+
+    Attributes:
+        opening: Name of the opening whose workers build them.
+        compression: Name of the codec that compresses the answer; empty: none.
+        rank: Rank of the iterator.
+        world_size: Number of ranks.
+        seed: The iterator's own base of random states; for a stream, whose worker has it, the number of the pass.
+        first: Number of the first batch in the iterator.
+        num_batches: Number of batches.
+        indices: What the sampler yielded for each batch, pickled; empty for a stream, which is not indexed.
+    """
+
+    opening: Name
+    compression: Name
+    rank: Natural
+    world_size: NumPlaces
+    seed: AnyInt
+    first: Natural
+    num_batches: Annotated[int, Meta(ge=1, le=MAX_RANGE_LENGTH)]
+    indices: _Indices
+
+    def encode(self) -> bytes:
+        """Return the payload of a FETCH frame."""
+        return encode(self, _ENCODER)
+
+    @classmethod
+    def decode(cls, data: bytes) -> FetchSpec:
+        """Rebuild a request.
+
+        Raises:
+            WireError: It is malformed.
+        """
+        try:
+            spec = _DECODER.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise WireError(f"A request for batches is malformed: {error}.") from error
+        if spec.indices and len(spec.indices) != spec.num_batches:
+            raise WireError(f"A request for {spec.num_batches} batches has the indices of {len(spec.indices)}.")
+        return spec
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(FetchSpec)

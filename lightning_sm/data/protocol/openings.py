@@ -1,0 +1,75 @@
+"""Openings: what trainers have data hosts start workers for, and how data hosts answer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from lightning_sm._structs import Struct
+from lightning_sm.data.protocol.calls import Problem, Reply, Request
+from lightning_sm.data.protocol.codec import AnyInt, Name, Natural, NumPlaces
+
+# Of one rank: its loaders, and the workers of its streams.
+_MAX_OPENINGS = 1 << 14
+
+
+class StreamWorker(Struct, frozen=True):
+    """A worker of a ``DataLoader`` over an iterable dataset.
+
+    Attributes:
+        rank: Rank of the iterator.
+        world_size: Number of ranks.
+        number: Number of the worker in its loader.
+        num_workers: Workers of the loader.
+        seed: The iterator's base of random states; the worker's own seed is this plus its number.
+    """
+
+    rank: Natural
+    world_size: NumPlaces
+    number: Natural
+    num_workers: NumPlaces
+    seed: AnyInt
+
+
+class Opening(Struct, frozen=True):
+    """A source for which a data host has workers.
+
+    Attributes:
+        name: Its name. Ranks that open the same source under the same name share its workers.
+        source: Digest of the source.
+        stream: The worker, if the source is an iterable dataset; None: the dataset is indexed, so that any worker can
+            build any batch.
+    """
+
+    name: Name
+    source: Name
+    stream: StreamWorker | None = None
+
+
+class OpeningsRequest(Request, frozen=True):
+    """All that a rank wants open on a data host from now on; answered by ``OpeningsReply``.
+
+    Attributes:
+        client: The rank.
+        openings: The openings. Those that no rank wants any more are closed.
+    """
+
+    NAME = "OpenSources"
+
+    client: Name
+    openings: Annotated[list[Opening], Meta(max_length=_MAX_OPENINGS)]
+
+
+class OpeningsReply(Reply, frozen=True):
+    """What is open of that.
+
+    Attributes:
+        open: Names of the openings that have workers.
+        missing: Digests of the sources that the host needs first.
+        problems: Why there are no workers, by name of the opening.
+    """
+
+    open: list[str]
+    missing: list[str]
+    problems: dict[str, Problem] = field(default_factory=dict)

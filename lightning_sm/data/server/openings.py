@@ -1,0 +1,105 @@
+"""What the ranks want open on this data host, as its server process knows it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from itertools import chain
+
+from lightning_sm.data.ipc.host_messages import KeepOpenings, StartedWorkers, StartWorkers
+from lightning_sm.data.ipc.messages import Message
+from lightning_sm.data.protocol.calls import Problem
+from lightning_sm.data.protocol.openings import Opening, OpeningsReply, OpeningsRequest
+
+
+class Openings:
+    """The openings of all ranks. The main process starts workers for them; those that no rank wants are closed.
+
+    Args:
+        send: Sends a message to the main process.
+        has_source: Returns whether the main process has a source, by its digest.
+        changed: Called when other openings are live.
+    """
+
+    def __init__(
+        self, send: Callable[[Message], None], has_source: Callable[[str], bool], changed: Callable[[], None]
+    ) -> None:
+        self._send = send
+        self._has_source = has_source
+        self._changed = changed
+        self._condition = threading.Condition()
+        self._wanted: dict[str, dict[str, Opening]] = {}  # by rank and name
+        self._running: set[str] = set()
+        self._opened: dict[str, Problem | None] = {}
+
+    @property
+    def live(self) -> Collection[str]:
+        """Names of the openings that have workers, or will have."""
+        with self._condition:
+            return {*self._running, *(name for name, problem in self._opened.items() if problem is None)}
+
+    @property
+    def sources(self) -> set[str]:
+        """Digests of the sources that ranks want."""
+        with self._condition:
+            return {opening.source for own in self._wanted.values() for opening in own.values()}
+
+    def open(self, request: OpeningsRequest, timeout_s: float) -> OpeningsReply:
+        """Have everything opened that a rank wants.
+
+        Args:
+            request: What it wants from now on.
+            timeout_s: How long to wait for the main process.
+
+        Returns:
+            What is open by then. A problem is told once: when the rank asks again, the host tries again.
+        """
+        wanted = {opening.name: opening for opening in request.openings}
+        with self._condition:
+            self._wanted[request.client] = wanted
+        self._close_unwanted()
+        with self._condition:
+            missing = []
+            for name, opening in wanted.items():
+                if name in self._running or name in self._opened:
+                    continue
+                if not self._has_source(opening.source):
+                    missing.append(opening.source)
+                    continue
+                self._running.add(name)
+                self._send(StartWorkers(opening))
+            self._condition.wait_for(lambda: not self._running & wanted.keys(), timeout_s)
+            problems = {name: problem for name in wanted if (problem := self._opened.get(name)) is not None}
+            for name in problems:
+                self._opened.pop(name)
+            return OpeningsReply([name for name in wanted if name in self._opened], sorted(set(missing)), problems)
+
+    def take(self, message: StartedWorkers) -> None:
+        """Take the answer of the main process."""
+        with self._condition:
+            self._running.discard(message.name)
+            self._opened[message.name] = message.problem
+            self._condition.notify_all()
+        if message.problem is not None:
+            self._changed()
+        self._close_unwanted()  # the rank may have left meanwhile
+
+    def keep(self, clients: Collection[str]) -> None:
+        """Forget all ranks but some: those that have finished, and those whose leases have expired."""
+        with self._condition:
+            gone = self._wanted.keys() - clients
+            for client in gone:
+                del self._wanted[client]
+        if gone:
+            self._close_unwanted()
+
+    def _close_unwanted(self) -> None:
+        with self._condition:
+            wanted = set(chain.from_iterable(self._wanted.values()))
+            unwanted = self._opened.keys() - wanted
+            for name in unwanted:
+                del self._opened[name]
+            if unwanted:
+                self._send(KeepOpenings(sorted(wanted)))
+        if unwanted:
+            self._changed()

@@ -1,0 +1,294 @@
+"""The iterator of a ``RemoteDataLoader``: runs the sampler, and takes the batches that data hosts build."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from lightning_sm.data.ipc.feeder_messages import DeliveredRange, StartIterator
+from lightning_sm.data.protocol.figures import BatchFigures
+from lightning_sm.data.protocol.openings import Opening, StreamWorker
+from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.slots import SlotPool, SlotRing
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from lightning_sm.data.host.pickler import PickledObject
+    from lightning_sm.data.trainer.remote_loader import LoaderSource
+
+# Of multiples of an odd number, as many differ as there are numbers.
+_STEP = 0x9E3779B97F4A7C15
+
+_NUMBERS = count()
+
+# Indices are sent for at least so many batches at a time: a message costs more than the index of a batch.
+_MIN_SUPPLY = 4
+
+
+class RemoteIterator(_BaseDataLoaderIter):
+    """The iterator: torch's own, but for where the batches come from.
+
+    Args:
+        loader: The loader.
+        source: Its source on the data hosts.
+    """
+
+    def __init__(self, loader: DataLoader[Any], source: LoaderSource) -> None:
+        super().__init__(loader)
+        if self._num_workers:
+            # As torch's iterator with workers, which runs the sampler's __iter__ a second time here.
+            super()._reset(loader, first_iter=True)
+        self._source = source
+        self._prefetch_factor = loader.prefetch_factor
+        self._loader_length = partial(len, loader)
+        self._num_resets = 0
+        self._reports, self._is_step = source.reports(loader)
+        pickled = source.open(loader, self)
+        self._workers: _StreamWorkers | None = None
+        if self._dataset_kind == _DatasetKind.Iterable:
+            self._workers = _StreamWorkers(source, pickled, int(self._base_seed), max(1, self._num_workers))
+        self._digest = pickled.digest
+        self._batches: _Batches | _Turns
+        self._start()
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's own
+        """Begin again: with ``persistent_workers``, ``DataLoader`` keeps its iterator."""
+        super()._reset(loader, first_iter)
+        self._batches.close()
+        self._num_resets += 1
+        self._start()
+
+    def _start(self) -> None:
+        if self._workers is not None:
+            self._batches = _Turns(self._workers.passes(self._num_resets))
+        else:
+            # A pass has seeds of its own, although the iterator of persistent workers keeps its base.
+            seed = (int(self._base_seed) + self._num_resets * _STEP) % (1 << 63)
+            ahead = self._num_workers * (self._prefetch_factor or 0)
+            limit = partial(self._source.limit, self._loader_length)
+            self._batches = _Batches(self._source, self._digest, seed, self._next_index, stock_ahead=ahead, limit=limit)
+            if self._num_workers:
+                self._batches.supply(as_torch=True)  # it begins to fetch here: random samplers draw their order now
+
+    def _next_data(self) -> Any:
+        if not self._reports:
+            return self._batches.next()
+        reporter = self._source.connection.reporter
+        reporter.begin_wait()
+        batch = self._batches.next()
+        reporter.batch(self._source.trainer, self._batches.figures, is_step=self._is_step)
+        return batch
+
+
+class _FeederPass:
+    """The batches of one iterator in the feeder, as they are delivered."""
+
+    def __init__(
+        self, source: LoaderSource, opening: str, seed: int, window_batches: int, window_bytes: int, *, is_stream: bool
+    ) -> None:
+        connection = source.connection
+        settings = connection.settings
+        self._client: FeederClient = connection.feeder
+        self._timeout_s = settings.batch_timeout_s
+        slots = source.slots
+        self._ring: SlotRing = slots.take()
+        self.pass_id = self._client.start_iterator(
+            partial(
+                StartIterator,
+                loader=source.name,
+                opening=opening,
+                is_stream=is_stream,
+                rank=source.rank,
+                world_size=source.world_size,
+                seed=seed,
+                ring=self._ring.number,
+                window_batches=window_batches,
+                is_window_fixed=settings.window_batches is not None,
+                window_bytes=window_bytes,
+                compression=settings.compression or "",
+            )
+        )
+        self.close = weakref.finalize(self, _close, self._client, self.pass_id, slots, self._ring)
+        self.close.atexit = False
+        self._ready: deque[tuple[BatchFigures, Iterator[Any]]] = deque()
+        self._has_ended = False
+        self.wanted_until = window_batches
+        self.figures: BatchFigures
+
+    def next(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: There is none.
+            DataServiceError: It failed, or did not arrive in time.
+        """
+        if not self._ready:
+            if self._has_ended:
+                raise StopIteration
+            message = self._client.next(self.pass_id, self._timeout_s, self._ring.poll)
+            if not isinstance(message, DeliveredRange):
+                self._has_ended = True
+                self.close()
+                raise StopIteration
+            self._client.take(self.pass_id, message.first_step + message.num_steps)
+            self.wanted_until = message.wanted_until
+            self._ready.extend([(message.figures(), self._ring.batches(message))] * message.num_steps)
+        self.figures, batches = self._ready.popleft()
+        return next(batches)
+
+
+class _Batches:
+    """The batches of a dataset that is indexed."""
+
+    def __init__(
+        self,
+        source: LoaderSource,
+        digest: str,
+        seed: int,
+        next_index: Callable[[], Any],
+        *,
+        stock_ahead: int,
+        limit: Callable[[], float],
+    ) -> None:
+        settings = source.connection.settings
+        self._client = source.connection.feeder
+        self._next_index = next_index
+        self._pass = _FeederPass(source, digest, seed, source.window_batches, settings.window_bytes, is_stream=False)
+        self._num_supplied = 0
+        self._num_taken = 0
+        self._stock_ahead = stock_ahead
+        self._limit_of = limit
+        self._limit: float | None = None
+        self._has_ended = False
+        self._error: Exception | None = None
+
+    @property
+    def figures(self) -> BatchFigures:
+        """What the last batch took."""
+        return self._pass.figures
+
+    def next(self) -> Any:
+        """Return the next batch."""
+        if not self._stock_ahead or not self._num_taken:
+            self.supply()
+        try:
+            batch = self._pass.next()
+        except StopIteration:
+            if self._error is not None:
+                raise self._error from None
+            raise
+        self._num_taken += 1
+        if self._stock_ahead:
+            self.supply()
+        return batch
+
+    def supply(self, *, as_torch: bool = False) -> None:
+        """Run the sampler for the batches that may be requested; its error is that of the batch at which it failed.
+
+        Args:
+            as_torch: Run it no further than torch would. Before the first batch, and beyond the Trainer's limit, that
+                is as far as it runs in any case: the state of a sampler whose pass is not read to the end depends on
+                it.
+        """
+        least = self._num_taken + max(1, self._stock_ahead)
+        stop = least
+        if not as_torch:
+            if self._limit is None:
+                self._limit = self._limit_of()
+            stop = int(max(least, min(self._limit, self._pass.wanted_until)))
+        if self._has_ended or (self._num_supplied >= least and self._num_supplied + _MIN_SUPPLY > stop):
+            return
+        indices: list[bytes] = []
+        while self._num_supplied < stop and not self._has_ended:
+            indices += self._index()
+        self._client.supply(self._pass.pass_id, indices, is_end=self._has_ended)
+
+    def _index(self) -> tuple[bytes, ...]:
+        """Return the pickled index of the next batch, if there is one."""
+        try:
+            index = pickle.dumps(self._next_index(), pickle.HIGHEST_PROTOCOL)
+        except StopIteration:
+            self._has_ended = True
+            return ()
+        except Exception as error:  # noqa: BLE001  # raised where its batch would have been
+            self._has_ended, self._error = True, error
+            return ()
+        self._num_supplied += 1
+        return (index,)
+
+    def close(self) -> None:
+        """End it, and cancel its requests."""
+        self._pass.close()
+
+
+class _StreamWorkers:
+    """The workers of a loader over an iterable dataset."""
+
+    def __init__(self, source: LoaderSource, pickled: PickledObject, seed: int, num_workers: int) -> None:
+        self._source = source
+        rank, world_size, number = source.rank, source.world_size, next(_NUMBERS)
+        self._openings = [
+            Opening(
+                f"{pickled.digest}/{rank}/{number}/{worker}",
+                pickled.digest,
+                StreamWorker(rank, world_size, worker, num_workers, seed),
+            )
+            for worker in range(num_workers)
+        ]
+        for opening in self._openings:
+            source.start(opening, pickled, self)
+        for opening in self._openings:
+            source.wait(opening)
+
+    def passes(self, number: int) -> list[_FeederPass]:
+        """Return a pass over each.
+
+        Args:
+            number: Number of the pass, from 0.
+        """
+        source, num_workers = self._source, len(self._openings)
+        window = max(2, -(-source.window_batches // num_workers))
+        window_bytes = source.connection.settings.window_bytes // num_workers
+        return [
+            _FeederPass(source, opening.name, number, window, window_bytes, is_stream=True)
+            for opening in self._openings
+        ]
+
+
+class _Turns:
+    """The batches of the workers of a stream, which take turns as in torch."""
+
+    def __init__(self, passes: Iterable[_FeederPass]) -> None:
+        self._passes = deque(passes)
+        self.figures: BatchFigures  # what the last batch took
+
+    def next(self) -> Any:
+        """Return the next batch: of each worker in turn, until it has ended."""
+        while self._passes:
+            one = self._passes.popleft()
+            try:
+                batch = one.next()
+            except StopIteration:
+                continue
+            self._passes.append(one)
+            self.figures = one.figures
+            return batch
+        raise StopIteration
+
+    def close(self) -> None:
+        """End it, and cancel its requests."""
+        for one in self._passes:
+            one.close()
+
+
+def _close(client: FeederClient, pass_id: int, slots: SlotPool, ring: SlotRing) -> None:
+    client.close_pass(pass_id)
+    slots.give_back(ring)

@@ -1,0 +1,208 @@
+"""The ``RemoteDataLoader``: a ``DataLoader`` whose workers are on data hosts.
+
+Everything else of it runs here, as in stock Lightning: dataset, samplers, length.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_sm.data.batch.pickled import unpickle_batch
+from lightning_sm.data.host.pickler import PickledObject, pickle_object
+from lightning_sm.data.host.source import WorkerSource
+from lightning_sm.data.host.trainer_view import TrainerView
+from lightning_sm.data.protocol.openings import Opening
+from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.remote_iterator import RemoteIterator
+from lightning_sm.data.trainer.slots import SlotPool
+from lightning_sm.job.variables import REMOTE_LOADER
+
+_TO_DATA_HOSTS = (
+    "Data hosts get the dataset, the collate function and worker_init_fn of a loader, pickled, as the workers of "
+    'DataLoader do with multiprocessing_context="spawn". Open it in __getitem__ when it is first needed, or in '
+    "worker_init_fn, and leave it out in __getstate__."
+)
+
+
+# Names of the hooks that make the loaders of a stage, by Lightning's name of the stage.
+HOOKS = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
+
+
+class RemoteDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` whose workers are on data hosts; made by ``remote_loader``."""
+
+    _remote: LoaderSource  # of the class that ``remote_loader`` makes
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as the user's loader: the source belongs to this process."""
+        own = next(cls for cls in type(self).__mro__[1:] if cls is not RemoteDataLoader)
+        return object.__new__, (own,), {**vars(self), "_iterator": None}
+
+    def _get_iterator(self) -> Any:
+        return RemoteIterator(self, self._remote)
+
+
+class LoaderSource:
+    """The source of one loader on the data hosts, and the memory for its batches.
+
+    Args:
+        connection: The connection to the data hosts.
+        name: What messages call the loader.
+        rank: This rank.
+        world_size: Number of ranks.
+        trainer: The Trainer; None if there is none.
+    """
+
+    def __init__(
+        self, connection: ServiceConnection, name: str, rank: int, world_size: int, trainer: Any = None
+    ) -> None:
+        self.connection = connection
+        self.name = name
+        self.rank = rank
+        self.world_size = world_size
+        self.trainer = trainer
+        self._feeder: FeederClient | None = None
+        self._slots: SlotPool | None = None
+        self._digest = ""
+        self._close: Callable[[], None] | None = None
+
+    def limit(self, length: Callable[[], int]) -> float:
+        """Return how many batches the Trainer reads at most; infinite if there is no limit. Call it at the first one.
+
+        Args:
+            length: Returns the number of batches of the loader, if it has a length.
+        """
+        trainer = self.trainer
+        stage = None if trainer is None else trainer.state.stage
+        if stage is None:
+            return math.inf
+        found: float = math.inf
+        limits = [getattr(trainer, f"limit_{HOOKS[stage.value]}_batches")]
+        if stage.value == "train":
+            # Fewer than this loader has where a shorter one ends the epoch, or where it begins again within the epoch.
+            done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            found = max(0, trainer.num_training_batches - done)
+        if stage.value == "sanity_check":
+            limits.append(trainer.num_sanity_val_steps)
+        for limit in limits:
+            if isinstance(limit, int):
+                found = min(found, limit)
+            elif limit < 1.0:
+                with suppress(TypeError, NotImplementedError):  # it has no length, and Lightning refuses the limit
+                    found = min(found, int(length() * limit))
+        return found
+
+    def reports(self, loader: DataLoader[Any]) -> tuple[bool, bool]:
+        """Return whether batches are reported, as those of training are, and whether each is that of a step.
+
+        Args:
+            loader: The loader, of which an iterator begins.
+        """
+        trainer = self.trainer
+        if trainer is None or not trainer.training:
+            return False, False
+        return True, trainer.fit_loop._combined_loader.flattened[0] is loader
+
+    def open(self, loader: DataLoader[Any], owner: object) -> PickledObject:
+        """Pickle what the loader is made of now, and let the data hosts open it, unless it is a stream.
+
+        Args:
+            loader: The loader.
+            owner: What needs it open, as long as it lives. Until the next call it stays open in any case.
+        """
+        connection = self.connection
+        connection.open(self.trainer)
+        if self._feeder is not connection.feeder:  # a connection ends with an exception, and begins again
+            self._feeder, self._slots, self._digest, self._close = connection.feeder, None, "", None
+        source = WorkerSource.of(loader, self.name)
+        parts = {name: getattr(source, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
+        pickled = pickle_object(
+            source,
+            by_name=connection.is_of_job,
+            named={f"{self.name}.{name}": part for name, part in parts.items()},
+            advice=_TO_DATA_HOSTS,
+            view_of=TrainerView.of,
+        )
+        if source.is_stream:
+            return pickled
+        opening = Opening(pickled.digest, pickled.digest)
+        self.start(opening, pickled, owner)
+        if pickled.digest != self._digest:
+            close = self._close
+            self._close = self.start(opening, pickled, self)
+            self._digest = pickled.digest
+            if close is not None:
+                close()
+        self.wait(opening)
+        return pickled
+
+    def start(self, opening: Opening, pickled: PickledObject, owner: object) -> Callable[[], None]:
+        """Let data hosts start workers, and return what ends them; they also end with their owner."""
+        feeder = self.connection.feeder
+        feeder.open_source(opening, pickled)
+        close = weakref.finalize(owner, feeder.close_source, opening)
+        close.atexit = False
+        return close
+
+    def wait(self, opening: Opening) -> None:
+        """Wait until a data host has started workers.
+
+        Raises:
+            DataServiceError: None can, or none did in time.
+        """
+        self.connection.feeder.wait_for_source(opening, self.name, self.connection.settings.startup_timeout_s)
+
+    @property
+    def slots(self) -> SlotPool:
+        """The memory for batches."""
+        if self._slots is None:
+            settings = self.connection.settings
+            self._slots = SlotPool(
+                self.connection.feeder,
+                self.name,
+                self.window_batches,
+                settings.max_batch_bytes,
+                is_pinned=False,
+                decode=unpickle_batch,
+            )
+        return self._slots
+
+    @property
+    def window_batches(self) -> int:
+        """Limit of requests in flight or buffered."""
+        nodes = 1 if self.trainer is None else self.trainer.num_nodes
+        return self.connection.settings.window_batches or self.connection.default_window(nodes)
+
+
+def remote_loader(loader: Any, source: LoaderSource) -> Any:
+    """Return a loader whose workers are on data hosts; one that is no ``DataLoader`` stays as it is.
+
+    It has the class of the user's loader, which reaches ``RemoteDataLoader`` by ``super()`` in its place between that
+    class and ``DataLoader``, and its attributes.
+
+    Args:
+        loader: The loader.
+        source: What becomes its source.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader, RemoteDataLoader):
+        return loader
+    own = type(loader)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
+    # A class of its own has the source: Lightning makes some loaders again from their class and their arguments.
+    remote: Any = object.__new__(type(own.__name__, bases, {**names, "_remote": source}))
+    remote.__dict__.update(loader.__dict__)
+    return remote
+
+
+def is_chosen() -> bool:
+    """Return whether loaders become ``RemoteDataLoader``s: a switch for tests, until they always do."""
+    return REMOTE_LOADER.read(os.environ)

@@ -1,0 +1,118 @@
+"""A DataModule whose loaders have their workers on data hosts, also without our Trainer or without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils._pytree import tree_map
+
+from lightning_sm._lightning import CombinedLoader, LightningDataModule
+from lightning_sm.data.protocol.failures import first_line
+from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.data.trainer.bare_loaders import STAGES, has_hook
+from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.remote_loader import LoaderSource, remote_loader
+from lightning_sm.data.trainer.remote_trainer import use_data_hosts
+from lightning_sm.errors import DataSettingsError
+
+
+def remote_datamodule(
+    datamodule: LightningDataModule,
+    addresses: Sequence[str] | ServiceConnection | None,
+    settings: DataServiceSettings,
+    job: str,
+) -> LightningDataModule:
+    """Let the loaders of a DataModule have their workers on data hosts.
+
+    Args:
+        datamodule: The DataModule, which stays the same object.
+        addresses: Addresses of the data hosts, or the connection to them; None: those of the job, if it has any.
+        settings: Settings of the data service.
+        job: Name of the job.
+
+    Raises:
+        DataSettingsError: There is no address.
+    """
+    connection = ServiceConnection.of_this_job(settings) if addresses is None else addresses
+    if connection is None:
+        return datamodule
+    if not connection:
+        raise DataSettingsError(
+            "RemoteDataModule got an empty list of addresses. Give it the address of at least one data host "
+            "(addresses=[...]), or none for the data hosts of the job."
+        )
+    if not isinstance(connection, ServiceConnection):
+        connection = ServiceConnection(connection, settings, job)
+    own = type(datamodule)
+    # Lightning looks at the class for the hooks that a DataModule has, and stores its state under the class's name.
+    hooks = {
+        f"{stage}_dataloader": _hook(f"{stage}_dataloader") for stage in STAGES if has_hook(own, f"{stage}_dataloader")
+    }
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    datamodule.__class__ = type(own.__name__, (_HasRemoteLoaders, own), {**hooks, **names, "_own": own})
+    vars(datamodule)["_connection"] = connection
+    return datamodule
+
+
+class _HasRemoteLoaders(LightningDataModule):
+    """The part of a DataModule that connects to data hosts, before the user's class."""
+
+    _own: type
+    _connection: ServiceConnection
+
+    def setup(self, stage: str) -> None:
+        """Let the Trainer report on the data hosts, if there is one, and run the user's own."""
+        if self.trainer is not None:
+            use_data_hosts(self.trainer, self._connection)
+        super().setup(stage)
+
+    def teardown(self, stage: str) -> None:
+        """Run the user's own, and disconnect from the data hosts, unless they are those of a job."""
+        super().teardown(stage)
+        if self._connection.closes_on_teardown:
+            self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Disconnect from the data hosts: after an exception Lightning does not call ``teardown``."""
+        try:
+            super().on_exception(exception)
+        finally:
+            self.close(f"{type(exception).__name__}: {first_line(str(exception))}", is_success=False)
+
+    def close(self, outcome: str = "finished", *, is_success: bool = True) -> None:
+        """Disconnect from the data hosts.
+
+        Args:
+            outcome: How the training ended, for the logs of the data hosts.
+            is_success: Whether it had all the batches that it needed.
+        """
+        self._connection.close(outcome, is_success=is_success)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as the user's DataModule and the connection, which connects again in another process."""
+        state = {name: value for name, value in vars(self).items() if name != "_connection"}
+        return _rebuild, (self._own, self._connection), state
+
+
+def _hook(name: str) -> Callable[[_HasRemoteLoaders], Any]:
+    def hook(self: _HasRemoteLoaders) -> Any:
+        loaders = getattr(self._own, name)(self)
+        trainer = self.trainer
+        ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+        def remote(loader: Any) -> Any:
+            return remote_loader(loader, LoaderSource(self._connection, f"{name}()", *ranks, trainer))
+
+        if isinstance(loaders, CombinedLoader):
+            loaders.flattened = list(map(remote, loaders.flattened))
+            return loaders
+        return tree_map(remote, loaders)
+
+    hook.__name__ = name
+    hook.__doc__ = f"Return the loaders of the user's ``{name}``, with their workers on data hosts."
+    return hook
+
+
+def _rebuild(own: type[LightningDataModule], connection: ServiceConnection) -> LightningDataModule:
+    return remote_datamodule(object.__new__(own), connection, connection.settings, connection.job)

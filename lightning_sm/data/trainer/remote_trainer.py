@@ -1,0 +1,89 @@
+"""Puts ``RemoteDataLoader``s in a Trainer, at the hook through which Lightning lets strategies wrap loaders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_sm._unlisted import UnlistedCallback
+from lightning_sm.data.protocol.failures import first_line
+from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.remote_loader import HOOKS, LoaderSource, remote_loader
+
+
+class DataHostLoaders(UnlistedCallback):
+    """The callback that gives the loaders of a Trainer workers on data hosts.
+
+    Args:
+        connection: The connection to the data hosts.
+    """
+
+    def __init__(self, connection: ServiceConnection) -> None:
+        self.connection = connection
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wrap ``Strategy.process_dataloader``, which gets each loader after Lightning has put its sampler in."""
+        strategy = trainer.strategy
+        if not isinstance(strategy.process_dataloader, _ProcessLoader):
+            strategy.process_dataloader = _ProcessLoader(trainer, self.connection, strategy.process_dataloader)
+        self.connection.reporter.begin_run()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Report on the last epoch."""
+        self.connection.reporter.end_epoch(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Report on the last epoch."""
+        self.connection.reporter.end_epoch(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Disconnect from the data hosts, which fail if they could not open what the training needed."""
+        outcome = f"{type(exception).__name__}: {first_line(str(exception))}"
+        self.connection.close(outcome, is_success=False)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Disconnect from the data hosts, unless they are those of a job, which may have more to do."""
+        if self.connection.closes_on_teardown:
+            self.connection.close("finished", is_success=True)
+
+
+class _ProcessLoader:
+    """A strategy's ``process_dataloader``, which also gives loaders workers on data hosts."""
+
+    def __init__(self, trainer: Any, connection: ServiceConnection, own: Any) -> None:
+        self._trainer, self._connection, self._own = trainer, connection, own
+
+    def __call__(self, loader: object) -> object:
+        trainer = self._trainer
+        stage = HOOKS.get(str(getattr(trainer.state.stage, "value", "")), "train")
+        source = LoaderSource(
+            self._connection, f"{stage}_dataloader()", trainer.global_rank, trainer.world_size, trainer
+        )
+        return self._own(remote_loader(loader, source))
+
+
+def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
+    """Give the loaders that a ``Fabric`` sets up workers on data hosts.
+
+    Args:
+        fabric: The Fabric.
+        connection: The connection to the data hosts.
+    """
+    strategy = fabric.strategy
+    own = strategy.process_dataloader
+
+    def process(loader: object) -> object:
+        source = LoaderSource(connection, "a loader", fabric.global_rank, fabric.world_size)
+        return own(remote_loader(loader, source))
+
+    strategy.process_dataloader = process
+
+
+def use_data_hosts(trainer: Any, connection: ServiceConnection) -> None:
+    """Give the loaders of a Trainer workers on data hosts.
+
+    Args:
+        trainer: The Trainer.
+        connection: The connection to the data hosts.
+    """
+    if not any(isinstance(callback, DataHostLoaders) for callback in trainer.callbacks):
+        trainer.callbacks[:0] = [DataHostLoaders(connection), connection.reporter]

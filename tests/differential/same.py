@@ -1,0 +1,110 @@
+"""Runs random scripts by stock Lightning, and with the workers of their loaders on data hosts: nothing may differ.
+
+Only the random numbers that indexed datasets draw are others. Each loader has one worker in both runs, so that nothing
+of a dataset draws from the generators of the training process, from which samplers draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+
+from lightning_sm import DataHost
+from lightning_sm.job.variables import REMOTE_LOADER
+from tests.differential.cases import Case, case
+from tests.differential.fits import Noted, Pass, Runner, Seen
+from tests.differential.ranks import Ranks
+
+_NUM_HOSTS, _NUM_WORKERS = 2, 2
+
+
+def differences(script: Case, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iterator[str]:
+    """Yield what differs.
+
+    Args:
+        script: The case.
+        stock: What each rank saw by stock Lightning.
+        ours: What each rank saw with data hosts.
+    """
+    for rank, (old, new) in enumerate(zip(stock, ours, strict=True)):
+        if {*old.errors} != {*new.errors}:
+            yield f"rank {rank} fails: {old.errors or 'not'}\n  ours: {new.errors or 'not'}"
+        for key in sorted(old.batches.keys() | new.batches.keys()):
+            if key.act in old.errors or key.act in new.errors:
+                continue
+            ran, expected = (_seen(script, key, one.batches.get(key, ())) for one in (new, old))
+            if ran != expected:
+                yield f"rank {rank}, {key}: {expected}\n  ours: {ran}"
+
+
+def _seen(script: Case, key: Pass, batches: Sequence[Noted]) -> list[Noted]:
+    """Return batches without the random numbers that may differ: those of streams may not."""
+    loaders = script.loaders(key.act, key.stage)
+    if loaders.shape == "one" and loaders.has("stream"):
+        return [*batches]
+    return [batch._replace(draws=[]) for batch in batches]
+
+
+@contextmanager
+def runner() -> Iterator[Callable[[int], list[str]]]:
+    """Yield a function that runs a case in both ways, and returns what differs."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
+    before = os.environ.get(REMOTE_LOADER.name)
+    os.environ[REMOTE_LOADER.name] = "1"
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            hosts = [[DataHost(workers=_NUM_WORKERS) for _ in range(_NUM_HOSTS)] for _ in range(2)]
+            one, two = ([stack.enter_context(host).address for host in own] for own in hosts)
+            # A data host serves one run at a time.
+            alone = stack.enter_context(closing(Runner({"ours": one})))
+            ranks = stack.enter_context(closing(Ranks({"ours": two})))
+
+            def run(number: int) -> list[str]:
+                if case(number).world_size > 1:
+                    stock, ours = ranks.run(number), ranks.run(number, "ours")
+                else:
+                    stock, ours = [alone.run(number)], [alone.run(number, "ours")]
+                return list(differences(case(number), stock, ours))
+
+            yield run
+    finally:
+        if before is None:
+            del os.environ[REMOTE_LOADER.name]
+        else:
+            os.environ[REMOTE_LOADER.name] = before
+
+
+def main() -> None:
+    """Run cases, and print what differs; exit with 1 if anything does."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), help="run only cases with so many ranks")
+    args = parser.parse_args()
+    numbers = [
+        number for number in range(args.first, args.first + args.cases) if args.ranks in (None, case(number).world_size)
+    ]
+    differing = []
+    began = time.monotonic()
+    with runner() as run:
+        for number in numbers:
+            found = run(number)
+            if found:
+                differing.append(number)
+                text = "\n".join(one[:1000] for one in found)
+                sys.stdout.write(f"case {number}: {case(number).words}\n{text}\n")
+                sys.stdout.flush()
+    sys.stdout.write(f"{len(numbers)} cases in {time.monotonic() - began:.0f} s; other batches: {differing}\n")
+    sys.exit(bool(differing))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Loaders whose workers are on data hosts, read by hand: batches, streams, errors, and hosts that fail."""
+
+import collections
+import copy
+import dataclasses
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from lightning_sm.errors import DataServiceError, DataSettingsError, RemoteTransformError
+from lightning_sm.job.variables import REMOTE_LOADER
+from tests.integration.data.cluster import Host, remote, running
+
+# Of torch: there may be fewer cores than a loader has workers.
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch):
+    """The loaders that are under test."""
+    monkeypatch.setenv(REMOTE_LOADER.name, "1")
+
+
+class Rows(Dataset):
+    """Samples with noise."""
+
+    def __init__(self, length=37, delay_s=0.0):
+        self.length, self.delay_s = length, delay_s
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(self.delay_s)
+        noise = [random.random(), np.random.rand(), torch.rand(1).item()]
+        return {"index": index, "x": torch.full((64,), float(index)), "noise": torch.tensor(noise)}
+
+
+class Numbers(IterableDataset):
+    """Numbers with noise, which workers share, and how often the dataset was opened."""
+
+    def __init__(self, length=37):
+        self.length, self.times = length, 0
+
+    def __iter__(self):
+        self.times += 1
+        info = get_worker_info()
+        for number in range(info.id, self.length, info.num_workers):
+            noise = [random.random(), np.random.rand(), torch.rand(1).item()]
+            yield torch.tensor([number, self.times, *noise], dtype=torch.float64)
+
+
+@dataclasses.dataclass
+class Holder:
+    """A class of the script."""
+
+    x: torch.Tensor
+    more: dict
+
+
+def of_many_types(samples):
+    """What a collate function may return."""
+    whole = torch.arange(1000.0)
+    return {
+        "named tuple": Point(torch.ones(2), 1),
+        "dataclass": Holder(torch.ones(300), {"a": [1, None]}),
+        "array of objects": np.array([{"a": 1}, None], object),
+        "masked array": np.ma.masked_array(np.arange(2), [0, 1]),
+        "sparse": torch.eye(30).to_sparse(),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "channels last": torch.zeros(2, 3, 16, 16).to(memory_format=torch.channels_last),
+        "views": (whole, whole[10:900]),
+        "set": {1, 2},
+        "bytes": b"\0" * 100_000,
+        "samples": len(samples),
+    }
+
+
+class Neighbors(DataLoader):
+    """A class with an iterator of its own around that of DataLoader, as PyTorch Geometric has."""
+
+    def _get_iterator(self):
+        return map(self.after, super()._get_iterator())
+
+    def after(self, batch):
+        return {**batch, "x": batch["x"] + 0.5}
+
+
+def read(pool, make, epochs=1):
+    """Read a loader in the data hosts of all tests; a list for each epoch."""
+    with remote(pool.serve(make)) as module:
+        loader = module.train_dataloader()
+        return [copy.deepcopy(list(loader)) for _ in range(epochs)]
+
+
+def plain(batches, without=()):
+    """Batches as values that can be compared."""
+    return [{name: value.tolist() for name, value in batch.items() if name not in without} for batch in batches]
+
+
+def test_a_loader_is_what_it_was_and_has_the_same_batches(pool):
+    """A subclass with an iterator of its own, in the order of its own generator, twice."""
+
+    def make():
+        return Neighbors(Rows(), 5, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    own = make()
+    expected = [plain(own, ["noise"]) for _ in range(2)]
+    with remote(pool.serve(make)) as module:
+        loader = module.train_dataloader()
+        assert isinstance(loader, Neighbors)
+        assert (len(loader), len(loader.dataset), loader.batch_size) == (8, 37, 5)
+        assert [plain(loader, ["noise"]) for _ in range(2)] == expected
+
+
+def test_random_numbers_follow_from_the_batch_alone(pool):
+    """Whatever the hosts and their workers; with persistent workers, each epoch has others."""
+
+    def make():
+        return DataLoader(Rows(), 5, num_workers=2, persistent_workers=True)
+
+    runs = []
+    for hosts in (pool.hosts, pool.hosts[:1]):
+        torch.manual_seed(1)
+        pool.serve(make)
+        with remote(hosts) as module:
+            loader = module.train_dataloader()
+            runs.append([plain(loader) for _ in range(2)])
+    assert runs[0] == runs[1]
+    first, second = runs[0]
+    assert [batch["noise"] for batch in first] != [batch["noise"] for batch in second]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 4, "num_workers": 3},
+        {"batch_size": 3, "num_workers": 2, "drop_last": True},
+        {"batch_size": None, "num_workers": 1},
+        {"batch_size": 4, "num_workers": 2, "persistent_workers": True},
+    ],
+    ids=str,
+)
+def test_a_stream_is_that_of_a_local_loader(pool, options):
+    """With its random numbers, for several epochs; some workers have fewer batches than others."""
+
+    def make():
+        return DataLoader(Numbers(), **options)
+
+    torch.manual_seed(1)
+    local = make()
+    expected = [[batch.tolist() for batch in local] for _ in range(2)]
+    torch.manual_seed(1)
+    assert [[batch.tolist() for batch in epoch] for epoch in read(pool, make, 2)] == expected
+
+
+def test_batches_of_many_types_arrive(pool):
+    """As from workers of DataLoader, with classes of the script, shared memory and strides."""
+    with remote(pool.serve(lambda: DataLoader(Rows(4), 2, collate_fn=of_many_types))) as module:
+        batch = next(iter(module.train_dataloader()))
+    expected = of_many_types([1, 2])
+    assert list(batch) == list(expected)
+    assert [type(value) for value in batch.values()] == [type(value) for value in expected.values()]
+    assert batch["dataclass"].more == {"a": [1, None]}
+    assert batch["channels last"].stride() == expected["channels last"].stride()
+    assert torch.equal(batch["sparse"].to_dense(), torch.eye(30))
+    whole, part = batch["views"]
+    whole[10] = -1
+    assert part[0] == -1
+
+
+def test_what_cannot_be_pickled_is_named(pool):
+    """With its path, and what to do."""
+    dataset = Rows()
+    with open(os.devnull) as file, remote(pool.serve(lambda: DataLoader(dataset))) as module:
+        dataset.files = {"log": file}
+        loader = module.train_dataloader()
+        with pytest.raises(DataSettingsError, match=r"_dataloader\(\)\.dataset\.files\['log'\] is a TextIOWrapper"):
+            iter(loader)
+
+
+class Failing(Rows):
+    """A sample cannot be read."""
+
+    def __getitem__(self, index):
+        if index == 7:
+            raise ValueError("no seven")
+        return super().__getitem__(index)
+
+
+class Deadly(Rows):
+    """A sample ends the process that reads it."""
+
+    def __getitem__(self, index):
+        if index == 7:
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "text"),
+    [
+        (Failing, RemoteTransformError, "ValueError: no seven\non data host .*, index 7, worker"),
+        (Deadly, DataServiceError, "exited with code 3 at index 7.* indices \\[6, 7, 8\\]"),
+    ],
+)
+def test_the_batch_before_a_bad_sample_arrives(pool, dataset, error, text):
+    """Then comes the error, which names the sample."""
+    with remote(pool.serve(lambda: DataLoader(dataset(), 3))) as module:
+        batches = iter(module.train_dataloader())
+        assert [next(batches)["index"].tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+        with pytest.raises(error, match=text):
+            next(batches)
+
+
+class Broken(Sampler):
+    """Ends with an error."""
+
+    def __iter__(self):
+        yield from range(3)
+        raise RuntimeError("the sampler broke")
+
+    def __len__(self):
+        return 5
+
+
+def test_the_error_of_a_sampler_comes_in_its_place(pool):
+    """After the batches before, although it runs ahead of them."""
+    read_before = []
+    with (
+        remote(pool.serve(lambda: DataLoader(Rows(), 1, sampler=Broken()))) as module,
+        pytest.raises(RuntimeError, match="the sampler broke"),
+    ):
+        read_before.extend(batch["index"].item() for batch in module.train_dataloader())
+    assert read_before == [0, 1, 2]
+
+
+def kill_workers(hosts):
+    """Let all workers vanish at once."""
+    for host in hosts:
+        for process in host.workers:
+            process.kill()
+
+
+FAULTS = {
+    "workers": {10: kill_workers},
+    "servers": {10: lambda hosts: hosts[0].network.kill(), 40: lambda hosts: hosts[1].network.kill()},
+    "a host": {10: lambda hosts: hosts[0].kill()},
+    "a host that freezes": {10: lambda hosts: hosts[0].signal(signal.SIGSTOP)},
+    "a host that returns": {10: lambda hosts: hosts[0].kill(), 20: lambda hosts: hosts[0].start()},
+}
+
+
+def indexed():
+    """A loader whose batches take long enough to be lost in all stages."""
+    return DataLoader(Rows(400, 0.002), 4, collate_fn=lambda rows: torch.stack([row["noise"] for row in rows]))
+
+
+def stream():
+    """A loader of three workers."""
+    return DataLoader(Numbers(400), 4, num_workers=3)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The batches of both loaders if nothing fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(REMOTE_LOADER.name, "1")
+        return {make: disturbed(make, {}) for make in (indexed, stream)}
+
+
+def disturbed(make, faults):
+    """Read a loader in two data hosts, and do something to them after some batches."""
+    torch.manual_seed(4)
+    batches = []
+    with running(*(Host(name, make) for name in "ab")) as hosts, remote(hosts, batch_timeout_s=60) as module:
+        for number, batch in enumerate(module.train_dataloader()):
+            batches.append(batch.tolist())
+            if number in faults:
+                faults[number](hosts)
+    return batches
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("make", [indexed, stream])
+def test_every_batch_arrives_once_with_the_same_bits(make, fault, undisturbed):
+    """Whatever fails; a stream begins again on another host, which skips what has arrived."""
+    assert len(undisturbed[make]) == 100 if make is indexed else 102
+    assert disturbed(make, FAULTS[fault]) == undisturbed[make]

@@ -1,0 +1,75 @@
+"""With the workers of its loaders on data hosts, a script sees the batches of stock Lightning."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_sm.job.variables import REMOTE_LOADER
+from tests.differential.cases import case
+from tests.differential.fits import Noted, Pass, Seen
+from tests.differential.same import differences, runner
+from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S
+from tests.quick_processes import python_path
+
+pytestmark = pytest.mark.processes
+
+# Stateful samplers that are not read to the end, streams, batch samplers, several Trainers; the last ones have two
+# ranks. `python -m tests.differential.same` runs others.
+CASES = (34, 80, 302, 459, 6, 7, 15)
+MORE = (538, 486, 242, 737, 1358, 144, 939, 1202, 65, 175, 959, 319)
+
+
+@pytest.mark.parametrize("numbers", [CASES, pytest.param(MORE, marks=pytest.mark.proof)], ids=["some", "more"])
+def test_scripts_see_the_batches_of_stock_lightning(numbers):
+    """Nothing but the random numbers of indexed datasets may differ."""
+    with runner() as run:
+        found = {number: run(number) for number in numbers}
+    assert not {f"case {number} ({case(number).words})": what for number, what in found.items() if what}
+
+
+def test_what_differs_is_found():
+    """Another batch, one too few, another random number in a stream, and a run that fails."""
+    number = next(number for number in range(100) if is_stream(case(number)))
+    script, key = case(number), Pass(0, "train", 0)
+    batches = [Noted(0, [index], [index]) for index in range(3)]
+    right = Seen({key: batches})
+    assert not list(differences(script, [right], [right]))
+    for wrong in ([batches[1], batches[0], batches[2]], batches[:2], [*batches[:2], batches[2]._replace(draws=[7])]):
+        assert list(differences(script, [right], [Seen({key: wrong})]))
+    assert list(differences(script, [right], [Seen({}, {0: "an error"})]))
+
+
+def is_stream(script):
+    """Whether a script trains on a stream on one rank."""
+    train = script.loaders(0, "train")
+    return script.world_size == 1 and train.shape == "one" and train.has("stream")
+
+
+def in_a_job(folder, script, *, trainers, data_hosts):
+    """Run a script in a job, and return what each rank has written, in the order of the ranks."""
+    groups = ["--group", f"trainer={trainers}", *(["--group", f"data={data_hosts}"] if data_hosts else [])]
+    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1", REMOTE_LOADER.name: "1"}
+    command = [*(sys.executable, "-m", "lightning_sm", "local"), *groups, "--base-dir", str(folder / "hosts"), "--"]
+    ended = subprocess.run(
+        [*command, str(SCRIPTS / script), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=3 * TIMEOUT_S,
+        env=env,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*-?.json"))]
+
+
+@pytest.mark.parametrize("script", ["read_with_fabric.py", pytest.param("train_many_ways.py", marks=pytest.mark.proof)])
+def test_two_ranks_of_a_job_read_the_same_with_data_hosts(script, tmp_path):
+    """By Fabric, by SageMakerTrainer with and without a DataModule, and by SageMakerCLI."""
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    stock = in_a_job(tmp_path / "without", script, trainers=2, data_hosts=0)
+    assert len(stock) == 2
+    assert in_a_job(tmp_path / "with", script, trainers=2, data_hosts=2) == stock
