@@ -32,6 +32,8 @@ _MAX_STORAGE_FACTOR = 2
 # What pickle raises for objects that have no name, or that cannot be pickled at all.
 _CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError)
 
+_SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 _NUMPY_DTYPES = frozenset(
     (
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -125,7 +127,9 @@ class _Reducer:
     def reduce(self, obj: Any) -> Any:
         """Return how an object is pickled; ``NotImplemented``: as it says itself."""
         if type(obj) is torch.Tensor:
-            return self._reduce_tensor(obj) if _is_plain(obj) else NotImplemented
+            if _is_plain(obj):
+                return self._reduce_tensor(obj)
+            return _reduce_sparse(obj) if obj.layout in _SPARSE_LAYOUTS and not obj.requires_grad else NotImplemented
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage_of, (self._array_of(obj),)
         if isinstance(obj, torch.storage.TypedStorage):
@@ -153,6 +157,19 @@ class _Reducer:
             array: npt.NDArray[Any] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             self._arrays[address] = array
         return self._arrays[address]
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> Any:
+    """Return how a sparse tensor is pickled.
+
+    Not as torch does it: what that rebuilds stays in memory until the next ``torch.load``, which checks all of it.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return _coo_of, (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
+    is_by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    compressed = tensor.crow_indices() if is_by_row else tensor.ccol_indices()
+    plain = tensor.col_indices() if is_by_row else tensor.row_indices()
+    return _compressed_of, (compressed, plain, tensor.values(), tuple(tensor.shape), tensor.layout)
 
 
 class _BatchPickler(pickle.Pickler):
@@ -206,4 +223,18 @@ def _tensor_of(
 ) -> torch.Tensor:
     new: Any = torch.empty(0, dtype=dtype)
     tensor: torch.Tensor = new.set_(_storage_of(array), offset, shape, stride)
+    return tensor
+
+
+def _coo_of(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool) -> torch.Tensor:
+    make: Any = torch.sparse_coo_tensor
+    tensor: torch.Tensor = make(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+    return tensor
+
+
+def _compressed_of(
+    compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], layout: torch.layout
+) -> torch.Tensor:
+    make: Any = torch.sparse_compressed_tensor
+    tensor: torch.Tensor = make(compressed, plain, values, shape, layout=layout, check_invariants=False)
     return tensor

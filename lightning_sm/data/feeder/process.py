@@ -145,9 +145,11 @@ class Feeder:
     def _handle_iterators(self, message: Message) -> None:
         match message:
             case kinds.OpenSource(opening):
-                self._openings.open(opening)
+                with self._lock:
+                    self._openings.open(opening)
             case kinds.CloseSource(name):
-                self._openings.close(name)
+                with self._lock:
+                    self._openings.close(name)
             case kinds.StartIterator():
                 self._start_iterator(message)
             case kinds.SupplyIndices():

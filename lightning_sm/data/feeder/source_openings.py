@@ -66,6 +66,8 @@ class SourceOpenings:
 
     def host_lost(self, link: HostLink) -> None:
         """Move the workers of streams that a host had to others that are up; they begin again, and skip."""
+        if link.address not in self._stream_hosts.values():  # at the start there may not even be other links
+            return
         up = [other for other in self._owner.links.values() if other is not link and other.state is LinkState.UP]
         if up:
             self._move([link.address], up)

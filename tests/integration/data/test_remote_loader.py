@@ -75,6 +75,7 @@ def of_many_types(samples):
         "array of objects": np.array([{"a": 1}, None], object),
         "masked array": np.ma.masked_array(np.arange(2), [0, 1]),
         "sparse": torch.eye(30).to_sparse(),
+        "sparse by row": torch.eye(30).to_sparse_csr(),
         "half": torch.ones(3, dtype=torch.bfloat16),
         "channels last": torch.zeros(2, 3, 16, 16).to(memory_format=torch.channels_last),
         "views": (whole, whole[10:900]),
@@ -162,6 +163,7 @@ def test_a_stream_is_that_of_a_local_loader(pool, options):
     assert [[batch.tolist() for batch in epoch] for epoch in read(pool, make, 2)] == expected
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch's, once in a process
 def test_batches_of_many_types_arrive(pool):
     """As from workers of DataLoader, with classes of the script, shared memory and strides."""
     with remote(pool.serve(lambda: DataLoader(Rows(4), 2, collate_fn=of_many_types))) as module:
@@ -172,6 +174,10 @@ def test_batches_of_many_types_arrive(pool):
     assert batch["dataclass"].more == {"a": [1, None]}
     assert batch["channels last"].stride() == expected["channels last"].stride()
     assert torch.equal(batch["sparse"].to_dense(), torch.eye(30))
+    assert torch.equal(batch["sparse by row"].to_dense(), torch.eye(30))
+    assert batch["sparse"].is_coalesced()
+    # Where torch keeps what it has unpickled, until something is loaded.
+    assert not torch._utils._sparse_tensors_to_validate
     whole, part = batch["views"]
     whole[10] = -1
     assert part[0] == -1
