@@ -114,8 +114,8 @@ class Interrupt(Callback):
         setattr(self, hook, interrupt)
 
 
-def fit(folder, model, *callbacks, ckpt_path=None, **settings):
-    """Train on one process; returns what was noted and the Trainer."""
+def fit(folder, model, *callbacks, ckpt_path=None, position=True, **settings):
+    """Train on one process, with LocalPosition or as stock Lightning; returns the Trainer."""
     seed_everything(0, verbose=False)
     model.line.reset_parameters()
     trainer = Trainer(
@@ -128,7 +128,7 @@ def fit(folder, model, *callbacks, ckpt_path=None, **settings):
         callbacks=[
             MidEpoch(),
             *callbacks,
-            LocalPosition(),
+            *([LocalPosition()] if position else []),
             SpotCheckpoint(folder),
             ModelCheckpoint(folder / "best", monitor="val_loss"),
         ],

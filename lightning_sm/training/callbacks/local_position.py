@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,17 +31,17 @@ class LoaderOrders:
     """The random states of a rank between two steps.
 
     Attributes:
-        orders: For each loader, the state with which it drew its order, and that of its generator.
+        orders: For each loader, the states with which it drew its order, and that of its generator.
         step: The state after the step.
     """
 
-    orders: list[tuple[RandomState | None, torch.Tensor | None]]
+    orders: list[tuple[_DrawnWith | None, torch.Tensor | None]]
     step: RandomState
 
     def saved(self) -> dict[str, Any]:
         """Convert to values that ``torch.load(weights_only=True)`` accepts."""
         orders = [
-            {"drawn_with": None if drawn_with is None else drawn_with.saved(), "generator": generator}
+            {"drawn_with": drawn_with and [state.saved() for state in drawn_with], "generator": generator}
             for drawn_with, generator in self.orders
         ]
         return {"orders": orders, "step": self.step.saved()}
@@ -65,10 +65,17 @@ class LocalPosition(Callback):
         self._loads_in_process = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what another run of the Trainer has loaded: a test, or a fit that was at its end already."""
+        """Forget what another run of the Trainer has loaded: a test, or a fit that was at its end already.
+
+        Lightning begins the pass over loaders for training before it calls any other hook of callbacks, so their orders
+        are recorded from where they are processed.
+        """
         self._loaded = None
         if stage == "fit":
             self._step_state = None
+            strategy: Any = trainer.strategy
+            if not isinstance(strategy.process_dataloader, _RecordingProcess):
+                strategy.process_dataloader = _RecordingProcess(trainer, strategy.process_dataloader)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the random states, if the checkpoint has any."""
@@ -106,12 +113,10 @@ class LocalPosition(Callback):
             _resume_epoch(trainer, loaders, num_done)
         if step_state is not None:
             step_state.restore()
-        if not (fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end):
+        is_resumed = step_state is not None or fit_loop.epoch_progress.current.processed > 0
+        if is_resumed and not (fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end):
             # The run starts with a new epoch, whose orders were drawn before any hook could restore the random state.
-            is_resumed = fit_loop.epoch_progress.current.processed > 0
-            _restart_iterators(
-                trainer, [one for one in loaders if is_resumed or not _RecordedOrder.of(one).follows_epoch]
-            )
+            _restart_iterators(trainer, loaders)
         self._step_state = RandomState.now()
 
     def _restore_orders(self, trainer: Trainer, loaders: list[DataLoader[Any]]) -> RandomState | None:
@@ -187,18 +192,20 @@ def _all_loaders(trainer: Trainer) -> list[Any]:
 def _resumable_loaders(trainer: Any) -> list[DataLoader[Any]]:
     """Return the training loaders whose position this callback can set: DataLoaders that are not stateful."""
     loaders = _all_loaders(trainer)
-    resumable = [
-        loader
-        for loader in loaders
-        if isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and not hasattr(loader, "load_state_dict")
-    ]
+    resumable = [loader for loader in loaders if _is_resumable(loader)]
     # Next to a stream of unknown length, Lightning fetches a first batch from every loader before any hook. A fit that
     # is at its end fetches none.
     fetcher = trainer.fit_loop._data_fetcher
     is_prefetched = len(resumable) < len(loaders) and fetcher is not None and fetcher.length is None
     return [] if is_prefetched else resumable
+
+
+def _is_resumable(loader: object) -> bool:
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not hasattr(loader, "load_state_dict")
+    )
 
 
 def _resume_epoch(trainer: Any, loaders: list[DataLoader[Any]], num_done: int) -> None:
@@ -246,8 +253,33 @@ def _restart_iterators(trainer: Any, loaders: list[DataLoader[Any]]) -> None:
         combined._iterator.iterators[combined.flattened.index(loader)] = iter(loader)
 
 
+class _DrawnWith(NamedTuple):
+    """The random states with which a sampler drew an order.
+
+    Attributes:
+        at_iter: Before its ``__iter__``, in which some samplers draw.
+        at_first: Before its first item, for which those draw whose ``__iter__`` is a generator function.
+    """
+
+    at_iter: RandomState
+    at_first: RandomState
+
+
+class _RecordingProcess:
+    """A strategy's ``process_dataloader``, which also records the orders of loaders for training."""
+
+    def __init__(self, trainer: Trainer, own: Callable[[object], object]) -> None:
+        self._trainer, self._own = trainer, own
+
+    def __call__(self, loader: object) -> object:
+        processed = self._own(loader)
+        if self._trainer.training and _is_resumable(processed):
+            _RecordedOrder.of(cast("DataLoader[Any]", processed))
+        return processed
+
+
 class _RecordedOrder:
-    """A wrapper of a loader's sampler that records the random state with which an order is drawn, and can skip items.
+    """A wrapper of a loader's sampler that records the random states with which an order is drawn, and can skip items.
 
     All other attributes are those of the wrapped sampler: Lightning and users look for some, such as ``sampler``.
     """
@@ -257,7 +289,7 @@ class _RecordedOrder:
         self._inner = inner
         generators = [getattr(each, "generator", None) for each in inner]
         self._generator = next((own for own in generators if isinstance(own, torch.Generator)), None)
-        self._drawn_with: RandomState | None = None
+        self._drawn_with: _DrawnWith | None = None
         self._num_skipped: int | None = None
 
     @classmethod
@@ -274,40 +306,49 @@ class _RecordedOrder:
     def remove(self, loader: DataLoader[Any]) -> None:
         _set_sampler(loader, self._sampler)
 
-    @property
-    def follows_epoch(self) -> bool:
-        """Whether the order depends on the epoch's number, not on the random state of the process."""
-        return any(hasattr(sampler, "set_epoch") for sampler in self._inner)
-
     def announce_epoch(self, epoch: int) -> None:
         for sampler in self._inner:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
-    def drawn(self) -> tuple[RandomState | None, torch.Tensor | None]:
-        """Return the state with which the last order was drawn, and that of the generator."""
+    def drawn(self) -> tuple[_DrawnWith | None, torch.Tensor | None]:
+        """Return the states with which the last order was drawn, and that of the generator."""
         return self._drawn_with, None if self._generator is None else self._generator.get_state()
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore what another run saved: the generator's state, and the state with which it drew its last order."""
-        self._drawn_with = None if saved["drawn_with"] is None else RandomState.of(saved["drawn_with"])
+        """Restore what another run saved: the generator's state, and the states with which it drew its last order."""
+        drawn_with = saved["drawn_with"]
+        self._drawn_with = None if drawn_with is None else _DrawnWith(*map(RandomState.of, drawn_with))
         if self._generator is not None and saved["generator"] is not None:
             self._generator.set_state(saved["generator"].cpu())
 
     def skip_next(self, num_skipped: int) -> None:
-        """Draw the next order with the restored state, and skip its first items."""
+        """Draw the next order with the restored states, and skip its first items."""
         self._num_skipped = num_skipped
 
     def __iter__(self) -> Iterator[Any]:
-        # This is a generator function: the order is drawn when the first item is requested.
+        now = at_iter = RandomState.now(self._generator)
+        is_repeated = self._num_skipped is not None and self._drawn_with is not None
+        if is_repeated and self._drawn_with is not None:
+            at_iter = self._drawn_with.at_iter
+            at_iter.restore(self._generator)
+        items = iter(self._sampler)
+        if is_repeated:
+            now.restore()
+        return self._items(items, at_iter)
+
+    def _items(self, items: Iterator[Any], at_iter: RandomState) -> Iterator[Any]:
+        """Yield the items of an order, which many samplers draw when the first one is requested.
+
+        DataLoader may call ``__iter__`` twice and take items only of the second order: this one is recorded.
+        """
         num_skipped = self._num_skipped
         self._num_skipped = None
         now = RandomState.now(self._generator)
-        items = iter(self._sampler)
         if num_skipped is None or self._drawn_with is None:
-            self._drawn_with = now
+            self._drawn_with = _DrawnWith(at_iter, now)
         if num_skipped is not None:
-            self._drawn_with.restore(self._generator)
+            self._drawn_with.at_first.restore(self._generator)
             first = list(itertools.islice(items, num_skipped, num_skipped + 1))
             if num_skipped > 0:  # else the first batch draws from the state that the order left
                 now.restore()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from pytorch_lightning import seed_everything
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_sm._lightning import ModelCheckpoint
 from lightning_sm.training.checkpoints.newest import newest_checkpoint
@@ -139,6 +139,47 @@ def test_random_numbers_resume(tmp_path, uninterrupted, cls, moment):
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
     assert whole(resumed(tmp_path / "run", model).events) == uninterrupted(cls)
+
+
+class Eager(Sampler):
+    """Draws its order when a pass begins, and counts the passes; neither is undone by starting another pass."""
+
+    def __init__(self):
+        self.num_passes = 0
+
+    def __iter__(self):
+        self.num_passes += 1
+        return iter([(index + self.num_passes) % NUM_TRAIN for index in torch.randperm(NUM_TRAIN).tolist()])
+
+    def __len__(self):
+        return NUM_TRAIN
+
+
+class EagerOrder(Model):
+    """The order of such a sampler, with dropout."""
+
+    workers = 0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((torch.nn.functional.dropout(x, 0.2), y), batch_idx)
+
+    def train_dataloader(self):
+        return DataLoader(points(), BATCH_SIZE, sampler=Eager(), num_workers=self.workers)
+
+
+class EagerOrderInWorkers(EagerOrder):
+    """The same with workers, for which torch begins two passes and reads one."""
+
+    workers = 1
+
+
+@pytest.mark.parametrize("cls", [*POSITIONED, EagerOrder, EagerOrderInWorkers])
+def test_a_run_that_resumes_nothing_is_that_of_stock_lightning(tmp_path, cls):
+    """The same samples in the same order, and the same random numbers: no pass is begun that is not read."""
+    fit(tmp_path / "ours", ours := cls())
+    fit(tmp_path / "stock", stock := cls(), position=False)
+    assert ours.events == stock.events
 
 
 @pytest.mark.matrix(first=1)
