@@ -51,7 +51,8 @@ def is_stream(script):
 def in_a_job(folder, script, *, trainers, data_hosts):
     """Run a script in a job, and return what each rank has written, in the order of the ranks."""
     groups = ["--group", f"trainer={trainers}", *(["--group", f"data={data_hosts}"] if data_hosts else [])]
-    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1", REMOTE_LOADER.name: "1"}
+    groups += ["--env", f"{REMOTE_LOADER.name}=1"]  # hosts get nothing of this kind from the shell
+    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [*(sys.executable, "-m", "lightning_sm", "local"), *groups, "--base-dir", str(folder / "hosts"), "--"]
     ended = subprocess.run(
         [*command, str(SCRIPTS / script), str(folder)],
