@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+
+import pytest
 
 from lightning_sm import DataHost
 from lightning_sm.job.variables import REMOTE_LOADER
@@ -55,31 +56,24 @@ def _seen(script: Case, key: Pass, batches: Sequence[Noted]) -> list[Noted]:
 def runner() -> Iterator[Callable[[int], list[str]]]:
     """Yield a function that runs a case in both ways, and returns what differs."""
     logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
-    before = os.environ.get(REMOTE_LOADER.name)
-    os.environ[REMOTE_LOADER.name] = "1"
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            hosts = [[DataHost(workers=_NUM_WORKERS) for _ in range(_NUM_HOSTS)] for _ in range(2)]
-            one, two = ([stack.enter_context(host).address for host in own] for own in hosts)
-            # A data host serves one run at a time.
-            alone = stack.enter_context(closing(Runner({"ours": one})))
-            ranks = stack.enter_context(closing(Ranks({"ours": two})))
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv(REMOTE_LOADER.name, "1")
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        hosts = [[DataHost(workers=_NUM_WORKERS) for _ in range(_NUM_HOSTS)] for _ in range(2)]
+        one, two = ([stack.enter_context(host).address for host in own] for own in hosts)
+        # A data host serves one run at a time.
+        alone = stack.enter_context(closing(Runner({"ours": one})))
+        ranks = stack.enter_context(closing(Ranks({"ours": two})))
 
-            def run(number: int) -> list[str]:
-                if case(number).world_size > 1:
-                    stock, ours = ranks.run(number), ranks.run(number, "ours")
-                else:
-                    stock, ours = [alone.run(number)], [alone.run(number, "ours")]
-                return list(differences(case(number), stock, ours))
+        def run(number: int) -> list[str]:
+            if case(number).world_size > 1:
+                stock, ours = ranks.run(number), ranks.run(number, "ours")
+            else:
+                stock, ours = [alone.run(number)], [alone.run(number, "ours")]
+            return list(differences(case(number), stock, ours))
 
-            yield run
-    finally:
-        if before is None:
-            del os.environ[REMOTE_LOADER.name]
-        else:
-            os.environ[REMOTE_LOADER.name] = before
+        yield run
 
 
 def main() -> None:

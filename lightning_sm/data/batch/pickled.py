@@ -34,7 +34,8 @@ _CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError)
 
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
-_NUMPY_DTYPES = frozenset(
+# The dtypes that NumPy has, too.
+NUMPY_DTYPES = frozenset(
     (
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
         *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -97,14 +98,14 @@ def _pickle(batch: Any, arena: Arena, pickler: type[pickle.Pickler]) -> bytes:
 def unpickle_batch(structure: bytes, data: npt.NDArray[np.uint8]) -> Any:
     """Rebuild a batch. Its large tensors and arrays are views of ``data``, and keep that object itself alive.
 
-    Only for the data hosts of this job: a pickle can do anything.
+    Only for batches of this job's own data hosts: a pickle can do anything, and nothing here checks who has sent it.
 
     Args:
         structure: What ``pickle_batch`` returned.
         data: The bytes of the slot: writable, uint8 with one dimension.
 
     Raises:
-        WireError: The structure does not fit to the bytes.
+        WireError: The structure does not fit the bytes.
     """
     memory = data.data  # its slices keep ``data`` alive; those of an array would keep only what that is a view of
     parts = []
@@ -115,7 +116,7 @@ def unpickle_batch(structure: bytes, data: npt.NDArray[np.uint8]) -> Any:
             parts.append(memory[start : start + size])
     except struct.error as error:
         raise WireError(f"The structure of a batch has {len(structure)} bytes.") from error
-    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # both ends have proved the secret of the job
+    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # see above
 
 
 class _Reducer:
@@ -142,7 +143,7 @@ class _Reducer:
         storage = tensor.untyped_storage()
         size, own = storage.nbytes(), tensor.nbytes
         address = storage.data_ptr()
-        if size == own and address not in self._arrays and tensor.dtype in _NUMPY_DTYPES and tensor.is_contiguous():
+        if size == own and address not in self._arrays and tensor.dtype in NUMPY_DTYPES and tensor.is_contiguous():
             array = self._arrays[address] = tensor.numpy()
             return torch.from_numpy, (array,)
         if size > _MAX_STORAGE_FACTOR * own:

@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from lightning_sm.data.feeder.pass_buffer import InFlightRange, LoaderKey, PassBuffer
+from lightning_sm.data.feeder.pass_buffer import LoaderKey, PassBuffer
+from lightning_sm.data.feeder.range_buffer import InFlightRange
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.settings import Verify

@@ -6,20 +6,18 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_sm.data.feeder.answer import Piece
-from lightning_sm.data.feeder.pass_buffer import InFlightRange, RangeLimits, range_length
+from lightning_sm.data.feeder.range_buffer import InFlightRange, RangeBuffer
 from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, StartIterator
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.fetch import FetchSpec
-from lightning_sm.data.protocol.frames import StepRangeHeader
-from lightning_sm.errors import BatchTooLargeError, WireError
+from lightning_sm.errors import WireError
 
 # The end of an iterator whose sampler, or stream, has not ended yet.
 _NO_END = 1 << 62
 
 
-class IteratorBuffer:
+class IteratorBuffer(RangeBuffer):
     """The batches of one iterator.
 
     Args:
@@ -30,31 +28,19 @@ class IteratorBuffer:
 
     Attributes:
         request: The iterator.
-        ring: Memory for the batches.
-        free: Unused slots of the ring.
         next_step: The next batch to deliver.
         stop_step: The batch after the last, as far as it is known.
-        range_length: Batches per future request.
-        largest: Bytes of the largest batch so far; batches of one answer count with their mean.
-        in_flight: Requested ranges by request id.
-        ready: Complete ranges by their first batch.
     """
 
     def __init__(self, request: StartIterator, ring: Ring, free: list[int], *, largest: int = 0) -> None:
+        super().__init__(request, ring, free, largest=largest, may_end=request.is_stream)
         self.request = request
-        self.ring = ring
-        self.free = free
-        self.largest = largest
         self.next_step = 0
         self.stop_step = _NO_END
-        self.range_length = 1
-        self.in_flight: dict[int, InFlightRange] = {}
-        self.ready: dict[int, InFlightRange] = {}
         self._indices: dict[int, bytes] = {}  # by batch: those that are not delivered
         self._num_supplied = 0
         self._taken = 0
         self._has_ended = False
-        self._produce_s = 0.0  # moving average of the seconds that a worker takes for a batch
 
     @property
     def pass_id(self) -> int:
@@ -62,31 +48,14 @@ class IteratorBuffer:
         return self.request.pass_id
 
     @property
-    def name(self) -> str:
-        """Name of the loader, for messages."""
-        return self.request.loader
-
-    @property
     def loader(self) -> str:
         """What shares the sizes of batches."""
-        return self.request.opening
+        return self.request.source
 
     @property
-    def known(self) -> float:
+    def known(self) -> int:
         """The batch from which on no batch can be requested yet."""
         return _NO_END if self.request.is_stream else self._num_supplied
-
-    @property
-    def window(self) -> int:
-        """Batches that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them.
-
-        No more than 2 while no size is known: any number of them could exceed ``window_bytes``.
-        """
-        request = self.request
-        if not self.largest:
-            return min(2, request.window_batches)
-        num_batches = request.window_batches * (1 if request.is_window_fixed else self.range_length)
-        return max(2, min(num_batches, request.window_bytes // self.largest))
 
     def supply(self, indices: list[bytes], *, is_end: bool) -> None:
         """Take the indices of the next batches.
@@ -112,13 +81,9 @@ class IteratorBuffer:
 
     def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
         """Reserve a slot for a range, and return the encoded request; None if no slot is free."""
-        if not self.free:
+        if not self.take_slot(request_id, step_range):
             return None
-        slot = self.free.pop()
         request = self.request
-        self.in_flight[request_id] = InFlightRange(
-            self.ring.slot(slot), request.compression, step_range=step_range, slot=slot
-        )
         steps = range(step_range.first, step_range.stop)
         return FetchSpec(
             request.opening,
@@ -131,44 +96,7 @@ class IteratorBuffer:
             [] if request.is_stream else [self._indices[step] for step in steps],
         ).encode()
 
-    def drop(self, request_id: int) -> None:
-        """Forget a request, if it is in flight. Its slot is free as soon as no piece is being written to it."""
-        answer = self.in_flight.pop(request_id, None)
-        if answer is None:
-            return
-        if answer.is_written:
-            answer.is_dropped = True
-        else:
-            self.free.append(answer.slot)
-
     # Answers
-
-    def take_header(self, request_id: int, header: StepRangeHeader) -> None:
-        """Record the header of an answer.
-
-        Raises:
-            BatchTooLargeError: The batches do not fit into a slot.
-            WireError: It is a second header, or announces a wrong number of batches.
-        """
-        answer = self.in_flight[request_id]
-        least = 1 if self.request.is_stream else answer.step_range.num_steps
-        if not least <= header.num_batches <= answer.step_range.num_steps:
-            raise WireError(f"{header.num_batches} batches arrived for a request for {answer.step_range.num_steps}")
-        if header.num_bytes > self.ring.slot_bytes:
-            raise BatchTooLargeError(
-                f"Batch {answer.step_range.first} has {header.num_bytes} bytes, but a slot only "
-                f"{self.ring.slot_bytes} (data_service.max_batch_bytes). Raise the limit on all hosts, or make batches "
-                "smaller."
-            )
-        answer.take_header(header)
-        # At once, not when the bytes have arrived: the window opens, or closes, that much earlier.
-        self.largest = max(self.largest, 1, -(-header.num_bytes // header.num_batches))
-
-    def end_piece(self, answer: InFlightRange, piece: Piece, *, is_complete: bool = True) -> None:
-        """Count a piece that is complete; free the slot if the answer was dropped meanwhile."""
-        answer.end_piece(piece, is_complete=is_complete)
-        if answer.is_dropped:
-            self.free.append(answer.slot)
 
     def accept(self, request_id: int, latency_s: float) -> InFlightRange:
         """Keep a complete answer until its first batch is next, and return it.
@@ -177,15 +105,8 @@ class IteratorBuffer:
             request_id: Number of the request.
             latency_s: Seconds from the request until now.
         """
-        answer = self.in_flight.pop(request_id)
+        answer = self.keep(request_id, latency_s)
         header, first = answer.header, answer.step_range.first
-        answer.transfer_s = max(0.0, latency_s - header.queue_s - header.produce_s)
-        self.ready[first] = answer
-        produce_s = header.produce_s / header.num_batches
-        self._produce_s += (produce_s - self._produce_s) * (1 / 8 if self._produce_s else 1)
-        window = self.window if self.request.is_window_fixed else None
-        limits = RangeLimits(self.request.window_bytes, self.ring.slot_bytes, window)
-        self.range_length = range_length(header, self.range_length, self._produce_s, limits)
         if header.num_batches < answer.step_range.num_steps:  # the stream ends with these batches
             answer.step_range = StepRange(first, header.num_batches)
             self.stop_step = min(self.stop_step, answer.step_range.stop)
@@ -208,9 +129,8 @@ class IteratorBuffer:
 
     # Delivery
 
-    def deliveries(self, *, holds_end: bool = False) -> Iterator[DeliveredRange | EndOfPass]:
+    def deliveries(self) -> Iterator[DeliveredRange | EndOfPass]:
         """Remove the ranges that are next, in order, and yield their messages to the training process."""
-        del holds_end
         while (answer := self.ready.pop(self.next_step, None)) is not None:
             for step in range(self.next_step, answer.step_range.stop):
                 self._indices.pop(step, None)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -24,7 +25,8 @@ from lightning_sm.data.feeder.batch_difference import BatchDifference
 from lightning_sm.data.feeder.equal_shards import EqualShards
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.iterator_buffer import IteratorBuffer
-from lightning_sm.data.feeder.pass_buffer import InFlightRange, LoaderKey, PassBuffer
+from lightning_sm.data.feeder.pass_buffer import LoaderKey, PassBuffer
+from lightning_sm.data.feeder.range_buffer import InFlightRange
 from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, length_of, plan_pass
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.source_openings import SourceOpenings
@@ -74,14 +76,14 @@ class Feeder:
         self._agreements = LoaderAgreements(num_hosts, lambda name, reply: self._notify(kinds.Opened(name, reply)))
         self._after_first: dict[str, kinds.OpenLoaders] = {}
         self._snapshots: dict[str, tuple[int, int]] = {}  # by digest: descriptor and size
-        self._openings = SourceOpenings(self)
+        self._links: dict[str, HostLink] = {}
+        self._openings = SourceOpenings(self._links, self._notify, self._drop_snapshot)
         # Sent with heartbeats. Threads of the links read it, so it is replaced as a whole.
         self.figures: RankFigures | None = None
         self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
         self._is_running = True
-        self._links = {
-            address: HostLink(address, settings.credentials, settings.client, self) for address in settings.addresses
-        }
+        for address in settings.addresses:
+            self._links[address] = HostLink(address, settings.credentials, settings.client, self)
         self._sampler_orders = SamplerOrderClient(self._links, lambda error: self._fail(None, error))
 
     def run(self) -> None:
@@ -189,44 +191,35 @@ class Feeder:
         loader = place.request_name, place.index
         buffer = PassBuffer(request, ring, free, plan, tail, largest=self._largest.get(loader, 0))
         shard_of = plan.shard if isinstance(plan, ShardSteps) else None
+        self._begin(buffer, max_ranges=place.window_batches, loader=(place.stage, place.index), shard_of=shard_of)
+
+    def _begin(self, buffer: PassBuffer | IteratorBuffer, **options: Any) -> None:
+        """Begin to request the batches of a pass, unless it was closed before this thread came to it.
+
+        Args:
+            buffer: The pass.
+            **options: Those of ``Scheduler.open_pass``.
+        """
+        pass_id = buffer.pass_id
         with self._lock:
             if pass_id in self._closed_early:
                 self._closed_early.remove(pass_id)
                 return
             self._buffers[pass_id] = buffer
-            self._scheduler.open_pass(
-                pass_id,
-                buffer.next_step,
-                buffer.stop_step,
-                buffer.window,
-                max_ranges=place.window_batches,
-                shard_of=shard_of,
-                loader=(place.stage, place.index),
-            )
+            self._scheduler.open_pass(pass_id, buffer.next_step, buffer.stop_step, buffer.window, **options)
             self._deliver(buffer)
         self._send_requests()
 
     def _start_iterator(self, request: kinds.StartIterator) -> None:
-        pass_id = request.pass_id
         ring, free = self._rings[request.ring]
-        buffer = IteratorBuffer(request, ring, free, largest=self._largest.get(request.opening, 0))
-        with self._lock:
-            if pass_id in self._closed_early:
-                self._closed_early.remove(pass_id)
-                return
-            self._buffers[pass_id] = buffer
-            self._scheduler.open_pass(
-                pass_id,
-                0,
-                buffer.stop_step,
-                buffer.window,
-                max_ranges=request.window_batches,
-                loader=request.loader,
-                known=buffer.known,
-                shard_of=(lambda _: 0) if request.is_stream else None,
-                can_take=lambda host: self._links[host].has_source(request.opening),
-            )
-        self._send_requests()
+        self._begin(
+            buffer := IteratorBuffer(request, ring, free, largest=self._largest.get(request.source, 0)),
+            max_ranges=request.window_batches,
+            loader=request.loader,
+            known=buffer.known,
+            shard_of=(lambda _: 0) if request.is_stream else None,
+            can_take=lambda host: self._links[host].has_source(request.opening),
+        )
 
     def _supply(self, message: kinds.SupplyIndices) -> None:
         with self._lock:
@@ -301,8 +294,12 @@ class Feeder:
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: PassBuffer | IteratorBuffer) -> None:
-        holds_end = isinstance(buffer, PassBuffer) and self._verifier.holds(buffer, time.monotonic())
-        for message in buffer.deliveries(holds_end=holds_end):
+        messages = (
+            buffer.deliveries(holds_end=self._verifier.holds(buffer, time.monotonic()))
+            if isinstance(buffer, PassBuffer)
+            else buffer.deliveries()
+        )
+        for message in messages:
             self._notify(message)
 
     def _deliver_all(self) -> None:
@@ -369,20 +366,9 @@ class Feeder:
             self._openings.opened(link, name, problem)
         self._send_requests()
 
-    def notify(self, message: Message) -> None:
-        """Send a message to the training process."""
-        self._notify(message)
-
-    def drop_snapshot(self, digest: str) -> None:
-        """Release the memory of a source."""
-        with self._lock:
-            if digest in self._snapshots:
-                os.close(self._snapshots.pop(digest)[0])
-
-    @property
-    def links(self) -> dict[str, HostLink]:
-        """The data hosts, by address."""
-        return self._links
+    def _drop_snapshot(self, digest: str) -> None:
+        if digest in self._snapshots:
+            os.close(self._snapshots.pop(digest)[0])
 
     def link_refused(self, error: DataServiceError) -> None:
         """Fail: the host does not belong to this job, or violates the protocol."""

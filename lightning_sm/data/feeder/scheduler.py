@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import sys
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -257,14 +258,13 @@ class _ScheduledPass:
     failures: dict[int, list[_StepFailure]] = field(default_factory=dict)
     shard_of: Callable[[int], int] | None = None  # shard of a step, for iterable datasets
     assigned_hosts: dict[int, str] = field(default_factory=dict)  # by shard: the host that has its iterator
-    known: float = math.inf  # steps from here on cannot be requested yet
+    known: int = sys.maxsize  # steps from here on cannot be requested yet
     can_take: Callable[[str], bool] | None = None  # whether a host has what the pass needs; None: each has
 
     @property
     def limit(self) -> int:
         """The step after the window."""
-        limit = min(self.position + self.window, self.stop_step)
-        return limit if limit <= self.known else int(self.known)
+        return min(self.position + self.window, self.stop_step, self.known)
 
     def takers(self, hosts: list[_ScheduledHost]) -> list[_ScheduledHost]:
         """Return those of some hosts that have what the pass needs."""
@@ -429,7 +429,7 @@ class Scheduler:
         max_ranges: int | None = None,
         shard_of: Callable[[int], int] | None = None,
         loader: Hashable = None,
-        known: float = math.inf,
+        known: int = sys.maxsize,
         can_take: Callable[[str], bool] | None = None,
     ) -> None:
         """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step``, which may move.
@@ -463,7 +463,7 @@ class Scheduler:
             current.range_length = range_length
             current.refill()
 
-    def set_known(self, pass_id: int, known: float) -> None:
+    def set_known(self, pass_id: int, known: int) -> None:
         """Note from which step on the steps of a pass cannot be requested yet. Ignores a closed pass."""
         current = self._passes.get(pass_id)
         if current is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.ipc.feeder_messages import SourceOpened
@@ -20,27 +19,21 @@ _LATE_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class _FeederOfOpenings(Protocol):
-    @property
-    def links(self) -> dict[str, HostLink]:
-        """The data hosts, by address."""
-
-    def notify(self, message: Message) -> None:
-        """Send a message to the training process."""
-
-    def drop_snapshot(self, digest: str) -> None:
-        """Release the memory of a source that no opening needs."""
-
-
 class SourceOpenings:
     """What is open, and where: indexed sources on all hosts, and each worker of a stream on one.
 
     Args:
-        owner: Has the links, and takes messages for the training process.
+        links: The data hosts, by address; the feeder adds them as it starts.
+        notify: Sends a message to the training process.
+        drop_snapshot: Releases the memory of a source that no opening needs, by its digest.
     """
 
-    def __init__(self, owner: _FeederOfOpenings) -> None:
-        self._owner = owner
+    def __init__(
+        self, links: Mapping[str, HostLink], notify: Callable[[Message], None], drop_snapshot: Callable[[str], None]
+    ) -> None:
+        self._links = links
+        self._notify = notify
+        self._drop_snapshot = drop_snapshot
         self._wanted: dict[str, Opening] = {}
         self._stream_hosts: dict[str, str] = {}  # by opening
         self._down_since: dict[str, float] = {}
@@ -49,7 +42,7 @@ class SourceOpenings:
     def open(self, opening: Opening) -> None:
         """Have a source opened."""
         self._wanted[opening.name] = opening
-        for link in self._owner.links.values():
+        for link in self._links.values():
             link.join()
         for link in self._links_for(opening):
             link.want_source(opening)
@@ -59,16 +52,16 @@ class SourceOpenings:
         opening = self._wanted.pop(name, None)
         self._stream_hosts.pop(name, None)
         self._failed.pop(name, None)
-        for link in self._owner.links.values():
+        for link in self._links.values():
             link.release_source(name)
         if opening is not None and all(other.source != opening.source for other in self._wanted.values()):
-            self._owner.drop_snapshot(opening.source)
+            self._drop_snapshot(opening.source)
 
     def host_lost(self, link: HostLink) -> None:
         """Move the workers of streams that a host had to others that are up; they begin again, and skip."""
-        if link.address not in self._stream_hosts.values():  # at the start there may not even be other links
+        if link.address not in self._stream_hosts.values():  # as the feeder starts, other links are still missing
             return
-        up = [other for other in self._owner.links.values() if other is not link and other.state is LinkState.UP]
+        up = [other for other in self._links.values() if other is not link and other.state is LinkState.UP]
         if up:
             self._move([link.address], up)
 
@@ -78,7 +71,7 @@ class SourceOpenings:
         Args:
             now: Time, by a monotonic clock.
         """
-        links = self._owner.links
+        links = self._links
         up = [link for link in links.values() if link.state is LinkState.UP]
         self._down_since = {
             address: self._down_since.get(address, now)
@@ -90,7 +83,7 @@ class SourceOpenings:
             self._move(late, up)
 
     def _move(self, sources: Sequence[str], targets: Sequence[HostLink]) -> None:
-        links = self._owner.links
+        links = self._links
         for name, address in list(self._stream_hosts.items()):
             if address in sources:
                 taken = Counter(self._stream_hosts.values())
@@ -110,19 +103,19 @@ class SourceOpenings:
         failed = self._failed.setdefault(name, set())
         if problem is None:
             failed.discard(link.address)
-            self._owner.notify(SourceOpened(name))
+            self._notify(SourceOpened(name))
             return
         failed.add(link.address)
         if len(failed) == len(self._links_for(self._wanted[name])):
             error = problem.exception(link.name)
-            self._owner.notify(SourceOpened(name, type(error).__name__, str(error)))
+            self._notify(SourceOpened(name, type(error).__name__, str(error)))
         else:
             what = first_line(problem.text)
             logger.warning("Continuing without data host %s, which cannot open a dataset: %s", link.name, what)
 
     def _links_for(self, opening: Opening) -> list[HostLink]:
         """Return all links or, for a worker of a stream, the one of its host."""
-        links = self._owner.links
+        links = self._links
         if opening.stream is None:
             return list(links.values())
         if opening.name not in self._stream_hosts:

@@ -16,7 +16,8 @@ import numpy as np
 
 from lightning_sm.data.feeder.answer import Answer
 from lightning_sm.data.feeder.batch_difference import BatchBuild, BatchDifference, difference
-from lightning_sm.data.feeder.pass_buffer import InFlightRange, LoaderKey, PassBuffer
+from lightning_sm.data.feeder.pass_buffer import LoaderKey, PassBuffer
+from lightning_sm.data.feeder.range_buffer import InFlightRange
 from lightning_sm.data.feeder.scheduler import Retry
 from lightning_sm.data.feeder.status import RETRIES
 from lightning_sm.data.plan.shards import ShardSteps

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_sm.data.host.generators import seed_all
 from lightning_sm.data.host.loader import ServedLoader, describe_structure
-from lightning_sm.data.host.snapshot import load_object
+from lightning_sm.data.host.snapshot import load_from_trainers
 from lightning_sm.data.host.trainer_stand_in import stand_in
 from lightning_sm.data.plan.seeds import hook_seed
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest, Problem, SetUp
@@ -147,14 +147,7 @@ class ServedModule:
         return module
 
     def _load(self, digest: str) -> Any:
-        try:
-            return load_object(self._snapshots[digest])
-        except (AttributeError, ImportError) as error:
-            raise DataSettingsError(
-                f"This data host cannot rebuild the DataModule of rank 0: {error}. A data host runs the script up to "
-                "its first fit() (or SageMakerCLI), and needs the same packages: define classes and functions, and "
-                "import modules, before that line, and not only on trainers."
-            ) from error
+        return load_from_trainers(self._snapshots[digest], "the DataModule of rank 0")
 
 
 class _LiveModule:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_sm._lightning import LightningModule, Trainer
+from lightning_sm.data.batch.pickled import NUMPY_DTYPES
 from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
 from lightning_sm.data.host.trainer_stand_in import TrainerStandIn, stand_in
 from lightning_sm.data.host.trainer_view import TrainerView
@@ -46,11 +47,6 @@ _LEN_BY_DEFAULT = 5
 
 StateOf: TypeAlias = Callable[[Any], dict[str, Any] | None]
 ViewOf: TypeAlias = Callable[[Any], Any]
-
-_NUMPY_DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-)
 
 
 class PickledObject:
@@ -252,7 +248,7 @@ def _is_plain_tensor(tensor: torch.Tensor) -> bool:
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and tensor.dtype in _NUMPY_DTYPES
+        and tensor.dtype in NUMPY_DTYPES
         and tensor.is_contiguous()
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or vars(tensor))
     )

@@ -7,10 +7,32 @@ import pickle
 import struct
 from typing import Any
 
+from lightning_sm.errors import DataSettingsError
+
 # A snapshot begins with the number of its parts and their sizes. Parts begin at multiples of ALIGNMENT, as NumPy and
 # torch read aligned memory faster. The first is the pickle, the others are the memory of arrays and tensors.
 NUMBER = struct.Struct("<Q")
 ALIGNMENT = 64
+
+
+def load_from_trainers(fd: int, what: str) -> Any:
+    """Rebuild an object of the trainers.
+
+    Args:
+        fd: The descriptor of the memory of its snapshot.
+        what: The object, for the error.
+
+    Raises:
+        DataSettingsError: This process lacks something of it.
+    """
+    try:
+        return load_object(fd)
+    except (AttributeError, ImportError) as error:
+        raise DataSettingsError(
+            f"This data host cannot rebuild {what}: {error}. A data host runs the script up to its first fit() (or "
+            "SageMakerCLI), and needs the same packages: define classes and functions, and import modules, before that "
+            "line, and not only on trainers."
+        ) from error
 
 
 def load_object(fd: int) -> Any:

@@ -52,15 +52,14 @@ class WorkerSource:
         init = loader.worker_init_fn
         # Lightning gives each rank a function of its own. One for all ranks keeps their sources equal, so that a data
         # host gets the dataset once.
-        function: Any = init.func if isinstance(init, partial) else init
-        is_lightnings = function is not init and _name_of(function) == "pl_worker_init_function"
+        own = init.func if isinstance(init, partial) and _is_lightnings(init.func) else None
         context: Any = loader.multiprocessing_context or multiprocessing
         return cls(
             name=name,
             dataset=loader.dataset,
             collate_fn=loader.collate_fn,
-            worker_init_fn=function if is_lightnings else init,
-            has_ranks=is_lightnings,
+            worker_init_fn=own or init,
+            has_ranks=own is not None,
             is_stream=private._dataset_kind == _DatasetKind.Iterable,
             is_batched=private._auto_collation,
             batch_size=loader.batch_size,
@@ -80,7 +79,7 @@ class WorkerSource:
             self.worker_init_fn(number, **ranks)
 
 
-def _name_of(function: Any) -> str:
-    """Return the name of a function of Lightning; empty for others."""
-    is_lightnings = str(getattr(function, "__module__", "")).partition(".")[0] in ("lightning", "lightning_fabric")
-    return function.__name__ if is_lightnings else ""
+def _is_lightnings(function: Any) -> bool:
+    """Return whether a function is the ``worker_init_fn`` that ``seed_everything(workers=True)`` asks for."""
+    module, name = (getattr(function, of, "") for of in ("__module__", "__name__"))
+    return name == "pl_worker_init_function" and module.partition(".")[0] in ("lightning", "lightning_fabric")

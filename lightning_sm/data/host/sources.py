@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lightning_sm.data.host.snapshot import load_object
+from lightning_sm.data.host.snapshot import load_from_trainers
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.openings import Opening
-from lightning_sm.errors import DataSettingsError
 
 
 class Sources:
@@ -38,16 +37,9 @@ class Sources:
         """Rebuild the source of an opening, unless it is there; return why it cannot be rebuilt, if so."""
         if opening.source not in self._sources:
             try:
-                self._sources[opening.source] = load_object(self._descriptor(opening.source))
-            except (AttributeError, ImportError) as error:
-                return Problem.of(
-                    DataSettingsError(
-                        f"This data host cannot rebuild a dataset of the trainers: {error}. A data host runs the "
-                        "script up to its first fit() (or SageMakerCLI), and needs the same packages: define classes "
-                        "and functions, and import modules, before that line, and not only on trainers."
-                    )
-                )
-            except Exception as error:  # noqa: BLE001  # of the user's __setstate__: sent to the trainers
+                memory = self._descriptor(opening.source)
+                self._sources[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
+            except Exception as error:  # noqa: BLE001  # also of the user's __setstate__: sent to the trainers
                 return Problem.of(error, "the dataset, as it was rebuilt from its pickle")
         self.openings[opening.name] = opening
         return None

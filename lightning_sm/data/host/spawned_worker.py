@@ -81,7 +81,8 @@ class PickledLoaders:
             ring: Its ring.
             notes: Its notes.
         """
-        return _start(self._opening, (self._host, number, self._num_workers), ring, notes, source=self._fd)
+        place = WorkerPlace(self._host, number, self._num_workers)
+        return _start(self._opening, place, ring, notes, source=self._fd)
 
     def close(self) -> None:
         """Release the memory."""
@@ -105,7 +106,7 @@ class SpawnedSource:
         self, number: int, ring: Ring, notes: WorkerNotes
     ) -> tuple[subprocess.Popen[bytes], MessageSocket]:
         """Start a worker, as ``PickledLoaders`` does."""
-        place = self._host, number, self._num_workers
+        place = WorkerPlace(self._host, number, self._num_workers)
         return _start(self._opening.name, place, ring, notes, source=self._fd, stream=self._opening.stream)
 
     def close(self) -> None:
@@ -120,21 +121,20 @@ def _preparation() -> dict[str, Any]:
 
 def _start(
     opening: str,
-    place: tuple[str, int, int],
+    place: WorkerPlace,
     ring: Ring,
     notes: WorkerNotes,
     *,
     source: int,
     stream: StreamWorker | None = None,
 ) -> tuple[subprocess.Popen[bytes], MessageSocket]:
-    host, number, num_workers = place
     process, sock = start_module(_MODULE)
     sock.send(
         StartWorker(
             opening=opening,
-            host=host,
-            number=number,
-            num_workers=num_workers,
+            host=place.host,
+            number=place.number,
+            num_workers=place.num_workers,
             num_slots=ring.num_slots,
             slot_bytes=ring.slot_bytes,
             preparation=_preparation(),

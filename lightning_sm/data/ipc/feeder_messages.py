@@ -221,6 +221,7 @@ class StartIterator(Message, frozen=True):
         pass_id: Its number; each has its own.
         loader: The loader, for messages.
         opening: Name of the opening of its source.
+        source: Digest of its source.
         is_stream: Whether it is a worker of a stream.
         rank: This rank.
         world_size: Number of ranks.
@@ -235,6 +236,7 @@ class StartIterator(Message, frozen=True):
     pass_id: int
     loader: str
     opening: str
+    source: str
     is_stream: bool
     rank: int
     world_size: int
@@ -290,8 +292,7 @@ class SourceOpened(Message, frozen=True):
 
     def exception(self) -> Exception:
         """Return what the training process raises."""
-        kind: type[Exception] = getattr(errors, self.error, errors.DataServiceError)
-        return kind(self.text)
+        return _exception(self.error, self.text)
 
 
 class Length(Message, frozen=True):
@@ -390,8 +391,12 @@ class Failed(Message, frozen=True):
 
     def exception(self) -> Exception:
         """Return what the training process raises."""
-        kind: type[Exception] = getattr(errors, self.error, errors.DataServiceError)
-        return kind(self.text)
+        return _exception(self.error, self.text)
+
+
+def _exception(error: str, text: str) -> Exception:
+    kind: type[Exception] = getattr(errors, error, errors.DataServiceError)
+    return kind(text)
 
 
 class HostSnapshot(HostFigures, frozen=True):

@@ -87,6 +87,32 @@ class ServiceConnection:
         topology = Topology.from_job(job)
         return cls.of_job(job, topology, settings or DataServiceSettings()) if topology.data_hosts else None
 
+    @classmethod
+    def of_addresses(
+        cls, addresses: Sequence[str] | ServiceConnection | None, settings: DataServiceSettings, job: str
+    ) -> ServiceConnection | None:
+        """Return the connection to some data hosts.
+
+        Args:
+            addresses: Their addresses, or the connection itself; None: the data hosts of the job.
+            settings: Settings of the data service.
+            job: Name of the job of these addresses.
+
+        Raises:
+            DataSettingsError: The list of addresses is empty.
+
+        Returns:
+            None if there is no job with data hosts.
+        """
+        if addresses is None or isinstance(addresses, ServiceConnection):
+            return addresses or cls.of_this_job(settings)
+        if not addresses:
+            raise DataSettingsError(
+                "RemoteDataModule got an empty list of addresses. Give it the address of at least one data host "
+                "(addresses=[...]), or none for the data hosts of the job."
+            )
+        return cls(addresses, settings, job)
+
     def __reduce__(self) -> Any:
         """Pickle what does not belong to this process."""
         return _rebuild, (self.addresses, self.settings, self.job, self.is_of_job)

@@ -81,14 +81,9 @@ class RemoteDataModule(LightningDataModule):
         seed: int | None = None,
         job: str = LOCAL_JOB,
     ) -> None:
-        connection = ServiceConnection.of_this_job(settings) if addresses is None else addresses
-        if not connection:
-            raise DataSettingsError(
-                "RemoteDataModule got an empty list of addresses. Give it the address of at least one data host "
-                "(addresses=[...]), or none for the data hosts of the job."
-            )
-        if not isinstance(connection, ServiceConnection):
-            connection = ServiceConnection(connection, settings or DataServiceSettings(), job)
+        connection = ServiceConnection.of_addresses(addresses, settings or DataServiceSettings(), job)
+        if connection is None:  # __new__ has returned the DataModule itself
+            raise DataSettingsError("This process belongs to no job with data hosts: give RemoteDataModule addresses.")
         if connection.settings.compression is not None:
             codec_of(connection.settings.compression)  # report a missing library here instead of with the first batch
         # Lightning's own __init__ only sets attributes, and the wrapped DataModule has those already.

@@ -47,34 +47,34 @@ class RemoteIterator(_BaseDataLoaderIter):
             # As torch's iterator with workers, which runs the sampler's __iter__ a second time here.
             super()._reset(loader, first_iter=True)
         self._source = source
-        self._prefetch_factor = loader.prefetch_factor
-        self._loader_length = partial(len, loader)
         self._num_resets = 0
         self._reports, self._is_step = source.reports(loader)
         pickled = source.open(loader, self)
         self._workers: _StreamWorkers | None = None
         if self._dataset_kind == _DatasetKind.Iterable:
             self._workers = _StreamWorkers(source, pickled, int(self._base_seed), max(1, self._num_workers))
-        self._digest = pickled.digest
+        self._opening = Opening(pickled.digest, pickled.digest)
         self._batches: _Batches | _Turns
-        self._start()
+        self._start(loader)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's own
         """Begin again: with ``persistent_workers``, ``DataLoader`` keeps its iterator."""
         super()._reset(loader, first_iter)
         self._batches.close()
         self._num_resets += 1
-        self._start()
+        self._start(loader)
 
-    def _start(self) -> None:
+    def _start(self, loader: DataLoader[Any]) -> None:
         if self._workers is not None:
             self._batches = _Turns(self._workers.passes(self._num_resets))
         else:
             # A pass has seeds of its own, although the iterator of persistent workers keeps its base.
             seed = (int(self._base_seed) + self._num_resets * _STEP) % (1 << 63)
-            ahead = self._num_workers * (self._prefetch_factor or 0)
-            limit = partial(self._source.limit, self._loader_length)
-            self._batches = _Batches(self._source, self._digest, seed, self._next_index, stock_ahead=ahead, limit=limit)
+            ahead = self._num_workers * (loader.prefetch_factor or 0)
+            limit = partial(self._source.limit, loader)
+            self._batches = _Batches(
+                self._source, self._opening, seed, self._next_index, stock_ahead=ahead, limit=limit
+            )
             if self._num_workers:
                 self._batches.supply(as_torch=True)  # it begins to fetch here: random samplers draw their order now
 
@@ -92,7 +92,7 @@ class _FeederPass:
     """The batches of one iterator in the feeder, as they are delivered."""
 
     def __init__(
-        self, source: LoaderSource, opening: str, seed: int, window_batches: int, window_bytes: int, *, is_stream: bool
+        self, source: LoaderSource, opening: Opening, seed: int, window_batches: int, window_bytes: int
     ) -> None:
         connection = source.connection
         settings = connection.settings
@@ -104,8 +104,9 @@ class _FeederPass:
             partial(
                 StartIterator,
                 loader=source.name,
-                opening=opening,
-                is_stream=is_stream,
+                opening=opening.name,
+                source=opening.source,
+                is_stream=opening.stream is not None,
                 rank=source.rank,
                 world_size=source.world_size,
                 seed=seed,
@@ -151,7 +152,7 @@ class _Batches:
     def __init__(
         self,
         source: LoaderSource,
-        digest: str,
+        opening: Opening,
         seed: int,
         next_index: Callable[[], Any],
         *,
@@ -161,7 +162,7 @@ class _Batches:
         settings = source.connection.settings
         self._client = source.connection.feeder
         self._next_index = next_index
-        self._pass = _FeederPass(source, digest, seed, source.window_batches, settings.window_bytes, is_stream=False)
+        self._pass = _FeederPass(source, opening, seed, source.window_batches, settings.window_bytes)
         self._num_supplied = 0
         self._num_taken = 0
         self._stock_ahead = stock_ahead
@@ -257,10 +258,7 @@ class _StreamWorkers:
         source, num_workers = self._source, len(self._openings)
         window = max(2, -(-source.window_batches // num_workers))
         window_bytes = source.connection.settings.window_bytes // num_workers
-        return [
-            _FeederPass(source, opening.name, number, window, window_bytes, is_stream=True)
-            for opening in self._openings
-        ]
+        return [_FeederPass(source, opening, number, window, window_bytes) for opening in self._openings]
 
 
 class _Turns:

@@ -74,11 +74,11 @@ class LoaderSource:
         self._digest = ""
         self._close: Callable[[], None] | None = None
 
-    def limit(self, length: Callable[[], int]) -> float:
+    def limit(self, loader: DataLoader[Any]) -> float:
         """Return how many batches the Trainer reads at most; infinite if there is no limit. Call it at the first one.
 
         Args:
-            length: Returns the number of batches of the loader, if it has a length.
+            loader: The loader, which need not have a length.
         """
         trainer = self.trainer
         stage = None if trainer is None else trainer.state.stage
@@ -97,7 +97,7 @@ class LoaderSource:
                 found = min(found, limit)
             elif limit < 1.0:
                 with suppress(TypeError, NotImplementedError):  # it has no length, and Lightning refuses the limit
-                    found = min(found, int(length() * limit))
+                    found = min(found, int(len(loader) * limit))
         return found
 
     def reports(self, loader: DataLoader[Any]) -> tuple[bool, bool]:

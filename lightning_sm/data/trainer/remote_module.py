@@ -14,7 +14,6 @@ from lightning_sm.data.trainer.bare_loaders import STAGES, has_hook
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.remote_loader import LoaderSource, remote_loader
 from lightning_sm.data.trainer.remote_trainer import use_data_hosts
-from lightning_sm.errors import DataSettingsError
 
 
 def remote_datamodule(
@@ -34,16 +33,9 @@ def remote_datamodule(
     Raises:
         DataSettingsError: There is no address.
     """
-    connection = ServiceConnection.of_this_job(settings) if addresses is None else addresses
+    connection = ServiceConnection.of_addresses(addresses, settings, job)
     if connection is None:
         return datamodule
-    if not connection:
-        raise DataSettingsError(
-            "RemoteDataModule got an empty list of addresses. Give it the address of at least one data host "
-            "(addresses=[...]), or none for the data hosts of the job."
-        )
-    if not isinstance(connection, ServiceConnection):
-        connection = ServiceConnection(connection, settings, job)
     own = type(datamodule)
     # Lightning looks at the class for the hooks that a DataModule has, and stores its state under the class's name.
     hooks = {

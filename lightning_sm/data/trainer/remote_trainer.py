@@ -54,10 +54,8 @@ class _ProcessLoader:
 
     def __call__(self, loader: object) -> object:
         trainer = self._trainer
-        stage = HOOKS.get(str(getattr(trainer.state.stage, "value", "")), "train")
-        source = LoaderSource(
-            self._connection, f"{stage}_dataloader()", trainer.global_rank, trainer.world_size, trainer
-        )
+        name = f"{HOOKS[trainer.state.stage.value]}_dataloader()"
+        source = LoaderSource(self._connection, name, trainer.global_rank, trainer.world_size, trainer)
         return self._own(remote_loader(loader, source))
 
 

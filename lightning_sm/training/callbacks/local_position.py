@@ -328,12 +328,12 @@ class _RecordedOrder:
 
     def __iter__(self) -> Iterator[Any]:
         now = at_iter = RandomState.now(self._generator)
-        is_repeated = self._num_skipped is not None and self._drawn_with is not None
-        if is_repeated and self._drawn_with is not None:
-            at_iter = self._drawn_with.at_iter
+        repeated = None if self._num_skipped is None else self._drawn_with
+        if repeated is not None:
+            at_iter = repeated.at_iter
             at_iter.restore(self._generator)
         items = iter(self._sampler)
-        if is_repeated:
+        if repeated is not None:
             now.restore()
         return self._items(items, at_iter)
 
