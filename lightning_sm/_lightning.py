@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
     from lightning_fabric.loggers.logger import rank_zero_experiment
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from lightning_fabric.utilities.data import _replace_dunder_methods as replace_dunder_methods
     from lightning_fabric.utilities.distributed import _destroy_dist_connection as destroy_dist_connection
     from lightning_fabric.utilities.distributed import _InfiniteBarrier as InfiniteBarrier
     from lightning_fabric.utilities.logger import _convert_params as convert_params
@@ -98,6 +99,7 @@ else:
         f"{DISTRIBUTION}.trainer.connectors.logger_connector.result": "_ResultMetric",
         f"{DISTRIBUTION}.utilities": "CombinedLoader parsing rank_zero_only",
         _FABRIC: "Fabric",
+        f"{_FABRIC}.utilities.data": "_replace_dunder_methods",
         f"{_FABRIC}.utilities.distributed": "_InfiniteBarrier _destroy_dist_connection",
         f"{_FABRIC}.utilities.logger": "_convert_params _flatten_dict",
     }

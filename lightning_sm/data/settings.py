@@ -21,6 +21,7 @@ MAX_SHARDS = 1 << 20
 Compression = Literal["zstd"]
 TailSetting = Literal["auto", "exact", "pad"]
 Verify = Literal["error", "warn", "off"]
+Hooks = Literal["auto", "trainers", "data"]
 
 # 16 cores build batches of images at 1 to 2 GB/s, which one process can send.
 _CPUS_PER_NETWORK_PROCESS = 16
@@ -46,6 +47,9 @@ class DataServiceSettings:
     """How data hosts serve batches, and how trainers fetch them.
 
     Args:
+        hooks: Where the hooks of the DataModule run: "trainers", as without data hosts; "data": on the data hosts, for
+            datasets that trainers cannot read, that cannot be pickled, or that are large. Trainers then have loaders
+            without datasets. "auto": "data" if a data group has a channel that the trainers lack, else "trainers".
         workers: Number of worker processes on each data host. Default: the number of its CPUs minus network_processes.
         network_processes: Number of processes on each data host that send batches, each up to about 2 GB/s. Default:
             1 for every 16 CPUs.
@@ -96,6 +100,7 @@ class DataServiceSettings:
             tls_key is set.
     """
 
+    hooks: Hooks = "auto"
     workers: int | None = None
     network_processes: int | None = None
     local_workers: int = 0
@@ -138,18 +143,18 @@ class DataServiceSettings:
                 f"data_service.virtual_shards={self.virtual_shards} must be at most {MAX_SHARDS}. A few per worker "
                 "keep all workers busy."
             )
-        if self.tail not in get_args(TailSetting):
-            raise DataSettingsError(f"data_service.tail={self.tail!r} is not {', '.join(get_args(TailSetting))}.")
         if self.local_workers < 0:
             raise DataSettingsError(f"data_service.local_workers={self.local_workers} must not be negative.")
         if self.hedge_factor != 0 and self.hedge_factor < 1:
             raise DataSettingsError(
                 f"data_service.hedge_factor={self.hedge_factor} must be at least 1, or 0 to turn hedging off."
             )
-        if self.verify not in get_args(Verify):
-            raise DataSettingsError(
-                f"data_service.verify={self.verify!r} must be one of {', '.join(map(repr, get_args(Verify)))}."
-            )
+        for name, choices in (("hooks", Hooks), ("tail", TailSetting), ("verify", Verify)):
+            if getattr(self, name) not in get_args(choices):
+                raise DataSettingsError(
+                    f"data_service.{name}={getattr(self, name)!r} must be one of "
+                    f"{', '.join(map(repr, get_args(choices)))}."
+                )
         if not 0 <= self.verify_share <= 1:
             raise DataSettingsError(f"data_service.verify_share={self.verify_share} must be between 0 and 1.")
         for entry in self.trust or ():

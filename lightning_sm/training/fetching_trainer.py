@@ -52,7 +52,8 @@ class FetchingTrainer(Trainer):
         if self._connection is None:
             return given
         if is_chosen():
-            use_data_hosts(self, self._connection)
+            own = [value for value in given.values() if isinstance(value, LightningDataModule)]
+            use_data_hosts(self, self._connection, own)
             return given
         return remote_arguments(self, method, given, self._connection, self._remote)
 

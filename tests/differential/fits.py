@@ -251,7 +251,7 @@ class Script:
 
     def _call(self, act: Act, arguments: dict[str, Any]) -> None:
         if self._connection is not None and is_chosen():
-            use_data_hosts(self._trainer, self._connection)
+            use_data_hosts(self._trainer, self._connection, filter(None, [arguments.get("datamodule")]))
         elif self._connection is not None:  # as SageMakerTrainer does in a job
             arguments = remote_arguments(self._trainer, act.method, arguments, self._connection, self._remote)
         getattr(self._trainer, act.method)(**arguments)
@@ -275,11 +275,12 @@ class Runner:
 
     Args:
         hosts: Addresses of data hosts, by a name of these hosts.
+        hooks: Where the hooks of DataModules run: "trainers" or "data".
     """
 
-    def __init__(self, hosts: dict[str, Sequence[str]]) -> None:
+    def __init__(self, hosts: dict[str, Sequence[str]], hooks: Any = "trainers") -> None:
         self._folder = tempfile.TemporaryDirectory()
-        settings = DataServiceSettings(batch_timeout_s=60)
+        settings = DataServiceSettings(batch_timeout_s=60, hooks=hooks)
         self._connections = {name: ServiceConnection(own, settings, LOCAL_JOB) for name, own in hosts.items()}
         for connection in self._connections.values():
             # As in a job; a feeder takes longer to start than a case to run.

@@ -28,9 +28,11 @@ class Ranks:
     Args:
         hosts: Addresses of data hosts, by a name of these hosts.
         world_size: How many there are.
+        hooks: Where the hooks of DataModules run.
     """
 
-    def __init__(self, hosts: dict[str, Sequence[str]], world_size: int = 2) -> None:
+    def __init__(self, hosts: dict[str, Sequence[str]], world_size: int = 2, hooks: str = "trainers") -> None:
+        self._hooks = hooks
         self._hosts = json.dumps(hosts)
         self._world_size = world_size
         self._ranks: list[tuple[subprocess.Popen[bytes], Connection]] = []
@@ -85,7 +87,14 @@ class Ranks:
             }
             env |= {"PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
             with theirs:
-                command = [sys.executable, "-m", "tests.differential.ranks", str(theirs.fileno()), self._hosts]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "tests.differential.ranks",
+                    str(theirs.fileno()),
+                    self._hosts,
+                    self._hooks,
+                ]
                 process = subprocess.Popen(
                     command, env=env, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
                 )
@@ -102,13 +111,13 @@ class Ranks:
         return seen
 
 
-def main(descriptor: str, hosts: str) -> None:
+def main(descriptor: str, hosts: str, hooks: str) -> None:
     """Run the cases whose numbers come over a socket, until its other end is closed."""
     import torch
 
     warnings.simplefilter("ignore")
     connection: Connection[Any, Any] = Connection(int(descriptor))
-    runner = Runner(json.loads(hosts))
+    runner = Runner(json.loads(hosts), hooks)
     while True:
         try:
             number, name = connection.recv()

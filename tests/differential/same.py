@@ -53,8 +53,12 @@ def _seen(script: Case, key: Pass, batches: Sequence[Noted]) -> list[Noted]:
 
 
 @contextmanager
-def runner() -> Iterator[Callable[[int], list[str]]]:
-    """Yield a function that runs a case in both ways, and returns what differs."""
+def runner(hooks: str = "trainers") -> Iterator[Callable[[int], list[str]]]:
+    """Yield a function that runs a case in both ways, and returns what differs.
+
+    Args:
+        hooks: Where the hooks of DataModules run: "trainers" or "data".
+    """
     logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv(REMOTE_LOADER.name, "1")
@@ -63,8 +67,8 @@ def runner() -> Iterator[Callable[[int], list[str]]]:
         hosts = [[DataHost(workers=_NUM_WORKERS) for _ in range(_NUM_HOSTS)] for _ in range(2)]
         one, two = ([stack.enter_context(host).address for host in own] for own in hosts)
         # A data host serves one run at a time.
-        alone = stack.enter_context(closing(Runner({"ours": one})))
-        ranks = stack.enter_context(closing(Ranks({"ours": two})))
+        alone = stack.enter_context(closing(Runner({"ours": one}, hooks)))
+        ranks = stack.enter_context(closing(Ranks({"ours": two}, hooks=hooks)))
 
         def run(number: int) -> list[str]:
             if case(number).world_size > 1:
@@ -82,13 +86,14 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--ranks", type=int, choices=(1, 2), help="run only cases with so many ranks")
+    parser.add_argument("--hooks", choices=("trainers", "data"), default="trainers")
     args = parser.parse_args()
     numbers = [
         number for number in range(args.first, args.first + args.cases) if args.ranks in (None, case(number).world_size)
     ]
     differing = []
     began = time.monotonic()
-    with runner() as run:
+    with runner(args.hooks) as run:
         for number in numbers:
             found = run(number)
             if found:

@@ -24,6 +24,7 @@ from lightning_sm.data.protocol.calls import (
     OpenRequest,
     Request,
 )
+from lightning_sm.data.protocol.codec import decode
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import Destination, FrameReader
 from lightning_sm.data.protocol.grpc_call import Call
@@ -88,8 +89,10 @@ class Owner(Protocol):
     def snapshot(self, digest: str) -> tuple[int, int] | None:
         """Return a descriptor of a snapshot of this rank, to be closed, and its size; None: it has none."""
 
-    def link_opened_source(self, link: HostLink, name: str, problem: calls.Problem | None) -> None:
-        """Note that the host has workers for an opening, or why it has none."""
+    def link_opened_source(
+        self, link: HostLink, name: str, outcome: calls.Problem | openings.CallResult | None
+    ) -> None:
+        """Note that the host has opened a source, with the result if it is the call of a hook; or why it cannot."""
 
     def link_refused(self, error: DataServiceError) -> None:
         """Note that the host will never do what is requested."""
@@ -352,15 +355,26 @@ class HostLink:
             if self._num_losses != num_losses:
                 return
             self._told = wanted
-            new = [name for name in reply.open if name in self._openings and name not in self._open_sources]
-            self._open_sources.update(new)
-        for name in new:
-            self._owner.link_opened_source(self, name, None)
+            new = [
+                self._openings[name] for name in reply.open if name in self._openings and name not in self._open_sources
+            ]
+        results = {opening.name: self._result(opening.name) for opening in new if opening.is_call}
+        with self._lock:
+            if self._num_losses != num_losses:
+                return
+            self._open_sources.update(opening.name for opening in new)
+        for opening in new:
+            self._owner.link_opened_source(self, opening.name, results.get(opening.name))
         for name, problem in reply.problems.items():
             self._owner.link_opened_source(self, name, problem)
         self._period_s = _FAILED_PERIOD_S if reply.problems else self._usual_period_s
         if not reply.problems and not self._open_sources.issuperset(self._openings):
             self._nudge.set()
+
+    def _result(self, call: str) -> openings.CallResult:
+        request = openings.ResultRequest(call)
+        answer = self._channel.stream(request.NAME, [request.encode()], _SNAPSHOT_TIMEOUT_S)
+        return decode(openings.CallResult, answer, f"result of {call}")
 
     def _send_snapshots(self, digests: list[str]) -> None:
         """Send what the host needs before it can open loaders; only rank 0 has it."""

@@ -41,6 +41,7 @@ from lightning_sm.data.protocol.calls import Loaders, Problem, SetUp
 from lightning_sm.data.protocol.failures import LOST_WORKERS, Failure, first_line
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
+from lightning_sm.data.protocol.openings import CallResult
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
@@ -360,10 +361,13 @@ class Feeder:
             found = self._snapshots.get(digest)
             return None if found is None else (os.dup(found[0]), found[1])
 
-    def link_opened_source(self, link: HostLink, name: str, problem: Problem | None) -> None:
+    def link_opened_source(self, link: HostLink, name: str, outcome: Problem | CallResult | None) -> None:
         """Request batches of the source from the host from now on, or take note that it has none."""
-        with self._lock:
-            self._openings.opened(link, name, problem)
+        try:
+            with self._lock:
+                self._openings.opened(link, name, outcome)
+        except DataServiceError as error:
+            self._fail(None, error)
         self._send_requests()
 
     def _drop_snapshot(self, digest: str) -> None:

@@ -11,7 +11,8 @@ from lightning_sm.data.ipc.feeder_messages import SourceOpened
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import first_line
-from lightning_sm.data.protocol.openings import Opening
+from lightning_sm.data.protocol.openings import CallResult, Opening
+from lightning_sm.errors import DataHostMismatchError
 
 # A host that is not up for so long loses the workers of streams to others.
 _LATE_S = 5.0
@@ -38,6 +39,8 @@ class SourceOpenings:
         self._stream_hosts: dict[str, str] = {}  # by opening
         self._down_since: dict[str, float] = {}
         self._failed: dict[str, set[str]] = {}  # by opening: the hosts that cannot open it
+        # By call of a hook: the first host that has run it, and what all others must have, too.
+        self._results: dict[str, tuple[str, dict[str, str]]] = {}
 
     def open(self, opening: Opening) -> None:
         """Have a source opened."""
@@ -52,6 +55,7 @@ class SourceOpenings:
         opening = self._wanted.pop(name, None)
         self._stream_hosts.pop(name, None)
         self._failed.pop(name, None)
+        self._results.pop(name, None)
         for link in self._links.values():
             link.release_source(name)
         if opening is not None and all(other.source != opening.source for other in self._wanted.values()):
@@ -96,30 +100,64 @@ class SourceOpenings:
         """Return whether an opening has not been closed."""
         return name in self._wanted
 
-    def opened(self, link: HostLink, name: str, problem: Problem | None) -> None:
-        """Let the training process know that a host has opened a source, or that none can."""
+    def opened(self, link: HostLink, name: str, outcome: Problem | CallResult | None) -> None:
+        """Let the training process know that a host has opened a source, or that none can.
+
+        Args:
+            link: The host.
+            name: Name of the opening.
+            outcome: Why the host cannot; or the result of the call of a hook.
+
+        Raises:
+            DataHostMismatchError: The result is another one than that of another host.
+        """
         if name not in self._wanted:
             return
         failed = self._failed.setdefault(name, set())
-        if problem is None:
+        if isinstance(outcome, CallResult):
+            self._compare(link, name, outcome.fields)
+        if not isinstance(outcome, Problem):
             failed.discard(link.address)
-            self._notify(SourceOpened(name))
+            self._notify(SourceOpened(name, result=b"" if outcome is None else outcome.pickled))
             return
+        problem = outcome
         failed.add(link.address)
         if len(failed) == len(self._links_for(self._wanted[name])):
             error = problem.exception(link.name)
             self._notify(SourceOpened(name, type(error).__name__, str(error)))
         else:
             what = first_line(problem.text)
-            logger.warning("Continuing without data host %s, which cannot open a dataset: %s", link.name, what)
+            logger.warning("Continuing without data host %s, which failed in %s: %s", link.name, problem.where, what)
+
+    def _compare(self, link: HostLink, name: str, fields: dict[str, str]) -> None:
+        first, expected = self._results.setdefault(name, (link.name, fields))
+        if fields == expected:
+            return
+        lines = [
+            f"  {field}: {expected.get(field, 'none')} on {first}, {fields.get(field, 'none')} on {link.name}"
+            for field in sorted(fields.keys() | expected.keys())
+            if fields.get(field) != expected.get(field)
+        ]
+        raise DataHostMismatchError(
+            "\n".join(
+                [
+                    f"Data hosts {first} and {link.name} have different data or packages:",
+                    *lines,
+                    "All data hosts must see the same files, in the same order (sort what os.listdir() or glob() "
+                    "returns), and run the same versions. Check the channels of the data groups "
+                    "(S3DataDistributionType must be FullyReplicated). If lists in a dataset may differ, give it a "
+                    "method fingerprint(), which returns a text that says what must not.",
+                ]
+            )
+        )
 
     def _links_for(self, opening: Opening) -> list[HostLink]:
-        """Return all links or, for a worker of a stream, the one of its host."""
+        """Return all links or, for what one host opens, the one of its host."""
         links = self._links
-        if opening.stream is None:
-            return list(links.values())
+        stream = opening.stream
+        if stream is None:
+            return list(links.values())[: 1 if opening.is_alone else None]
         if opening.name not in self._stream_hosts:
-            stream = opening.stream
             taken = Counter(self._stream_hosts.values())
             # Ranks begin with different hosts.
             first = stream.rank * stream.num_workers + stream.number

@@ -25,22 +25,31 @@ def describe_data(dataset: Any, sampler: Any = None) -> list[str]:
         dataset: The dataset.
         sampler: The sampler of single samples.
     """
-    texts = list(_walk(dataset, set()))
+    texts = [text for one in datasets_in(dataset) for text in _texts(one)]
     if isinstance(sampler, SubsetRandomSampler):
         texts.append(_digest(sampler.indices))
     return texts
 
 
-def _walk(dataset: Any, seen: set[int]) -> Iterator[str]:
-    if id(dataset) in seen:
-        return
-    seen.add(id(dataset))
+def datasets_in(dataset: Any) -> list[Any]:
+    """Return a dataset, and the datasets in its attributes, in a fixed order."""
+    return list(_walk(dataset, set()))
+
+
+def _texts(dataset: Any) -> Iterator[str]:
     cls = type(dataset)
     yield f"{cls.__module__}.{cls.__qualname__}"
     fingerprint = getattr(dataset, "fingerprint", None)
     yield str(fingerprint() if callable(fingerprint) else None)
     if isinstance(dataset, Subset):
         yield _digest(dataset.indices)
+
+
+def _walk(dataset: Any, seen: set[int]) -> Iterator[Any]:
+    if id(dataset) in seen:
+        return
+    seen.add(id(dataset))
+    yield dataset
     for value in list(getattr(dataset, "__dict__", {}).values()):
         for item in _items(value):
             if isinstance(item, Dataset):

@@ -36,7 +36,7 @@ from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import OpenRequest, Problem
 from lightning_sm.data.protocol.failures import first_line
-from lightning_sm.data.protocol.openings import Opening
+from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError, DataSettingsError
 from lightning_sm.job.control_folder import STACKS_SIGNAL, Phase, announce
@@ -197,7 +197,7 @@ class MainProcess:
     def _on_gentle_signal(self, *_: object) -> None:
         """Note that the job is ending. Keep serving: trainers need batches until all ranks save a checkpoint."""
         self._job_is_ending = True
-        if self._in_hook and not self._module.loaders:
+        if self._in_hook and not (self._module.loaders or self._sources.openings):
             raise _Terminated
 
     def _on_wakeup(self, wakeup: socket.socket) -> None:
@@ -300,14 +300,21 @@ class MainProcess:
     def _open_source(self, opening: Opening) -> None:
         self._in_hook = True
         try:
-            problem = self._sources.open(opening)
+            outcome = self._sources.open(opening)
         finally:
             self._in_hook = False
-        if problem is None:
-            self._start_workers([opening.name])
-        else:
-            logger.warning("A dataset of the trainers cannot be rebuilt: %s", first_line(problem.text))
-        self._send(host_messages.StartedWorkers(opening.name, problem))
+        if outcome is None:
+            try:
+                self._start_workers([opening.name])
+            except DataSettingsError as error:  # of a source for new processes that cannot be pickled
+                self._sources.openings.pop(opening.name)
+                outcome = Problem.of(error, "the start of workers")
+        problem = outcome if isinstance(outcome, Problem) else None
+        if problem is not None:
+            logger.warning("%s failed; trainers get the error: %s", problem.where, first_line(problem.text))
+        self._problem = problem
+        result = outcome if isinstance(outcome, CallResult) else None
+        self._send(host_messages.StartedWorkers(opening.name, problem, result))
 
     def _send(self, message: Message) -> bool:
         try:
@@ -361,7 +368,8 @@ class MainProcess:
         if source is not None:
             if self._sources.source(opening).start_method == "fork":
                 return None
-            return SpawnedSource(source, self._sources.descriptor(opening), host, num_workers)
+            own = self._sources.source(opening)
+            return SpawnedSource(source, own, self._sources.descriptor(opening), host, num_workers)
         loaders = self._module.loaders[opening]
         if all(loader.start_method == "fork" for loader in loaders):
             return None

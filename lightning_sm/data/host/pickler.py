@@ -9,8 +9,9 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import islice
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -20,9 +21,11 @@ from torch.utils.data import DataLoader
 
 from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm.data.batch.pickled import NUMPY_DTYPES
+from lightning_sm.data.host.parts import Parts
 from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
 from lightning_sm.data.host.trainer_stand_in import TrainerStandIn, stand_in
 from lightning_sm.data.host.trainer_view import TrainerView
+from lightning_sm.data.protocol.plain_values import MAX_PLAIN_BYTES
 from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.errors import DataSettingsError
 
@@ -41,6 +44,8 @@ _TO_DATA_HOSTS = (
     "Data hosts get the DataModule (or the loaders) of rank 0, pickled, and run its hooks. Create what cannot be "
     "pickled in setup(), which runs on the data hosts, or when the dataset first uses it."
 )
+
+_ABSENT = object()
 
 # Of what pickle gets of an object whose class leaves it to Python: function, arguments, state, list and dict items.
 _LEN_BY_DEFAULT = 5
@@ -69,11 +74,26 @@ class PickledObject:
             # Padding is a part, too: the digest is that of all bytes.
             self._parts += [memoryview(bytes(-end % ALIGNMENT)), part]
             end += -end % ALIGNMENT + part.nbytes
-        self.num_bytes = end
+        self._measure()
+
+    @classmethod
+    def of_snapshot(cls, snapshot: bytes) -> PickledObject:
+        """Return the object whose snapshot another process has joined."""
+        own = object.__new__(cls)
+        own._parts = [memoryview(snapshot)]
+        own._measure()
+        return own
+
+    def _measure(self) -> None:
+        self.num_bytes = sum(part.nbytes for part in self._parts)
         digest = snapshot_hash()
         for part in self._parts:
             digest.update(part)
         self.digest = digest.hexdigest()
+
+    def joined(self) -> bytes:
+        """Return the snapshot."""
+        return b"".join(self._parts)
 
     def write(self) -> int:
         """Write the snapshot to memory without a name, and return the descriptor, which the caller closes."""
@@ -107,6 +127,7 @@ def pickle_object(
     named: Mapping[str, Any] | None = None,
     advice: str = _TO_DATA_HOSTS,
     view_of: ViewOf = lambda _: stand_in(),
+    parts: Parts | None = None,
 ) -> PickledObject:
     """Pickle an object. A Trainer in it becomes the data host's stand-in, or what ``view_of`` makes of it.
 
@@ -119,25 +140,81 @@ def pickle_object(
             by its class.
         advice: End of the error: who gets the object, and what to do.
         view_of: Returns what takes the place of a Trainer.
+        parts: What is not pickled.
 
     Raises:
         DataSettingsError: Something in it cannot be pickled.
     """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
+    kind: _NewPickler = _Pickler if parts is None else partial(_PartsPickler, parts)
+    new = partial(kind, state_of=state_of, view_of=view_of, by_name=by_name)
     try:
-        _Pickler(file, buffers, state_of, view_of, by_name=by_name).dump(value)
+        new(file=file, buffers=buffers).dump(value)
     except Exception as error:
         roots = {type(value).__name__: value} if named is None else named
-        path, culprit, reason = _Search(state_of, view_of, by_name=by_name).culprit(roots, error)
+        path, culprit, reason = _Search(state_of, new).culprit(roots, error)
         raise DataSettingsError(
             f"{path} is a {type(culprit).__name__}, which cannot be pickled: {reason}. {advice}"
         ) from error
     return PickledObject([file.getbuffer(), *(buffer.raw() for buffer in buffers)])
 
 
+class Attributes(dict[str, tuple[Any, bytes | None]]):
+    """The attributes of a DataModule, with the pickles of those that are small: up to 64 KB, without large arrays.
+
+    Args:
+        owner: The DataModule.
+        left_out: Names of attributes that are left out.
+        by_name: See ``pickle_object``.
+    """
+
+    def __init__(self, owner: Any, left_out: Sequence[str], *, by_name: bool) -> None:
+        self._parts = Parts({"owner": owner, "trainer": owner.trainer}, by_id=True)  # it keeps what it tells apart
+        own = {name: value for name, value in vars(owner).items() if name not in left_out}
+        super().__init__(
+            {name: (value, _small_pickle(value, self._parts, by_name=by_name)) for name, value in own.items()}
+        )
+
+    def changed(self, before: Attributes) -> dict[str, tuple[Any, bytes | None]]:
+        """Return those that are new, have another value, or were changed."""
+
+        def is_same(name: str) -> bool:
+            (old, old_pickle), (new, new_pickle) = before.get(name, (_ABSENT, None)), self[name]
+            return old_pickle == new_pickle if new_pickle is not None else old is new
+
+        return {name: item for name, item in self.items() if not is_same(name)}
+
+
+def _small_pickle(value: Any, parts: Parts, *, by_name: bool) -> bytes | None:
+    file, buffers = _LimitedFile(), list[pickle.PickleBuffer]()
+    pickler = _PartsPickler(parts, file, buffers, lambda _: None, lambda _: stand_in(), by_name=by_name)
+    try:
+        pickler.dump(value)
+    except Exception:  # noqa: BLE001  # what the user's classes raise
+        return None
+    return None if buffers else file.getvalue()
+
+
+class _LimitedFile(io.BytesIO):
+    """A file that takes a small pickle: that of a large value ends early."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > MAX_PLAIN_BYTES:
+            raise pickle.PicklingError("it is too large")
+        return super().write(data)
+
+
+def _reduce_module(module: ModuleType) -> Any:
+    return import_module, (module.__name__,)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
     """A pickler that leaves large memory out of band, and the Trainer at home."""
+
+    # Where a function says "self.classes", cloudpickle takes it for a use of the module torch.classes, whose class it
+    # does not know.
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({type(torch.classes): _reduce_module})
 
     def __init__(
         self,
@@ -147,6 +224,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         view_of: ViewOf,
         *,
         by_name: bool,
+        keeps_arguments: bool = False,
     ) -> None:
         def takes_in_band(buffer: pickle.PickleBuffer) -> bool:
             if buffer.raw().nbytes < _MIN_OUT_OF_BAND_BYTES:
@@ -158,6 +236,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._state_of = state_of
         self._view_of = view_of
         self._is_by_name = by_name
+        self._keeps_arguments = keeps_arguments
         self._of_models: set[int] = set()  # the tensors of models, by id
 
     def reducer_override(self, obj: Any) -> Any:
@@ -176,7 +255,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             # An iterator, of a loader with persistent workers, belongs to this process. Lightning keeps it a second
             # time, to make the loader again, if it watches loaders at that moment: within the hooks for loaders, and
             # for ever once one of them has raised (_replace_dunder_methods).
-            kept = {name: value for name, value in vars(obj).items() if not name.startswith("__pl_")}
+            kept = {
+                name: value
+                for name, value in vars(obj).items()
+                if self._keeps_arguments or not name.startswith("__pl_")
+            }
             state = {**kept, "_iterator": None}
         if state is not None:
             return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]  # pickle's own
@@ -203,6 +286,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if _is_plain_tensor(tensor):
             return torch.from_numpy, (tensor.numpy(),)  # NumPy pickles its memory out of band
         return None
+
+
+class _PartsPickler(_Pickler):
+    """A pickler that leaves parts where they are."""
+
+    def __init__(
+        self, parts: Parts, file: io.BytesIO, buffers: list[pickle.PickleBuffer], *args: Any, **kwargs: Any
+    ) -> None:
+        # The trainers' Lightning makes some loaders again, from the arguments that it has recorded.
+        super().__init__(file, buffers, *args, keeps_arguments=True, **kwargs)
+        self._parts = parts
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return what stands in place of a part."""
+        return self._parts.persistent_id(obj)
+
+
+_NewPickler: TypeAlias = Callable[..., _Pickler]
 
 
 def _is_attached(model: LightningModule) -> bool:
@@ -267,10 +368,9 @@ def _main_name(obj: Any) -> str | None:
 class _Search:
     """The search for what cannot be pickled, by trying out the parts of objects."""
 
-    def __init__(self, state_of: StateOf, view_of: ViewOf, *, by_name: bool) -> None:
+    def __init__(self, state_of: StateOf, new: _NewPickler) -> None:
         self._state_of = state_of
-        self._view_of = view_of
-        self._is_by_name = by_name
+        self._new = new
 
     def culprit(self, roots: Mapping[str, Any], error: Exception) -> tuple[str, Any, Exception]:
         """Return the path to the innermost part that cannot be pickled, the part, and why.
@@ -295,7 +395,7 @@ class _Search:
 
     def _problem_of(self, part: Any) -> Exception | None:
         try:
-            _Pickler(io.BytesIO(), [], self._state_of, self._view_of, by_name=self._is_by_name).dump(part)
+            self._new(file=io.BytesIO(), buffers=[]).dump(part)
         except Exception as problem:  # noqa: BLE001  # what the user's classes raise
             return problem
         return None

@@ -47,7 +47,16 @@ def load_object(fd: int) -> Any:
         AttributeError: This process lacks a class or function of the object.
         ImportError: It lacks a module.
     """
-    memory = memoryview(mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+    parts = parts_in(memoryview(mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)))
+    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job, or the parent
+
+
+def parts_in(memory: memoryview) -> list[memoryview]:
+    """Return the parts of a snapshot: its pickle, and the memory of arrays and tensors.
+
+    Args:
+        memory: The snapshot.
+    """
     (num_parts,) = NUMBER.unpack_from(memory)
     end = NUMBER.size * (num_parts + 1)
     parts = []
@@ -55,4 +64,4 @@ def load_object(fd: int) -> Any:
         start = end + -end % ALIGNMENT
         end = start + size
         parts.append(memory[start:end])
-    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job, or the parent
+    return parts

@@ -11,6 +11,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
+from lightning_sm.data.host.parts import PartStandIn
+
 
 @dataclass(frozen=True)
 class WorkerSource:
@@ -27,6 +29,8 @@ class WorkerSource:
         batch_size: Samples of a batch of an iterable dataset.
         drop_last: Whether an iterable dataset's last batch is dropped if it is incomplete.
         start_method: How workers start: "fork", "spawn" or "forkserver".
+        has_parts: Whether some of it is on the data hosts, which run the DataModule's hooks.
+        trainer: The Trainer, as a dataset sees it that is there.
     """
 
     name: str
@@ -39,20 +43,25 @@ class WorkerSource:
     batch_size: int | None
     drop_last: bool
     start_method: str
+    has_parts: bool
+    trainer: Any
 
     @classmethod
-    def of(cls, loader: DataLoader[Any], name: str) -> WorkerSource:
+    def of(cls, loader: DataLoader[Any], name: str, trainer: Any) -> WorkerSource:
         """Return the source of a loader.
 
         Args:
             loader: The loader.
             name: What messages call it.
+            trainer: The Trainer; None if there is none.
         """
         private: Any = loader
         init = loader.worker_init_fn
         # Lightning gives each rank a function of its own. One for all ranks keeps their sources equal, so that a data
         # host gets the dataset once.
         own = init.func if isinstance(init, partial) and _is_lightnings(init.func) else None
+        parts = (loader.dataset, loader.collate_fn, own or init)
+        stand_ins = [part for part in parts if isinstance(part, PartStandIn)]
         context: Any = loader.multiprocessing_context or multiprocessing
         return cls(
             name=name,
@@ -65,7 +74,13 @@ class WorkerSource:
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             start_method=context.get_start_method(allow_none=True) or "fork",
+            has_parts=bool(stand_ins),
+            trainer=trainer if any(part.sees_trainer for part in stand_ins) else None,
         )
+
+    def parts(self) -> dict[str, Any]:
+        """Return what the user has given to the loader, by name."""
+        return {name: getattr(self, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
 
     def init_worker(self, number: int, rank: int) -> None:
         """Run the user's ``worker_init_fn``.

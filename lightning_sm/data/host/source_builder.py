@@ -20,10 +20,11 @@ from torch.utils.data.dataloader import _DatasetKind
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.collate import collate_into
 from lightning_sm.data.batch.pickled import pickle_batch
-from lightning_sm.data.host.generators import seed_all
+from lightning_sm.data.host.generators import reachable, seed_all
 from lightning_sm.data.host.iterable import UserCodeError, show_worker_info, worker_info
 from lightning_sm.data.host.seeding import Seeding
 from lightning_sm.data.host.source import WorkerSource
+from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.host.worker import Builder, Built, WorkerPlace, encode_batches
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import RankWorld
@@ -46,6 +47,10 @@ def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerP
         stream: The worker of a stream that it is; None if the dataset is indexed.
         place: The worker.
     """
+    if source.trainer is not None:
+        for part in reachable(*source.parts().values()):
+            if isinstance(part, TrainerView):
+                part.update(source.trainer)
     if stream is not None:
         return StreamBuilder(source, stream)
     return IndexedBuilder(source, place)

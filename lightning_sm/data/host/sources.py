@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from lightning_sm.data.host.hook_call import HookCall, HookCalls
 from lightning_sm.data.host.snapshot import load_from_trainers
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.protocol.calls import Problem
-from lightning_sm.data.protocol.openings import Opening
+from lightning_sm.data.protocol.openings import CallResult, Opening
 
 
 class Sources:
@@ -24,6 +25,7 @@ class Sources:
         self._descriptor = descriptor
         self.openings: dict[str, Opening] = {}
         self._sources: dict[str, WorkerSource] = {}
+        self._calls = HookCalls()
 
     def source(self, opening: str) -> WorkerSource:
         """Return the source of an opening."""
@@ -33,20 +35,32 @@ class Sources:
         """Return the memory of the source of an opening."""
         return self._descriptor(self.openings[opening].source)
 
-    def open(self, opening: Opening) -> Problem | None:
-        """Rebuild the source of an opening, unless it is there; return why it cannot be rebuilt, if so."""
-        if opening.source not in self._sources:
-            try:
+    def open(self, opening: Opening) -> Problem | CallResult | None:
+        """Rebuild the source of an opening, unless it is there, and run the hook if it is the call of one.
+
+        Returns:
+            Why that is not possible, if so; else the result of the call, if it is one.
+        """
+        result = None
+        where = "the unpickling of the dataset"
+        try:
+            if opening.is_call:
+                where = "the unpickling of the DataModule"
+                call: HookCall = load_from_trainers(self._descriptor(opening.source), "the DataModule of rank 0")
+                where = str(call)
+                result = self._calls.run(opening.name, call)
+            elif opening.source not in self._sources:
                 memory = self._descriptor(opening.source)
                 self._sources[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
-            except Exception as error:  # noqa: BLE001  # also of the user's __setstate__: sent to the trainers
-                return Problem.of(error, "the dataset, as it was rebuilt from its pickle")
+        except Exception as error:  # noqa: BLE001  # of the user's code: sent to the trainers
+            return Problem.of(error, where)
         self.openings[opening.name] = opening
-        return None
+        return result
 
     def keep(self, names: Iterable[str]) -> None:
         """Forget all openings but some, and the sources that no other needs."""
         kept = set(names)
         self.openings = {name: opening for name, opening in self.openings.items() if name in kept}
+        self._calls.keep(self.openings)
         needed = {opening.source for opening in self.openings.values()}
         self._sources = {digest: source for digest, source in self._sources.items() if digest in needed}

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,13 +95,30 @@ class SpawnedSource:
 
     Args:
         opening: What they are for.
-        fd: The source, pickled.
+        source: The source.
+        fd: The source, as trainers have pickled it.
         host: Name of the data host.
         num_workers: Workers on the host.
+
+    Raises:
+        DataSettingsError: It has been made on this data host, and cannot be pickled.
     """
 
-    def __init__(self, opening: Opening, fd: int, host: str, num_workers: int) -> None:
-        self._opening, self._fd, self._host, self._num_workers = opening, os.dup(fd), host, num_workers
+    def __init__(self, opening: Opening, source: WorkerSource, fd: int, host: str, num_workers: int) -> None:
+        self._opening, self._host, self._num_workers = opening, host, num_workers
+        if not source.has_parts:
+            self._fd = os.dup(fd)
+            return
+        method = source.start_method
+        pickled = pickle_object(
+            replace(source, has_parts=False),
+            by_name=_imports_script(_preparation()),
+            named={f"{source.name}.{name}": part for name, part in source.parts().items()},
+            advice=f"With multiprocessing_context={method!r}, each worker of a data host is a new process that gets "
+            "the dataset by pickle. Create this object in the worker (in __getitem__, or in worker_init_fn), leave it "
+            "out in __getstate__, or remove multiprocessing_context from the DataLoader.",
+        )
+        self._fd = pickled.write()
 
     def start_worker(
         self, number: int, ring: Ring, notes: WorkerNotes

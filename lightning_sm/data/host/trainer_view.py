@@ -1,17 +1,23 @@
-"""What a dataset on a data host sees of the Trainer: plain values, as they were when the iterator began."""
+"""What user code on a data host sees of the Trainer: plain values, as they were when an iterator or a hook began."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-_VALUES = (
-    *("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size"),
-    *("global_rank", "local_rank", "node_rank", "is_global_zero"),
-)
+from lightning_sm.data.host.rank_reads import RanksRead
+
+_VALUES = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
+_RANKS = ("global_rank", "local_rank", "node_rank", "is_global_zero")
 
 
 class TrainerView:
-    """Stands in for the ``Trainer`` of an iterator, from which its dataset can be reached.
+    """Stands in for the ``Trainer`` from which a dataset or a DataModule on a data host can be reached.
+
+    Its rank is the one for which this process works just now, see ``RankWorld``: views are equal on all ranks.
 
     Args:
         values: Values of the Trainer, by name.
@@ -19,6 +25,7 @@ class TrainerView:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
+        self._reads: RanksRead | None = None
 
     @classmethod
     def of(cls, trainer: Any) -> TrainerView:
@@ -29,14 +36,34 @@ class TrainerView:
         """
         return cls({name: getattr(trainer, name) for name in _VALUES})
 
+    def update(self, other: TrainerView) -> None:
+        """Show the values of another view."""
+        self._values = other._values
+
+    @contextmanager
+    def noting_reads(self) -> Iterator[RanksRead]:
+        """Note which ranks and sizes are read, here and from torch."""
+        self._reads = RanksRead()
+        try:
+            with self._reads.noting_torch():
+                yield self._reads
+        finally:
+            self._reads = None
+
     def __getattr__(self, name: str) -> Any:
         """Return a value, or explain that there is none."""
         if name.startswith("_"):
             raise AttributeError(name)
-        try:
-            return self._values[name]
-        except KeyError as error:
+        if name in _RANKS:
+            rank, per_node = int(os.environ["RANK"]), max(1, self._values["num_devices"])
+            value = dict(zip(_RANKS, (rank, rank % per_node, rank // per_node, rank == 0), strict=True))[name]
+        elif name in self._values:
+            value = self._values[name]
+        else:
             raise AttributeError(
-                f"self.trainer.{name} is not available on a data host, only {', '.join(self._values)}. Pass other "
-                "values to the dataset as arguments."
-            ) from error
+                f"self.trainer.{name} is not available on a data host, only {', '.join([*self._values, *_RANKS])}. "
+                "Pass other values to the dataset as arguments."
+            )
+        if self._reads is not None:
+            self._reads.note(name, value, sys._getframe(1))
+        return value

@@ -284,11 +284,19 @@ class Opened(Message, frozen=True):
 
 
 class SourceOpened(Message, frozen=True):
-    """A data host has opened a source, or none can: ``error`` is a name in ``lightning_sm.errors``, or empty."""
+    """A data host has opened a source, or none can.
+
+    Attributes:
+        name: Name of the opening.
+        error: Name of an error in ``lightning_sm.errors``, or empty.
+        text: Its text.
+        result: What trainers get of a call of a hook.
+    """
 
     name: str
     error: str = ""
     text: str = ""
+    result: bytes = b""
 
     def exception(self) -> Exception:
         """Return what the training process raises."""

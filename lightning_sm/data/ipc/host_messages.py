@@ -10,7 +10,7 @@ from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import Crashed, LoaderPass, Loaders, OpenRequest, OrderSize, Problem, SetUp
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.openings import Opening, StreamWorker
+from lightning_sm.data.protocol.openings import CallResult, Opening, StreamWorker
 from lightning_sm.data.protocol.spec import ShardEnd
 from lightning_sm.data.settings import HostSettings
 
@@ -91,10 +91,11 @@ class StartWorkers(Message, frozen=True):
 
 
 class StartedWorkers(Message, frozen=True):
-    """The workers of an opening were started, or cannot be."""
+    """The workers of an opening were started, or the call of a hook has ended; or neither was possible."""
 
     name: str
     problem: Problem | None = None
+    result: CallResult | None = None
 
 
 class KeepOpenings(Message, frozen=True):

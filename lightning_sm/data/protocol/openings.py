@@ -40,11 +40,27 @@ class Opening(Struct, frozen=True):
         source: Digest of the source.
         stream: The worker, if the source is an iterable dataset; None: the dataset is indexed, so that any worker can
             build any batch.
+        is_call: Whether the source is a call of a hook, and needs no workers.
+        is_alone: Whether one data host opens it for all.
     """
 
     name: Name
     source: Name
     stream: StreamWorker | None = None
+    is_call: bool = False
+    is_alone: bool = False
+
+
+class CallResult(Struct, frozen=True):
+    """The result of a call of a hook.
+
+    Attributes:
+        pickled: What the trainers get.
+        fields: Texts that are equal on data hosts that have the same data, by name.
+    """
+
+    pickled: bytes
+    fields: dict[str, str]
 
 
 class OpeningsRequest(Request, frozen=True):
@@ -73,3 +89,15 @@ class OpeningsReply(Reply, frozen=True):
     open: list[str]
     missing: list[str]
     problems: dict[str, Problem] = field(default_factory=dict)
+
+
+class ResultRequest(Request, frozen=True):
+    """A request for the result of a call that is open; answered by ``CallResult``, in pieces.
+
+    Attributes:
+        call: Name of its opening.
+    """
+
+    NAME = "Result"
+
+    call: Name

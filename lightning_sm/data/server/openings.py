@@ -9,7 +9,7 @@ from itertools import chain
 from lightning_sm.data.ipc.host_messages import KeepOpenings, StartedWorkers, StartWorkers
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import Problem
-from lightning_sm.data.protocol.openings import Opening, OpeningsReply, OpeningsRequest
+from lightning_sm.data.protocol.openings import CallResult, Opening, OpeningsReply, OpeningsRequest
 
 
 class Openings:
@@ -31,6 +31,7 @@ class Openings:
         self._wanted: dict[str, dict[str, Opening]] = {}  # by rank and name
         self._running: set[str] = set()
         self._opened: dict[str, Problem | None] = {}
+        self._results: dict[str, CallResult] = {}
 
     @property
     def live(self) -> Collection[str]:
@@ -79,10 +80,17 @@ class Openings:
         with self._condition:
             self._running.discard(message.name)
             self._opened[message.name] = message.problem
+            if message.result is not None:
+                self._results[message.name] = message.result
             self._condition.notify_all()
         if message.problem is not None:
             self._changed()
         self._close_unwanted()  # the rank may have left meanwhile
+
+    def result(self, call: str) -> CallResult | None:
+        """Return the result of a call of a hook; None: it is not open."""
+        with self._condition:
+            return self._results.get(call)
 
     def keep(self, clients: Collection[str]) -> None:
         """Forget all ranks but some: those that have finished, and those whose leases have expired."""
@@ -99,6 +107,7 @@ class Openings:
             unwanted = self._opened.keys() - wanted
             for name in unwanted:
                 del self._opened[name]
+                self._results.pop(name, None)
             if unwanted:
                 self._send(KeepOpenings(sorted(wanted)))
         if unwanted:

@@ -22,8 +22,8 @@ from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.openings import OpeningsRequest
-from lightning_sm.data.protocol.spec import LoaderDescription, StepRangeSpec, snapshot_hash
+from lightning_sm.data.protocol.openings import OpeningsRequest, ResultRequest
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, LoaderDescription, StepRangeSpec, snapshot_hash
 from lightning_sm.data.server.leases import Leases
 from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.network import NetworkProcesses
@@ -95,6 +95,7 @@ class ServerProcess:
         self._peers = TrustedPeers(settings)
         self._handlers = {
             "OpenSources": grpc.unary_unary_rpc_method_handler(self._open_sources),
+            "Result": grpc.unary_stream_rpc_method_handler(self._result),
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
             "Load": grpc.stream_unary_rpc_method_handler(self._load),
             "List": grpc.stream_stream_rpc_method_handler(self._list),
@@ -207,6 +208,15 @@ class ServerProcess:
             if not self._leases.has(wanted.client):
                 context.abort(grpc.StatusCode.NOT_FOUND, f"{wanted.client} has sent no heartbeat")
         return self._openings.open(wanted, _CALL_TIMEOUT_S).encode()
+
+    def _result(self, request: bytes, context: Any) -> Iterator[bytes]:
+        wanted = _parse(ResultRequest.parse, request, context)
+        result = self._openings.result(wanted.call)
+        if result is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"{wanted.call} is not open")
+            return
+        encoded = result.encode()
+        yield from (encoded[start : start + CHUNK_BYTES] for start in range(0, len(encoded), CHUNK_BYTES))
 
     def _load(self, requests: Iterator[bytes], context: Any) -> bytes:
         """Take a snapshot of rank 0, and give it to the main process, which runs code of it."""

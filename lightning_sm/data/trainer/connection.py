@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from lightning_sm.data.host.data_host import DataHost
@@ -23,6 +24,9 @@ from lightning_sm.errors import DataServiceError, DataSettingsError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import DATA_CHANNELS
+
+logger = logging.getLogger(__name__)
 
 # The name of a job that does not state its own.
 UNNAMED_JOB = "unnamed"
@@ -37,6 +41,7 @@ class ServiceConnection:
         job: Name of the job.
         is_of_job: Whether it is that of a job. Its data hosts have run the same script, and it lasts until the process
             exits: a script may run several Trainers before training has finished.
+        channels: Names of the input channels of this host.
 
     Attributes:
         closes_on_teardown: Whether it ends with the run of a Trainer.
@@ -46,7 +51,13 @@ class ServiceConnection:
     _of_jobs: ClassVar[dict[Any, ServiceConnection]] = {}
 
     def __init__(
-        self, addresses: Sequence[str], settings: DataServiceSettings, job: str, *, is_of_job: bool = False
+        self,
+        addresses: Sequence[str],
+        settings: DataServiceSettings,
+        job: str,
+        *,
+        is_of_job: bool = False,
+        channels: Iterable[str] = (),
     ) -> None:
         self.addresses = list(addresses)
         self.settings = settings
@@ -54,6 +65,7 @@ class ServiceConnection:
         self.is_of_job = is_of_job
         self.closes_on_teardown = not is_of_job
         self.reporter = Reporter(lambda: self.feeder)
+        self._channels = frozenset(channels)
         self._feeder: FeederClient | None = None
         self._local: DataHost | None = None
         self._num_ranks = 1
@@ -75,7 +87,7 @@ class ServiceConnection:
         addresses = [f"{job.addresses.get(host, host)}:{port}" for host in topology.data_hosts]
         key = (tuple(addresses), settings, job.name)
         if key not in cls._of_jobs:
-            cls._of_jobs[key] = cls(addresses, settings, job.name or UNNAMED_JOB, is_of_job=True)
+            cls._of_jobs[key] = cls(addresses, settings, job.name or UNNAMED_JOB, is_of_job=True, channels=job.channels)
         return cls._of_jobs[key]
 
     @classmethod
@@ -115,7 +127,7 @@ class ServiceConnection:
 
     def __reduce__(self) -> Any:
         """Pickle what does not belong to this process."""
-        return _rebuild, (self.addresses, self.settings, self.job, self.is_of_job)
+        return _rebuild, (self.addresses, self.settings, self.job, self.is_of_job, self._channels)
 
     @property
     def is_open(self) -> bool:
@@ -180,6 +192,29 @@ class ServiceConnection:
         """
         credentials = Credentials.of(self.settings, self.job)
         return host_channels(self.addresses, credentials, self.settings.startup_timeout_s, is_quiet=is_quiet)
+
+    def runs_hooks(self, *, is_quiet: bool) -> bool:
+        """Return whether the data hosts run the hooks of DataModules.
+
+        Args:
+            is_quiet: Whether another rank of this host logs what all of them would.
+
+        Raises:
+            DataServiceError: As for ``host_channels``, for data hosts of a job.
+        """
+        if self.settings.hooks != "auto" or not self.is_of_job:
+            return self.settings.hooks == "data"
+        names = DATA_CHANNELS.read(os.environ)
+        if names is None:
+            names = self.host_channels(is_quiet=is_quiet)
+        missing = sorted(set(names) - self._channels)
+        if missing and not is_quiet:
+            logger.info(
+                "The data hosts run the DataModule's hooks: they have channels that the trainers lack (%s). See "
+                "data_service.hooks.",
+                ", ".join(missing),
+            )
+        return bool(missing)
 
     def close(self, outcome: str, *, is_success: bool) -> None:
         """Disconnect this rank, and stop its feeder process and local workers.
@@ -248,5 +283,7 @@ class ServiceConnection:
         return address
 
 
-def _rebuild(addresses: list[str], settings: DataServiceSettings, job: str, is_of_job: bool) -> ServiceConnection:
-    return ServiceConnection(addresses, settings, job, is_of_job=is_of_job)
+def _rebuild(
+    addresses: list[str], settings: DataServiceSettings, job: str, is_of_job: bool, channels: frozenset[str]
+) -> ServiceConnection:
+    return ServiceConnection(addresses, settings, job, is_of_job=is_of_job, channels=channels)

@@ -131,27 +131,27 @@ class FeederClient:
             self._send(kinds.OpenSource(opening))
 
     @_one_thread_at_a_time
-    def wait_for_source(self, opening: Opening, what: str, timeout_s: float) -> None:
-        """Wait until a data host has opened a source.
+    def wait_for_source(self, opening: Opening, what: str, timeout_s: float) -> bytes:
+        """Wait until a data host has opened a source; return the result, if it is the call of a hook.
 
         Args:
             opening: What was opened.
-            what: The loader, for messages.
+            what: What is awaited, for messages.
             timeout_s: Seconds to wait.
 
         Raises:
             DataServiceError: No host can open it, or none did in time.
         """
         name = opening.name
-        if not self._wait(
-            lambda: name in self._opened_sources, timeout_s, f"a data host to get the dataset of {what}", logging.INFO
-        ):
+        if not self._wait(lambda: name in self._opened_sources, timeout_s, f"a data host to {what}", logging.INFO):
             raise errors.DataHostUnreachableError(
-                f"No data host has opened the dataset of {what} within {timeout_s:.0f} s "
-                f"(data_service.startup_timeout_s).\n{self.describe()}\nSee the logs of the data hosts."
+                f"Waited {timeout_s:.0f} s (data_service.startup_timeout_s) for a data host to {what}.\n"
+                f"{self.describe()}\nSee the logs of the data hosts. If they download data, raise the timeout."
             )
-        if self._opened_sources[name].error:
-            raise self._opened_sources[name].exception()
+        opened = self._opened_sources[name]
+        if opened.error:
+            raise opened.exception()
+        return opened.result
 
     def close_source(self, opening: Opening) -> None:
         """Let data hosts close a source, once for each ``open_source``; may be called from a finalizer."""

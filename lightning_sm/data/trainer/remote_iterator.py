@@ -17,6 +17,7 @@ from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.openings import Opening, StreamWorker
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.slots import SlotPool, SlotRing
+from lightning_sm.errors import DataServiceError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -49,13 +50,16 @@ class RemoteIterator(_BaseDataLoaderIter):
         self._source = source
         self._num_resets = 0
         self._reports, self._is_step = source.reports(loader)
-        pickled = source.open(loader, self)
         self._workers: _StreamWorkers | None = None
-        if self._dataset_kind == _DatasetKind.Iterable:
-            self._workers = _StreamWorkers(source, pickled, int(self._base_seed), max(1, self._num_workers))
-        self._opening = Opening(pickled.digest, pickled.digest)
-        self._batches: _Batches | _Turns
-        self._start(loader)
+        self._batches: _Batches | _Turns | _FailedAtStart
+        try:
+            pickled = source.open(loader, self)
+            if self._dataset_kind == _DatasetKind.Iterable:
+                self._workers = _StreamWorkers(source, pickled, int(self._base_seed), max(1, self._num_workers))
+            self._opening = Opening(pickled.digest, pickled.digest)
+            self._start(loader)
+        except DataServiceError as error:
+            self._batches = _FailedAtStart(error)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's own
         """Begin again: with ``persistent_workers``, ``DataLoader`` keeps its iterator."""
@@ -86,6 +90,25 @@ class RemoteIterator(_BaseDataLoaderIter):
         batch = self._batches.next()
         reporter.batch(self._source.trainer, self._batches.figures, is_step=self._is_step)
         return batch
+
+
+class _FailedAtStart:
+    """An iterator that could not begin.
+
+    It fails at the first batch: where one fails earlier, Lightning's teardown raises another error, which hides this.
+    """
+
+    figures: BatchFigures
+
+    def __init__(self, error: DataServiceError) -> None:
+        self._error = error
+
+    def next(self) -> Any:
+        """Raise the error."""
+        raise self._error
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class _FeederPass:

@@ -5,11 +5,14 @@ Everything else of it runs here, as in stock Lightning: dataset, samplers, lengt
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -25,10 +28,13 @@ from lightning_sm.data.trainer.remote_iterator import RemoteIterator
 from lightning_sm.data.trainer.slots import SlotPool
 from lightning_sm.job.variables import REMOTE_LOADER
 
+logger = logging.getLogger(__name__)
+
 _TO_DATA_HOSTS = (
     "Data hosts get the dataset, the collate function and worker_init_fn of a loader, pickled, as the workers of "
     'DataLoader do with multiprocessing_context="spawn". Open it in __getitem__ when it is first needed, or in '
-    "worker_init_fn, and leave it out in __getstate__."
+    "worker_init_fn, and leave it out in __getstate__. Or set data_service.hooks=data: data hosts then run the "
+    "DataModule's hooks, and keep the datasets that these make."
 )
 
 
@@ -122,12 +128,11 @@ class LoaderSource:
         connection.open(self.trainer)
         if self._feeder is not connection.feeder:  # a connection ends with an exception, and begins again
             self._feeder, self._slots, self._digest, self._close = connection.feeder, None, "", None
-        source = WorkerSource.of(loader, self.name)
-        parts = {name: getattr(source, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
+        source = WorkerSource.of(loader, self.name, self.trainer)
         pickled = pickle_object(
             source,
             by_name=connection.is_of_job,
-            named={f"{self.name}.{name}": part for name, part in parts.items()},
+            named={f"{self.name}.{name}": part for name, part in source.parts().items()},
             advice=_TO_DATA_HOSTS,
             view_of=TrainerView.of,
         )
@@ -158,7 +163,9 @@ class LoaderSource:
         Raises:
             DataServiceError: None can, or none did in time.
         """
-        self.connection.feeder.wait_for_source(opening, self.name, self.connection.settings.startup_timeout_s)
+        self.connection.feeder.wait_for_source(
+            opening, f"open the dataset of {self.name}", self.connection.settings.startup_timeout_s
+        )
 
     @property
     def slots(self) -> SlotPool:
@@ -192,15 +199,44 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
         loader: The loader.
         source: What becomes its source.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader, RemoteDataLoader):
+    if isinstance(loader, RemoteDataLoader):
         return loader
     own = type(loader)
+    why = _why_local(own)
+    if why:
+        # A list of batches, or a tensor, has nothing to load.
+        if source.rank == 0 and hasattr(own, "__iter__") and own.__module__ not in ("builtins", "torch"):
+            _warn_once(f"{own.__module__}.{own.__qualname__}", source.name, why)
+        return loader
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
     # A class of its own has the source: Lightning makes some loaders again from their class and their arguments.
     remote: Any = object.__new__(type(own.__name__, bases, {**names, "_remote": source}))
     remote.__dict__.update(loader.__dict__)
     return remote
+
+
+def _why_local(own: type) -> str:
+    """Return why a loader of a class cannot have its workers on data hosts; empty: it can."""
+    if not issubclass(own, DataLoader):
+        return "is no DataLoader"
+    for cls in own.__mro__[: own.__mro__.index(DataLoader)]:
+        for name in ("__iter__", "_get_iterator"):
+            method = vars(cls).get(name)
+            if isinstance(method, FunctionType) and "super" not in method.__code__.co_names:
+                return f"has a {name}() of its own, which does not call that of DataLoader"
+    return ""
+
+
+@cache
+def _warn_once(cls: str, name: str, why: str) -> None:
+    logger.warning(
+        "%s returns a %s, which %s: its batches are loaded here, as without data hosts. Data hosts load those of each "
+        "DataLoader.",
+        name,
+        cls,
+        why,
+    )
 
 
 def is_chosen() -> bool:

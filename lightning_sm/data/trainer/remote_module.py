@@ -12,6 +12,7 @@ from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.bare_loaders import STAGES, has_hook
 from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.host_hooks import run_hooks_on_data_hosts, users_class
 from lightning_sm.data.trainer.remote_loader import LoaderSource, remote_loader
 from lightning_sm.data.trainer.remote_trainer import use_data_hosts
 
@@ -36,6 +37,8 @@ def remote_datamodule(
     connection = ServiceConnection.of_addresses(addresses, settings, job)
     if connection is None:
         return datamodule
+    if connection.runs_hooks(is_quiet=False):
+        run_hooks_on_data_hosts(datamodule, connection)
     own = type(datamodule)
     # Lightning looks at the class for the hooks that a DataModule has, and stores its state under the class's name.
     hooks = {
@@ -83,8 +86,11 @@ class _HasRemoteLoaders(LightningDataModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as the user's DataModule and the connection, which connects again in another process."""
-        state = {name: value for name, value in vars(self).items() if name != "_connection"}
-        return _rebuild, (self._own, self._connection), state
+        hooks = vars(self).get("_host_hooks")
+        if hooks is not None and hooks.travels:
+            return super().__reduce_ex__(protocol)
+        state = {name: value for name, value in vars(self).items() if name not in ("_connection", "_host_hooks")}
+        return _rebuild, (users_class(self._own), self._connection), state
 
 
 def _hook(name: str) -> Callable[[_HasRemoteLoaders], Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.host_hooks import run_hooks_on_data_hosts
 from lightning_sm.data.trainer.remote_loader import HOOKS, LoaderSource, remote_loader
 
 
@@ -76,12 +78,16 @@ def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
     strategy.process_dataloader = process
 
 
-def use_data_hosts(trainer: Any, connection: ServiceConnection) -> None:
+def use_data_hosts(trainer: Any, connection: ServiceConnection, datamodules: Iterable[Any] = ()) -> None:
     """Give the loaders of a Trainer workers on data hosts.
 
     Args:
         trainer: The Trainer.
         connection: The connection to the data hosts.
+        datamodules: DataModules whose hooks run there, if the settings say so.
     """
+    for datamodule in datamodules:
+        if connection.runs_hooks(is_quiet=trainer.local_rank != 0):
+            run_hooks_on_data_hosts(datamodule, connection)
     if not any(isinstance(callback, DataHostLoaders) for callback in trainer.callbacks):
         trainer.callbacks[:0] = [DataHostLoaders(connection), connection.reporter]

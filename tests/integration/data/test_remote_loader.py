@@ -190,7 +190,7 @@ def test_what_cannot_be_pickled_is_named(pool):
         dataset.files = {"log": file}
         loader = module.train_dataloader()
         with pytest.raises(DataSettingsError, match=r"_dataloader\(\)\.dataset\.files\['log'\] is a TextIOWrapper"):
-            iter(loader)
+            next(iter(loader))
 
 
 class Failing(Rows):
@@ -302,3 +302,29 @@ def test_every_batch_arrives_once_with_the_same_bits(make, fault, undisturbed):
     """Whatever fails; a stream begins again on another host, which skips what has arrived."""
     assert len(undisturbed[make]) == 100 if make is indexed else 102
     assert disturbed(make, FAULTS[fault]) == undisturbed[make]
+
+
+class Local(DataLoader):
+    """A loader with an iterator of its own, as torchdata's."""
+
+    def _get_iterator(self):
+        return iter([1, 2])
+
+
+class Filtered(DataLoader):
+    """A loader that changes what DataLoader's iterator gives, as that of PyTorch Geometric."""
+
+    def __iter__(self):
+        return (batch["index"].tolist() for batch in super().__iter__())
+
+
+def test_what_stays_local_is_said_once(pool, caplog):
+    """A loader that reaches DataLoader's iterator has its workers on data hosts."""
+    rows = Rows(3)
+    with remote(pool.serve(lambda: {"own": Local(rows), "remote": Filtered(rows, 2)})) as module:
+        for _ in range(2):
+            loaders = module.train_dataloader()
+            assert list(loaders["own"]) == [1, 2]
+            assert list(loaders["remote"]) == [[0, 1], [2]]
+    assert caplog.text.count("has a _get_iterator() of its own") == 1
+    assert "Filtered" not in caplog.text

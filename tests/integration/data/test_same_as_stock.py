@@ -48,14 +48,21 @@ def is_stream(script):
     return script.world_size == 1 and train.shape == "one" and train.has("stream")
 
 
-def in_a_job(folder, script, *, trainers, data_hosts):
+def in_a_job(folder, script, *arguments, trainers, data_hosts, options=()):
     """Run a script in a job, and return what each rank has written, in the order of the ranks."""
     groups = ["--group", f"trainer={trainers}", *(["--group", f"data={data_hosts}"] if data_hosts else [])]
     groups += ["--env", f"{REMOTE_LOADER.name}=1"]  # hosts get nothing of this kind from the shell
     env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [*(sys.executable, "-m", "lightning_sm", "local"), *groups, "--base-dir", str(folder / "hosts"), "--"]
+    command = [
+        *(sys.executable, "-m", "lightning_sm", "local"),
+        *groups,
+        *options,
+        "--base-dir",
+        str(folder / "hosts"),
+        "--",
+    ]
     ended = subprocess.run(
-        [*command, str(SCRIPTS / script), str(folder)],
+        [*command, str(SCRIPTS / script), str(folder), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -74,3 +81,26 @@ def test_two_ranks_of_a_job_read_the_same_with_data_hosts(script, tmp_path):
     stock = in_a_job(tmp_path / "without", script, trainers=2, data_hosts=0)
     assert len(stock) == 2
     assert in_a_job(tmp_path / "with", script, trainers=2, data_hosts=2) == stock
+
+
+@pytest.mark.proof
+def test_two_ranks_of_a_job_read_the_same_where_data_hosts_run_the_hooks(tmp_path):
+    """What trainers get of the hooks: loaders without datasets, attributes, random states."""
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    stock = in_a_job(tmp_path / "without", "train_many_ways.py", trainers=2, data_hosts=0)
+    assert in_a_job(tmp_path / "with", "train_many_ways.py", "data", trainers=2, data_hosts=2) == stock
+
+
+def test_a_channel_of_the_data_group_alone_needs_no_line_of_the_script(tmp_path):
+    """With SageMakerTrainer and SageMakerCLI, the data hosts run the hooks, which read it."""
+    channel = tmp_path / "channel"
+    channel.mkdir()
+    for number in range(8):
+        (channel / f"{number}.txt").write_text(str(number))
+    (folder := tmp_path / "seen").mkdir()
+    options = ["--channel", f"training={channel}"]
+    seen = in_a_job(folder, "train_on_a_channel_of_data_hosts.py", trainers=2, data_hosts=1, options=options)
+    for kind in ("trainer", "cli"):
+        assert sorted(number for rank in seen for number in rank[kind]) == list(range(8))
+    assert [rank["classes"] for rank in seen] == [[8, 8], [8, 8]]

@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-from lightning_sm import SageMakerCLI, SageMakerTrainer
+from lightning_sm import DataServiceSettings, SageMakerCLI, SageMakerTrainer
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
 
@@ -76,7 +76,10 @@ class Model(LightningModule):
 
 
 def trainer(**settings):
-    return SageMakerTrainer(accelerator="cpu", **QUIET, **{"max_epochs": 1, "enable_checkpointing": False, **settings})
+    service = DataServiceSettings(hooks=sys.argv[2] if len(sys.argv) > 2 else "trainers")
+    return SageMakerTrainer(
+        data_service=service, accelerator="cpu", **QUIET, **{"max_epochs": 1, "enable_checkpointing": False, **settings}
+    )
 
 
 def fit(datamodule=None, model=None, loaders=None, **settings):

@@ -26,6 +26,7 @@ _WANDB = ("_experiment", "_id", "_name", "_save_dir", "_wandb_init")
 _RESULT = f"{DISTRIBUTION}.trainer.connectors.logger_connector.result"
 # Owner in Lightning (a module, or a class after the colon), its private names, and the files that rely on them.
 LIGHTNING = [
+    (f"{FABRIC}.utilities.data", ["_replace_dunder_methods"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.distributed", ["_InfiniteBarrier", "_destroy_dist_connection"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.logger", ["_convert_params", "_flatten_dict"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.types", ["_PATH"], ["training/checkpoints/durable_io.py"]),
@@ -191,7 +192,9 @@ OF_OTHERS = {
     "data/host/iterable.py": {"_worker_info"},  # torch's DataLoader
     "data/host/source.py": {"_DatasetKind", "_auto_collation", "_dataset_kind"},  # torch's DataLoader
     "data/host/source_builder.py": {"_DatasetKind", "_exit", "_generate_state", "_utils"},  # the same; Python
+    "data/host/rank_reads.py": {"_getframe"},  # Python
     "data/host/trainer_stand_in.py": {"_getframe"},  # Python
+    "data/host/trainer_view.py": {"_getframe"},  # Python
     "data/host/world.py": {"_world"},  # torch
     "data/host/spawned_worker.py": {"_inheriting"},  # multiprocessing's Process
     "data/trainer/last_step.py": {"_getframe"},  # Python

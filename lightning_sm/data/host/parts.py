@@ -1,0 +1,187 @@
+"""Stand-ins on the trainers for what ``hooks: data`` leaves on the data hosts: datasets, and functions of loaders."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_sm.data.host.generators import reachable
+from lightning_sm.data.host.snapshot import parts_in
+from lightning_sm.data.host.trainer_view import TrainerView
+from lightning_sm.errors import DataSettingsError
+
+REMEDIES = (
+    "Read it in setup() or in the hook, and keep it in an attribute of the DataModule or of the sampler, which "
+    "trainers get; or set data_service.hooks=trainers, if the trainers have the data."
+)
+
+# On a data host: what was left there, by the name of the call of the hook, and its number in it.
+_PARTS: dict[str, list[Any]] = {}
+
+
+def keep_parts(call: str, parts: list[Any]) -> None:
+    """Keep what a call has left on this data host."""
+    _PARTS[call] = parts
+
+
+def forget_parts(call: str) -> None:
+    """Forget what a call has left."""
+    _PARTS.pop(call, None)
+
+
+def part_of(call: str, number: int) -> Any:
+    """Return what a call has left on this data host; a stand-in is pickled as a call of this function.
+
+    Raises:
+        DataSettingsError: The call has not run here.
+    """
+    try:
+        return _PARTS[call][number]
+    except KeyError as error:
+        raise DataSettingsError(
+            f"This data host has no datasets of the call {call} of a hook, which a loader of the trainers needs. If "
+            "the hook failed here, see the log lines above."
+        ) from error
+
+
+class PartStandIn:
+    """Something that is on the data hosts: a dataset or a function.
+
+    Args:
+        call: The call of the hook that made it.
+        number: Its number in the call.
+        name: Name of its class, or of the function.
+        length: Length of the dataset; None: it has none.
+        sees_trainer: Whether it can reach the view of the Trainer.
+    """
+
+    def __init__(self, call: str, number: int, name: str, length: int | None, sees_trainer: bool) -> None:
+        self._call, self._number, self._name, self._length = call, number, name, length
+        self.sees_trainer = sees_trainer
+
+    def __reduce__(self) -> Any:
+        """Pickle it as what it stands for."""
+        return part_of, (self._call, self._number)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say that a trainer has no more than the length."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{self._name}.{name} is on the data hosts, which run the DataModule's hooks (data_service.hooks): "
+            f"trainers have only the length of a dataset. {REMEDIES}"
+        )
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refuse to be called."""
+        raise AttributeError(f"{self._name} is on the data hosts, and cannot be called on a trainer. {REMEDIES}")
+
+    def __repr__(self) -> str:
+        """Return what it stands for."""
+        return f"<{self._name} on the data hosts>"
+
+
+class DatasetStandIn(PartStandIn, Dataset[Any]):
+    """A dataset that is indexed."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse to read."""
+        raise AttributeError(f"The samples of {self._name} are on the data hosts, not on the trainers. {REMEDIES}")
+
+    def __len__(self) -> int:
+        """Return the length.
+
+        Raises:
+            TypeError: It has none.
+        """
+        if self._length is None:
+            raise TypeError(f"{self._name} has no length")
+        return self._length
+
+
+class StreamStandIn(DatasetStandIn, IterableDataset[Any]):
+    """An iterable dataset."""
+
+    def __iter__(self) -> Any:
+        """Refuse to read."""
+        return self[0]
+
+
+# By the first field of what pickle writes in place of something.
+_KINDS: dict[str, type[PartStandIn]] = {"dataset": DatasetStandIn, "stream": StreamStandIn, "function": PartStandIn}
+
+
+class Parts:
+    """The parts of a call's result that stay on this data host, as they are found.
+
+    Args:
+        others: What trainers have themselves, such as the DataModule, by name.
+        by_id: Tell parts of several pickles apart, rather than count those of one.
+    """
+
+    def __init__(self, others: Mapping[str, Any], *, by_id: bool = False) -> None:
+        self.found: list[Any] = []
+        self._numbers: dict[int, int] = {}  # by id; ``found`` keeps it alive
+        self._others = {id(value): name for name, value in others.items() if value is not None}
+        self._by_id = by_id
+        self._functions: set[int] = set()
+
+    def leave_function(self, function: Any) -> None:
+        """Leave a function of a loader here, unless it is torch's own."""
+        if function is not None and not getattr(function, "__module__", "").startswith("torch."):
+            self._functions.add(id(function))
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what pickle writes in place of an object; None: the object itself."""
+        if id(value) in self._others:
+            return (self._others[id(value)],)
+        is_dataset = isinstance(value, Dataset) and not isinstance(value, type)
+        if not is_dataset and id(value) not in self._functions:
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = id(value) if self._by_id else len(self.found)
+            self.found.append(value)
+        kind = "stream" if isinstance(value, IterableDataset) else "dataset" if is_dataset else "function"
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        length = _length(value) if is_dataset else None
+        sees_trainer = not self._by_id and any(isinstance(item, TrainerView) for item in reachable(value))
+        return kind, self._numbers[id(value)], name, length, sees_trainer
+
+
+class ResultUnpickler(pickle.Unpickler):
+    """Rebuilds the result of a call on a trainer.
+
+    Args:
+        data: The pickle, as ``PickledObject.joined`` returned it.
+        call: Name of the call.
+        others: What trainers have themselves, by name.
+    """
+
+    def __init__(self, data: bytes, call: str, others: Mapping[str, Any]) -> None:
+        # Users' code may write to arrays.
+        first, *buffers = parts_in(memoryview(bytearray(data)))
+        super().__init__(io.BytesIO(first), buffers=buffers)
+        self._call, self._others = call, others
+        self._known: dict[int, PartStandIn] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return what stands for a part."""
+        kind, *rest = pid
+        if not rest:
+            return self._others[kind]
+        number, *_ = rest
+        if number not in self._known:
+            self._known[number] = _KINDS[kind](self._call, *rest)
+        return self._known[number]
+
+
+def _length(dataset: Any) -> int | None:
+    size: Callable[[Any], int] = len
+    try:
+        return size(dataset)
+    except (TypeError, NotImplementedError):
+        return None

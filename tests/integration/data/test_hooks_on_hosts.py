@@ -1,0 +1,355 @@
+"""``hooks: data``: data hosts run the hooks of the DataModule, and trainers get loaders without their datasets."""
+
+import os
+import threading
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer, seed_everything
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, random_split
+
+from lightning_sm import DataServiceSettings, RemoteDataModule
+from lightning_sm.errors import DataHostMismatchError, DataServiceError, DataSettingsError
+from lightning_sm.job.variables import REMOTE_LOADER
+from tests.integration.data.cluster import Host, running
+from tests.integration.data.datasets import HOST_VARIABLE
+
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+HOOKS = DataServiceSettings(hooks="data")
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch):
+    """The loaders that are under test."""
+    monkeypatch.setenv(REMOTE_LOADER.name, "1")
+
+
+class OpenFile:
+    """An open file, as libraries have them: it cannot be pickled."""
+
+    def __init__(self, path):
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __getitem__(self, index):
+        return os.pread(self.descriptor, 1, index)[0]
+
+    def __reduce__(self):
+        raise TypeError("an open file cannot be pickled")
+
+    def __del__(self):
+        os.close(self.descriptor)
+
+
+class Rows(Dataset):
+    """Rows of an open file."""
+
+    def __init__(self, path, datamodule):
+        self.file, self.datamodule = OpenFile(path), datamodule
+
+    def __len__(self):
+        return 37
+
+    def __getitem__(self, index):
+        return torch.tensor([self.file[index], self.datamodule.trainer.current_epoch])
+
+
+class Shuffled(Sampler):
+    """A sampler with a state of its own, which trainers run."""
+
+    def __init__(self, dataset):
+        self.dataset, self.generator = dataset, torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        return iter(torch.randperm(len(self.dataset), generator=self.generator).tolist())
+
+    def __len__(self):
+        return len(self.dataset)
+
+
+class Letters(IterableDataset):
+    """A stream with random numbers."""
+
+    def __init__(self, path):
+        self.file = OpenFile(path)
+
+    def __iter__(self):
+        for offset in range(6):
+            yield torch.tensor([self.file[offset], torch.rand(()).item()])
+
+
+class Data(LightningDataModule):
+    """A DataModule as people write them; ``step`` is what its callers change."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.step, self.train_set, self.hooks = path, 1, None, []
+
+    def prepare_data(self):
+        self.path.write_bytes(bytes(range(37)))
+
+    def setup(self, stage):
+        self.hooks.append(f"setup {stage}")
+        self.rows = Rows(self.path, self)
+        self.train_set, self.val_set = random_split(self.rows, [30, 7])
+        self.names, self.weights = {"a": [1]}, torch.rand(3)
+        self.large = torch.zeros(100_000)
+
+    def teardown(self, stage):
+        self.hooks.append(f"teardown {stage}")
+
+    def collate(self, samples):
+        return self.step * torch.stack(samples)
+
+    def train_dataloader(self):
+        self.hooks.append("train")
+        own = DataLoader(self.train_set, 4, sampler=Shuffled(self.train_set), collate_fn=self.collate)
+        return {"rows": own, "letters": DataLoader(Letters(self.path), 2, num_workers=1)}
+
+    def val_dataloader(self):
+        return [DataLoader(self.val_set, 4), DataLoader(self.rows, 10)]
+
+
+class Model(LightningModule):
+    """Notes its batches, and a random number after each."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append([*(value.tolist() for value in batch.values()), torch.rand(()).item()])
+        return self.weight * 1.0
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.seen.append(batch.tolist())
+
+    def on_train_epoch_end(self):
+        self.trainer.datamodule.step += 1
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(**settings):
+    """Return a Trainer that writes nothing."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(accelerator="cpu", enable_checkpointing=False, **{"max_epochs": 2, **quiet, **settings})
+
+
+def a_run(datamodule):
+    """Fit twice, validate, and return what was seen."""
+    seed_everything(3, verbose=False)
+    model = Model()
+    own = trainer(reload_dataloaders_every_n_epochs=1)
+    own.fit(model, datamodule)
+    own.validate(model, datamodule, verbose=False)
+    trainer(max_epochs=1).fit(model, datamodule)
+    attributes = [datamodule.names, datamodule.weights.tolist(), len(datamodule.train_set), datamodule.step]
+    return [*model.seen, *attributes, datamodule.hooks]
+
+
+@pytest.fixture
+def hosts():
+    """Two data hosts."""
+    with running(Host("a"), Host("b", workers=1)) as own:
+        yield own
+
+
+def remote(hosts, datamodule, settings=HOOKS):
+    """Return a DataModule whose hooks run on data hosts."""
+    return RemoteDataModule(datamodule, [host.address for host in hosts], settings=settings)
+
+
+def test_a_run_is_that_of_stock_lightning(hosts, tmp_path):
+    """With datasets that cannot be pickled: batches, samplers, random numbers, epochs, attributes, teardown."""
+    stock = a_run(Data(tmp_path / "stock"))
+    assert a_run(remote(hosts, Data(tmp_path / "remote"))) == stock
+
+
+def test_trainers_say_what_they_lack(hosts, tmp_path):
+    """The name, where it is, and both remedies."""
+    data = remote(hosts, Data(tmp_path / "rows"))
+    trainer(max_epochs=1).fit(Model(), data)
+    for read in (lambda: data.large, lambda: data.rows.file, lambda: data.train_set[0]):
+        with pytest.raises(AttributeError, match=r"(?s)on the data hosts.*attribute.*data_service.hooks=trainers"):
+            read()
+    with pytest.raises(AttributeError, match="'Data' object has no attribute 'nothing'"):
+        _ = data.nothing
+    data.close()
+
+
+class ByHost(Data):
+    """Data that differ between hosts."""
+
+    def setup(self, stage):
+        self.rows = [f"{index}-{os.environ[HOST_VARIABLE]}" for index in range(5)]
+
+    def train_dataloader(self):
+        dataset = Listed()
+        dataset.files = self.rows
+        return DataLoader(dataset, 2)
+
+
+class Listed(Dataset):
+    """Files."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def test_hosts_with_other_files_are_an_error(hosts, tmp_path):
+    """Of the same number: the error names both hosts, and the list."""
+    data = remote(hosts, ByHost(tmp_path / "rows"))
+    with pytest.raises(DataHostMismatchError, match=r"(?s)dataset.files: 5 items.*sort") as caught:
+        trainer(max_epochs=-1, limit_val_batches=0).fit(Silent(), data)  # until the second host has answered
+    assert all(host.address in str(caught.value) for host in hosts)
+
+
+class Silent(Model):
+    """Notes nothing."""
+
+    def training_step(self, batch, batch_idx):
+        return self.weight * 1.0
+
+    def on_train_epoch_end(self):
+        pass
+
+
+class ByRank(Data):
+    """Splits the data itself."""
+
+    def train_dataloader(self):
+        ranks = self.trainer.global_rank, self.trainer.world_size
+        return DataLoader(list(range(8))[ranks[0] :: ranks[1]], 2)
+
+
+class Distributed(Data):
+    """Leaves that to torch's sampler."""
+
+    def train_dataloader(self):
+        sampler = DistributedSampler(self.rows, self.trainer.world_size, self.trainer.global_rank)
+        return DataLoader(self.rows, 2, sampler=sampler)
+
+
+def test_a_hook_that_splits_by_rank_is_an_error(hosts, tmp_path, monkeypatch):
+    """It runs once for all ranks. A DistributedSampler gets the rank of each trainer."""
+    own = trainer(max_epochs=1)
+    monkeypatch.setattr(type(own), "world_size", 2)
+    for kind in (ByRank, Distributed):
+        data = remote(hosts, kind(tmp_path / "rows"))
+        data.trainer = own
+        data.setup("fit")
+        if kind is ByRank:
+            with pytest.raises(DataSettingsError, match=r"global_rank .*test_hooks_on_hosts.py:\d+.*world_size=2"):
+                data.train_dataloader()
+        else:
+            monkeypatch.setattr(type(own), "global_rank", 1)
+            loader = data.train_dataloader()
+            assert (loader.sampler.rank, loader.sampler.num_replicas) == (1, 2)
+        data.close()
+
+
+class Failing(Data):
+    """Its hook fails."""
+
+    def setup(self, stage):
+        raise FileNotFoundError("no such channel")
+
+
+def test_the_error_of_a_hook_arrives(hosts, tmp_path):
+    """With the hook, the host, and the traceback."""
+    with pytest.raises(DataServiceError, match=r"(?s)no such channel.*setup\('fit'\).*raise FileNotFoundError"):
+        trainer().fit(Model(), remote(hosts, Failing(tmp_path / "rows")))
+
+
+def test_a_data_module_that_cannot_be_pickled_is_an_error(hosts, tmp_path):
+    """The attribute, and where to create it."""
+    data = Data(tmp_path / "rows")
+    data.lock = threading.Lock()
+    with pytest.raises(DataSettingsError, match=r"Data\.lock is a lock.*Create what cannot be pickled in setup"):
+        trainer().fit(Model(), remote(hosts, data))
+
+
+class Spawned(Data):
+    """Its workers are new processes, which get the dataset by pickle."""
+
+    def train_dataloader(self):
+        return {
+            "rows": DataLoader(Listed(), 2, num_workers=1, multiprocessing_context="spawn"),
+        }
+
+
+class Unpickled(Data):
+    """The same, with a dataset that cannot be pickled."""
+
+    def train_dataloader(self):
+        return DataLoader(self.rows, 2, num_workers=1, multiprocessing_context="spawn")
+
+
+def test_spawned_workers_get_the_dataset_by_pickle(hosts, tmp_path):
+    """Or an error names what cannot be pickled."""
+    model = Model()
+    trainer(max_epochs=1, limit_val_batches=0).fit(model, remote(hosts, Spawned(tmp_path / "rows")))
+    assert [batch for batch, _ in model.seen] == [[0, 1], [2, 3], [4]]
+    with pytest.raises(DataSettingsError, match=r"dataset\.file is a OpenFile.*'spawn'"):
+        trainer(max_epochs=1).fit(model, remote(hosts, Unpickled(tmp_path / "rows")))
+
+
+class Counted(Data):
+    """Notes on disk which hooks have run on which host."""
+
+    def _note(self, hook):
+        with self.path.with_suffix(".hooks").open("a") as file:
+            file.write(f"{os.environ[HOST_VARIABLE]} {hook}\n")
+
+    def prepare_data(self):
+        super().prepare_data()
+        self._note("prepare_data")
+
+    def setup(self, stage):
+        super().setup(stage)
+        self._note("setup")
+
+
+class Killing(Model):
+    """Kills a data host in the middle of an epoch, and waits until it is back."""
+
+    def __init__(self, host):
+        super().__init__()
+        self.host = host
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.current_epoch == 0:
+            self.host.kill()
+            self.host.start()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_host_that_comes_back_runs_the_hooks_again(tmp_path):
+    """All that an iterator needs is made once more, and the run is the same."""
+    stock = a_run(Data(tmp_path / "stock"))
+    with running(Host("a")) as (host,):
+        data = remote([host], Counted(tmp_path / "rows"))
+        seed_everything(3, verbose=False)
+        model = Killing(host)
+        trainer(reload_dataloaders_every_n_epochs=1).fit(model, data)
+    assert model.seen == stock[: len(model.seen)]
+    hooks = (tmp_path / "rows.hooks").read_text().splitlines()
+    assert hooks == 2 * ["a prepare_data", "a setup"]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_prepare_data_runs_on_each_host_or_on_one(hosts, tmp_path, everywhere):
+    """As ``prepare_data_per_node`` says; with a shared disk, two hosts would write the same files."""
+    data = Counted(tmp_path / "rows")
+    data.prepare_data_per_node = everywhere
+    data = remote(hosts, data)
+    trainer(max_epochs=1).fit(Model(), data)
+    hooks = (tmp_path / "rows.hooks").read_text().splitlines()
+    assert sorted(set(hooks)) == ["a prepare_data", "a setup", *["b prepare_data"] * everywhere, "b setup"]
+    data.close()

@@ -1,0 +1,80 @@
+"""Trains on a channel that the data group alone has; each rank writes what it has trained on into a folder."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_sm import SageMakerCLI, SageMakerTrainer
+from lightning_sm.job.facts import SageMakerJob
+
+# The emulator gives channels to all hosts.
+if os.environ["SM_CURRENT_INSTANCE_GROUP"] == "trainer":
+    Path(os.environ["SM_INPUT_CONFIG_DIR"], "inputdataconfig.json").write_text("{}")
+
+
+class Files(Dataset):
+    """The numbers in files."""
+
+    def __init__(self, folder):
+        self.files = sorted(Path(folder).iterdir())
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        return torch.tensor(int(self.files[index].read_text()))
+
+
+class Data(LightningDataModule):
+    """A DataModule that knows of no data hosts."""
+
+    def __init__(self, data_dir: str = "/opt/ml/input/data/training"):
+        super().__init__()
+        self.data_dir = data_dir
+
+    def setup(self, stage):
+        self.files = Files(self.data_dir)
+        self.num_classes = len(self.files)
+
+    def train_dataloader(self):
+        return DataLoader(self.files, 2, shuffle=True)
+
+
+class Model(LightningModule):
+    """Notes what it is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch.tolist()
+        return self.weight * 1.0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def main():
+    """Train with SageMakerTrainer, and with SageMakerCLI."""
+    folder = Path(sys.argv.pop(1))
+    quiet = {"max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    job = SageMakerJob.from_environment()
+    own, data = Model(), Data(str(job.base_dir / "input" / "data" / "training"))
+    trainer = SageMakerTrainer(accelerator="cpu", **quiet)
+    trainer.fit(own, data)
+    defaults = {**quiet, "accelerator": "cpu"}
+    cli = SageMakerCLI(Model, Data, run=False, args=[], trainer_defaults=defaults, save_config_callback=None)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    found = {"trainer": own.seen, "cli": cli.model.seen, "classes": [data.num_classes, cli.datamodule.num_classes]}
+    (folder / f"seen-{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
