@@ -18,7 +18,7 @@ _NO_END = 1 << 62
 
 
 class IteratorBuffer(RangeBuffer):
-    """The batches of one iterator.
+    """The batches of one iterator, counted from the first one that it asks for.
 
     Args:
         request: The iterator.
@@ -91,7 +91,7 @@ class IteratorBuffer(RangeBuffer):
             request.rank,
             request.world_size,
             request.seed,
-            step_range.first,
+            request.first + step_range.first,
             step_range.num_steps,
             [] if request.is_stream else [self._indices[step] for step in steps],
         ).encode()
@@ -124,7 +124,7 @@ class IteratorBuffer(RangeBuffer):
         """
         if not self.request.is_stream or end is None:
             raise WireError("only streams have an end")
-        self.stop_step = min(self.stop_step, end)
+        self.stop_step = min(self.stop_step, max(0, end - self.request.first))
         self.drop(request_id)
 
     # Delivery

@@ -223,6 +223,7 @@ class StartIterator(Message, frozen=True):
         opening: Name of the opening of its source.
         source: Digest of its source.
         is_stream: Whether it is a worker of a stream.
+        first: Number of its first batch: those before it were read by an earlier run.
         rank: This rank.
         world_size: Number of ranks.
         seed: Its base of random states.
@@ -238,6 +239,7 @@ class StartIterator(Message, frozen=True):
     opening: str
     source: str
     is_stream: bool
+    first: int
     rank: int
     world_size: int
     seed: int

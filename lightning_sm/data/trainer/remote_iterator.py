@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -34,21 +35,45 @@ _NUMBERS = count()
 _MIN_SUPPLY = 4
 
 
+@dataclass(frozen=True)
+class IteratorPosition:
+    """Where an iterator is: what the iterator of another run needs to go on with the same batches.
+
+    Attributes:
+        seed: Its base of random states.
+        number: How often it has begun again.
+        num_batches: Batches that it has delivered since.
+        ends: Of a stream: the batches of its workers that have ended.
+    """
+
+    seed: int
+    number: int
+    num_batches: int
+    ends: dict[int, int] = field(default_factory=dict)
+
+
 class RemoteIterator(_BaseDataLoaderIter):
     """The iterator: torch's own, but for where the batches come from.
 
     Args:
         loader: The loader.
         source: Its source on the data hosts.
+        begins_at: Where it begins; None: at its first batch. Its sampler leaves out what is done; the workers of a
+            stream read it again, but not earlier passes, after which their random numbers are others.
     """
 
-    def __init__(self, loader: DataLoader[Any], source: LoaderSource) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], source: LoaderSource, begins_at: IteratorPosition | None = None
+    ) -> None:
         super().__init__(loader)
         if self._num_workers:
             # As torch's iterator with workers, which runs the sampler's __iter__ a second time here.
             super()._reset(loader, first_iter=True)
         self._source = source
         self._num_resets = 0
+        if begins_at is not None:  # after torch has drawn a seed: so has the run that goes on
+            self._base_seed, self._num_resets = begins_at.seed, begins_at.number
+            self._num_yielded = begins_at.num_batches
         self._reports, self._is_step = source.reports(loader)
         self._workers: _StreamWorkers | None = None
         self._batches: _Batches | _Turns | _FailedAtStart
@@ -57,9 +82,15 @@ class RemoteIterator(_BaseDataLoaderIter):
             if self._dataset_kind == _DatasetKind.Iterable:
                 self._workers = _StreamWorkers(source, pickled, int(self._base_seed), max(1, self._num_workers))
             self._opening = Opening(pickled.digest, pickled.digest)
-            self._start(loader)
+            self._start(loader, begins_at)
         except DataServiceError as error:
             self._batches = _FailedAtStart(error)
+
+    @property
+    def position(self) -> IteratorPosition:
+        """Where it is."""
+        ends = dict(self._batches.ends) if isinstance(self._batches, _Turns) else {}
+        return IteratorPosition(int(self._base_seed), self._num_resets, self._num_yielded, ends)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's own
         """Begin again: with ``persistent_workers``, ``DataLoader`` keeps its iterator."""
@@ -68,16 +99,23 @@ class RemoteIterator(_BaseDataLoaderIter):
         self._num_resets += 1
         self._start(loader)
 
-    def _start(self, loader: DataLoader[Any]) -> None:
+    def _start(self, loader: DataLoader[Any], begins_at: IteratorPosition | None = None) -> None:
         if self._workers is not None:
-            self._batches = _Turns(self._workers.passes(self._num_resets))
+            ends = {} if begins_at is None else begins_at.ends
+            self._batches = _Turns(self._workers, self._num_resets, self._num_yielded, ends)
         else:
             # A pass has seeds of its own, although the iterator of persistent workers keeps its base.
             seed = (int(self._base_seed) + self._num_resets * _STEP) % (1 << 63)
             ahead = self._num_workers * (loader.prefetch_factor or 0)
             limit = partial(self._source.limit, loader)
             self._batches = _Batches(
-                self._source, self._opening, seed, self._next_index, stock_ahead=ahead, limit=limit
+                self._source,
+                self._opening,
+                seed,
+                self._num_yielded,
+                self._next_index,
+                stock_ahead=ahead,
+                limit=limit,
             )
             if self._num_workers:
                 self._batches.supply(as_torch=True)  # it begins to fetch here: random samplers draw their order now
@@ -115,12 +153,15 @@ class _FeederPass:
     """The batches of one iterator in the feeder, as they are delivered."""
 
     def __init__(
-        self, source: LoaderSource, opening: Opening, seed: int, window_batches: int, window_bytes: int
+        self, source: LoaderSource, opening: Opening, seed: int, first: int, *, window_batches: int, window_bytes: int
     ) -> None:
         connection = source.connection
         settings = connection.settings
         self._client: FeederClient = connection.feeder
         self._timeout_s = settings.batch_timeout_s
+        is_stream = opening.stream is not None
+        # A stream reads what comes before its first batch.
+        self._first_timeout_s = self._timeout_s * (1 + first if is_stream else 1)
         slots = source.slots
         self._ring: SlotRing = slots.take()
         self.pass_id = self._client.start_iterator(
@@ -129,7 +170,8 @@ class _FeederPass:
                 loader=source.name,
                 opening=opening.name,
                 source=opening.source,
-                is_stream=opening.stream is not None,
+                is_stream=is_stream,
+                first=first,
                 rank=source.rank,
                 world_size=source.world_size,
                 seed=seed,
@@ -157,7 +199,8 @@ class _FeederPass:
         if not self._ready:
             if self._has_ended:
                 raise StopIteration
-            message = self._client.next(self.pass_id, self._timeout_s, self._ring.poll)
+            message = self._client.next(self.pass_id, self._first_timeout_s, self._ring.poll)
+            self._first_timeout_s = self._timeout_s
             if not isinstance(message, DeliveredRange):
                 self._has_ended = True
                 self.close()
@@ -177,6 +220,7 @@ class _Batches:
         source: LoaderSource,
         opening: Opening,
         seed: int,
+        first: int,
         next_index: Callable[[], Any],
         *,
         stock_ahead: int,
@@ -185,7 +229,8 @@ class _Batches:
         settings = source.connection.settings
         self._client = source.connection.feeder
         self._next_index = next_index
-        self._pass = _FeederPass(source, opening, seed, source.window_batches, settings.window_bytes)
+        window, window_bytes = source.window_batches, settings.window_bytes
+        self._pass = _FeederPass(source, opening, seed, first, window_batches=window, window_bytes=window_bytes)
         self._num_supplied = 0
         self._num_taken = 0
         self._stock_ahead = stock_ahead
@@ -258,6 +303,7 @@ class _StreamWorkers:
 
     def __init__(self, source: LoaderSource, pickled: PickledObject, seed: int, num_workers: int) -> None:
         self._source = source
+        self.num_workers = num_workers
         rank, world_size, number = source.rank, source.world_size, next(_NUMBERS)
         self._openings = [
             Opening(
@@ -272,41 +318,66 @@ class _StreamWorkers:
         for opening in self._openings:
             source.wait(opening)
 
-    def passes(self, number: int) -> list[_FeederPass]:
-        """Return a pass over each.
+    def begin(self, worker: int, number: int, first: int) -> _FeederPass:
+        """Return a pass over one.
 
         Args:
+            worker: Which one.
             number: Number of the pass, from 0.
+            first: The batch with which it begins.
         """
-        source, num_workers = self._source, len(self._openings)
-        window = max(2, -(-source.window_batches // num_workers))
-        window_bytes = source.connection.settings.window_bytes // num_workers
-        return [_FeederPass(source, opening, number, window, window_bytes) for opening in self._openings]
+        source = self._source
+        window = max(2, -(-source.window_batches // self.num_workers))
+        window_bytes = source.connection.settings.window_bytes // self.num_workers
+        opening = self._openings[worker]
+        return _FeederPass(source, opening, number, first, window_batches=window, window_bytes=window_bytes)
 
 
 class _Turns:
-    """The batches of the workers of a stream, which take turns as in torch."""
+    """The batches of the workers of a stream, which take turns as in torch.
 
-    def __init__(self, passes: Iterable[_FeederPass]) -> None:
-        self._passes = deque(passes)
-        self.figures: BatchFigures  # what the last batch took
+    Args:
+        workers: The workers.
+        number: Number of the pass, from 0.
+        num_done: Batches that are done.
+        ends: Batches of the workers that have ended with these.
+
+    Attributes:
+        ends: Batches of the workers that have ended.
+        figures: What the last batch took.
+    """
+
+    def __init__(self, workers: _StreamWorkers, number: int, num_done: int, ends: dict[int, int]) -> None:
+        self.ends = dict(ends)
+        self.figures: BatchFigures
+        self._counts = [0] * workers.num_workers
+        turns = deque(range(workers.num_workers))
+        while turns and num_done:
+            worker = turns.popleft()
+            if self._counts[worker] != ends.get(worker):
+                self._counts[worker] += 1
+                num_done -= 1
+                turns.append(worker)
+        self._passes = deque((worker, workers.begin(worker, number, self._counts[worker])) for worker in turns)
 
     def next(self) -> Any:
         """Return the next batch: of each worker in turn, until it has ended."""
         while self._passes:
-            one = self._passes.popleft()
+            worker, one = self._passes.popleft()
             try:
                 batch = one.next()
             except StopIteration:
+                self.ends[worker] = self._counts[worker]
                 continue
-            self._passes.append(one)
+            self._counts[worker] += 1
+            self._passes.append((worker, one))
             self.figures = one.figures
             return batch
         raise StopIteration
 
     def close(self) -> None:
         """End it, and cancel its requests."""
-        for one in self._passes:
+        for _, one in self._passes:
             one.close()
 
 

@@ -24,7 +24,7 @@ from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.remote_iterator import RemoteIterator
+from lightning_sm.data.trainer.remote_iterator import IteratorPosition, RemoteIterator
 from lightning_sm.data.trainer.slots import SlotPool
 from lightning_sm.job.variables import REMOTE_LOADER
 
@@ -53,7 +53,11 @@ class RemoteDataLoader(DataLoader[Any]):
         return object.__new__, (own,), {**vars(self), "_iterator": None}
 
     def _get_iterator(self) -> Any:
-        return RemoteIterator(self, self._remote)
+        source = self._remote
+        position, source.begins_at = source.begins_at, None
+        iterator = RemoteIterator(self, source, position)
+        source.iterator = weakref.ref(iterator)
+        return iterator
 
 
 class LoaderSource:
@@ -65,6 +69,10 @@ class LoaderSource:
         rank: This rank.
         world_size: Number of ranks.
         trainer: The Trainer; None if there is none.
+
+    Attributes:
+        iterator: The last iterator over the loader, as long as it lives.
+        begins_at: Where the next one begins; None: at the first batch.
     """
 
     def __init__(
@@ -75,6 +83,8 @@ class LoaderSource:
         self.rank = rank
         self.world_size = world_size
         self.trainer = trainer
+        self.iterator: Callable[[], RemoteIterator | None] = lambda: None
+        self.begins_at: IteratorPosition | None = None
         self._feeder: FeederClient | None = None
         self._slots: SlotPool | None = None
         self._digest = ""
@@ -237,6 +247,23 @@ def _warn_once(cls: str, name: str, why: str) -> None:
         cls,
         why,
     )
+
+
+def position_of(loader: Any) -> IteratorPosition | None:
+    """Return where the last iterator over a loader is; None if there is none, or it has no workers on data hosts."""
+    iterator = loader._remote.iterator() if isinstance(loader, RemoteDataLoader) else None
+    return None if iterator is None else iterator.position
+
+
+def begin_at(loader: RemoteDataLoader, position: IteratorPosition) -> None:
+    """Let the next iterator over a loader go on like one of another run; a sampler is to skip what is done itself.
+
+    Args:
+        loader: The loader.
+        position: Where the other one was.
+    """
+    loader._remote.begins_at = position
+    loader._iterator = None  # that of persistent workers would begin again with its own seed
 
 
 def is_chosen() -> bool:

@@ -1,4 +1,4 @@
-"""LocalPosition: resume DataLoaders that read the data in the training process, without data hosts.
+"""LocalPosition: resume DataLoaders in the middle of an epoch, with data hosts and without.
 
 Lightning restores the number of batches of an epoch that are done, but restarts the loaders: a resumed epoch would
 train on its first batches twice, and never on its last ones.
@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_sm._lightning import Callback, LightningModule, Trainer
+from lightning_sm._lightning import Callback, LightningModule, Trainer, rank_zero_only
+from lightning_sm.data.trainer.remote_iterator import IteratorPosition
+from lightning_sm.data.trainer.remote_loader import RemoteDataLoader, begin_at, position_of
+from lightning_sm.errors import ResumeError
 from lightning_sm.training.all_ranks import of_all_ranks
 from lightning_sm.training.random_state import RandomState
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 
 logger = logging.getLogger(__name__)
+_warn_once = rank_zero_only(logger.warning)
 
 RANDOM_STATES_KEY = "lightning_sm.random_states"
+_SETS_LOADERS = "_load_combined_loader_states"
 
 
 @dataclass(frozen=True)
@@ -32,17 +39,25 @@ class LoaderOrders:
 
     Attributes:
         orders: For each loader, the states with which it drew its order, and that of its generator.
+        iterators: For each loader with workers on data hosts, where its iterator is, and the batch of the epoch with
+            which that has begun.
         step: The state after the step.
     """
 
     orders: list[tuple[_DrawnWith | None, torch.Tensor | None]]
+    iterators: list[tuple[IteratorPosition, int] | None]
     step: RandomState
 
     def saved(self) -> dict[str, Any]:
         """Convert to values that ``torch.load(weights_only=True)`` accepts."""
         orders = [
-            {"drawn_with": drawn_with and [state.saved() for state in drawn_with], "generator": generator}
-            for drawn_with, generator in self.orders
+            {
+                "drawn_with": drawn_with and [state.saved() for state in drawn_with],
+                "generator": generator,
+                "iterator": iterator and asdict(iterator[0]),
+                "begun_at": iterator and iterator[1],
+            }
+            for (drawn_with, generator), iterator in zip(self.orders, self.iterators, strict=True)
         ]
         return {"orders": orders, "step": self.step.saved()}
 
@@ -51,31 +66,42 @@ class LocalPosition(Callback):
     """A callback that resumes in the middle of an epoch, with the batch and the random numbers that would come next.
 
     Every checkpoint holds random states of each rank: those with which its loaders drew their orders, and the one after
-    the last step. The orders, and the random numbers of the training process (dropout, augmentation without workers),
-    are those of an uninterrupted run. The random numbers that the workers of a DataLoader draw are not.
+    the last step. The orders, and the random numbers of the training process (dropout, augmentation without workers)
+    and of data hosts, are those of an uninterrupted run. The random numbers that the workers of a local DataLoader draw
+    are not. What is done is not loaded again.
+
+    Streams (of an ``IterableDataset``) resume on data hosts, whose workers read what is done again, with the same
+    ``num_workers``, batch size and number of ranks. Others begin again, with a warning, unless their loader has a state
+    of its own, as torchdata's has.
+
+    With another number of ranks, an epoch goes on if its samples come from the ``DistributedSampler`` that Lightning
+    puts in.
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._orders: list[_RecordedOrder] = []
+        self._loaders: _Loaders = []
         self._step_state: RandomState | None = None
         self._loaded: dict[str, Any] | None = None
         self._loads_in_process = True
+        self._has_trained = False
+        self._num_done: int | None = None  # batches of the epoch, if a run resumes in one
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget what another run of the Trainer has loaded: a test, or a fit that was at its end already.
 
-        Lightning begins the pass over loaders for training before it calls any other hook of callbacks, so their orders
-        are recorded from where they are processed.
+        Lightning begins the pass over loaders for training before it calls any other hook of callbacks. Right before,
+        it loads the states of stateful loaders: then the others are set.
         """
         self._loaded = None
         if stage == "fit":
-            self._step_state = None
-            strategy: Any = trainer.strategy
-            if not isinstance(strategy.process_dataloader, _RecordingProcess):
-                strategy.process_dataloader = _RecordingProcess(trainer, strategy.process_dataloader)
+            self._step_state = self._num_done = None
+            self._has_trained = False
+            own: Any = trainer.fit_loop._load_combined_loader_states
+            if getattr(own, "func", None) != self._before_first_batch:  # of an earlier fit
+                vars(trainer.fit_loop)[_SETS_LOADERS] = partial(self._before_first_batch, trainer, own)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the random states, if the checkpoint has any."""
@@ -87,7 +113,10 @@ class LocalPosition(Callback):
         if position is None:
             return
         own = position.saved()
-        checkpoint[RANDOM_STATES_KEY] = {"ranks": [own] if trainer.interrupted else of_all_ranks(own)}
+        checkpoint[RANDOM_STATES_KEY] = {
+            "ranks": [own] if trainer.interrupted else of_all_ranks(own),
+            "shares": [share and asdict(share) for share in _shares(trainer)],
+        }
 
     def position(self, trainer: Trainer) -> LoaderOrders | None:
         """Return the random states of this rank that a checkpoint holds now; None before the training."""
@@ -95,43 +124,134 @@ class LocalPosition(Callback):
             return None
         if not (self._loads_in_process or trainer.validating):
             self._step_state = RandomState.now()
-        return LoaderOrders([order.drawn() for order in self._orders], self._step_state)
+        return LoaderOrders(
+            [(None, None) if order is None else order.drawn() for _, order in self._loaders],
+            [_iterator_of(trainer, loader) for loader, _ in self._loaders],
+            self._step_state,
+        )
+
+    def _before_first_batch(self, trainer: Any, load_states: Callable[[], None]) -> None:
+        """Record the orders of the training loaders, whose passes begin next; resume an epoch that is not at its end.
+
+        ``reload_dataloaders_every_n_epochs`` replaces loaders later.
+        """
+        load_states()
+        self._loaders = _recorded(trainer)
+        if self._has_trained:
+            return
+        trainer.fit_loop.update_restart_stage()
+        num_done = _num_done_in_epoch(trainer.fit_loop)
+        if num_done is not None:
+            self._num_done = self._resume_epoch(trainer, num_done)
+            return
+        for (loader, _), state in zip(self._loaders, self._restore_orders(trainer), strict=True):
+            if isinstance(loader, RemoteDataLoader) and loader.persistent_workers and state.get("iterator"):
+                # It begins the next pass like any other, with random numbers that follow from its first seed.
+                begin_at(loader, IteratorPosition(**{**state["iterator"], "num_batches": 0, "ends": {}}))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Set the loaders of a resumed run to its position."""
+        """Set the progress and the random numbers of a resumed run to its position."""
         fit_loop = trainer.fit_loop
-        loaders = _resumable_loaders(trainer)
-        step_state = self._restore_orders(trainer, loaders)
+        if self._num_done is None and _num_done_in_epoch(fit_loop) is not None:
+            # ``estimated_stepping_batches`` was read: the passes began before Lightning restored its progress.
+            fit_loop._load_combined_loader_states()
+            iter(fit_loop._data_fetcher)
+        if self._num_done is None:
+            self._restore_orders(trainer)
+        else:
+            _set_num_done(fit_loop.epoch_loop, self._num_done)
+        step_state = self._saved(trainer).get("step")
+        self._loaded, self._has_trained = None, True
+        # A loader on data hosts without workers of its own runs its sampler here for each batch.
         self._loads_in_process = any(
             isinstance(loader, DataLoader) and loader.num_workers == 0 for loader in _all_loaders(trainer)
         )
         # After a resume at the end of an epoch, Lightning has stored the previous epoch here, and would reload the
         # loaders, which would start over with the order of epoch 0.
         fit_loop._last_train_dl_reload_epoch = trainer.current_epoch
-        num_done = int(fit_loop.epoch_loop.batch_progress.current.processed)
-        if fit_loop.restarted_mid_epoch and num_done < trainer.num_training_batches:
-            _resume_epoch(trainer, loaders, num_done)
         if step_state is not None:
-            step_state.restore()
+            RandomState.of(step_state).restore()
         is_resumed = step_state is not None or fit_loop.epoch_progress.current.processed > 0
-        if is_resumed and not (fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end):
+        epoch_loop = fit_loop.epoch_loop
+        # After the last batch of an epoch, Lightning begins the next one with the passes that it has begun already.
+        is_at_end = epoch_loop.restarted_on_train_batch_end and epoch_loop.batch_progress.is_last_batch
+        if is_at_end and fit_loop.restarted_mid_epoch and trainer.num_training_batches == math.inf:
+            # It would go on counting, because it does not know the length.
+            _set_num_done(epoch_loop, 0)
+        is_within = (fit_loop.restarted_mid_epoch and not is_at_end) or fit_loop.restarted_on_epoch_end
+        # Beyond a limit of batches that was higher before, Lightning begins the epoch again.
+        is_beyond = self._num_done is not None and self._num_done >= trainer.num_training_batches
+        if is_resumed and (is_beyond or not is_within):
             # The run starts with a new epoch, whose orders were drawn before any hook could restore the random state.
-            _restart_iterators(trainer, loaders)
+            _restart_iterators(trainer, self._loaders)
         self._step_state = RandomState.now()
 
-    def _restore_orders(self, trainer: Trainer, loaders: list[DataLoader[Any]]) -> RandomState | None:
-        """Restore the states of the loaders, and return that of the process; None if none is to be restored."""
+    def _saved(self, trainer: Trainer, rank: int | None = None) -> dict[str, Any]:
+        """Return what a rank has saved, by default this one, or another one if there were fewer; {} if none has."""
         ranks: list[dict[str, Any]] = [{}] if self._loaded is None else self._loaded["ranks"]
-        states = ranks[trainer.global_rank % len(ranks)]
-        self._loaded = None
-        self._orders = [_RecordedOrder.of(loader) for loader in loaders]
-        for order, saved in zip(self._orders, states.get("orders", ()), strict=False):
-            order.restore(saved)
-        return RandomState.of(states["step"]) if states else None
+        return ranks[(trainer.global_rank if rank is None else rank) % len(ranks)]
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Look up the loaders of the epoch: ``reload_dataloaders_every_n_epochs`` replaces them."""
-        self._orders = [_RecordedOrder.of(loader) for loader in _resumable_loaders(trainer)]
+    def _restore_orders(self, trainer: Trainer, rank: int | None = None) -> list[dict[str, Any]]:
+        """Restore the states of the loaders that a rank has saved, by default this one; return them."""
+        self._loaders = _recorded(trainer)
+        saved = iter(self._saved(trainer, rank).get("orders", ()))
+        has_streams = self._loaded is not None and "shares" in self._loaded  # unless it is of an earlier version
+        states: list[dict[str, Any]] = []
+        for _, order in self._loaders:
+            states.append(next(saved, {}) if order is not None or has_streams else {})
+            if order is not None and states[-1]:
+                order.restore(states[-1])
+        return states
+
+    def _resume_epoch(self, trainer: Any, num_done: int) -> int:
+        """Let the next passes over the training loaders leave out what is done.
+
+        Args:
+            trainer: The Trainer.
+            num_done: Batches of the epoch on which each rank of the checkpoint has trained.
+
+        Returns:
+            How many batches that is for each rank of this run.
+
+        Raises:
+            ResumeError: This run has other ranks, and what is left of the epoch is unknown.
+        """
+        # Silence Lightning's own warning: the loaders are positioned here, or named in a warning of ours.
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+        loaders, now = _all_loaders(trainer), _shares(trainer)
+        saved = (self._loaded or {}).get("shares", ()) if num_done else ()
+        before = [share and _Share(**share) for share in saved]
+        if len(before) != len(now):
+            before = now
+        now_done = _converted(num_done, loaders, before, now)
+        is_changed = any(None not in (old, new) and old != new for old, new in zip(before, now, strict=True))
+        # Samplers that split one order between the ranks draw the same on each: as one rank of the checkpoint has.
+        states = self._restore_orders(trainer, 0 if is_changed else None)
+        is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
+        resumed = []
+        for (loader, order), state in zip(self._loaders, states, strict=True):
+            iterator, num_skipped = state.get("iterator"), now_done
+            if order is not None:
+                num_skipped = _num_done_in_cycle(loader, now_done) if is_cycle else now_done
+                order.announce_epoch(trainer.fit_loop.epoch_progress.current.processed)
+                order.skip_next(num_skipped)
+            elif iterator is not None:
+                num_skipped -= state["begun_at"]
+            if isinstance(loader, RemoteDataLoader) and iterator is not None and not is_changed:
+                begin_at(loader, IteratorPosition(**{**iterator, "num_batches": max(0, num_skipped)}))
+            elif order is None:
+                continue
+            resumed.append(loader)
+        for loader in loaders:
+            has_position = hasattr(loader, "load_state_dict") or isinstance(loader, FollowingLoader)
+            if num_done and loader not in resumed and not has_position:
+                logger.warning(
+                    "Training resumes after batch %d of the epoch, but %s restarts from the first batch: it is not "
+                    "stateful. Use torchdata's StatefulDataLoader, or data hosts from the start of an epoch.",
+                    now_done,
+                    _name(loader),
+                )
+        return now_done
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -153,28 +273,25 @@ class LocalPosition(Callback):
         """Record the random state after an epoch."""
         self._step_state = RandomState.now()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the loaders' samplers: for ``predict``, Lightning rebuilds a loader from its parts."""
-        _remove_recorded(_resumable_loaders(trainer))
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave a fit that was at its end and has not trained as if it had: the script and its next fit go on."""
+        """Leave a fit that was at its end and has not trained as if it had: the script and its next fit go on.
+
+        The loaders get their samplers back: for ``predict``, Lightning rebuilds a loader from its parts.
+        """
+        step_state = None
         if self._loaded is not None:
-            loaders = _resumable_loaders(trainer)
-            step_state = self._restore_orders(trainer, loaders)
-            _remove_recorded(loaders)
-            if step_state is not None:
-                step_state.restore()
+            step_state = self._saved(trainer).get("step")
+            self._restore_orders(trainer)
+        for loader, order in self._loaders:
+            if order is not None:
+                order.remove(loader)
+        if step_state is not None:
+            RandomState.of(step_state).restore()
         _end_restart(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let the next fit of the Trainer begin as any other, also if this one has failed before it trained."""
         _end_restart(trainer)
-
-
-def _remove_recorded(loaders: list[DataLoader[Any]]) -> None:
-    for loader in loaders:
-        _RecordedOrder.of(loader).remove(loader)
 
 
 def _end_restart(trainer: Any) -> None:
@@ -189,42 +306,39 @@ def _all_loaders(trainer: Trainer) -> list[Any]:
     return [] if combined is None else combined.flattened
 
 
-def _resumable_loaders(trainer: Any) -> list[DataLoader[Any]]:
-    """Return the training loaders whose position this callback can set: DataLoaders that are not stateful."""
-    loaders = _all_loaders(trainer)
-    resumable = [loader for loader in loaders if _is_resumable(loader)]
-    # Next to a stream of unknown length, Lightning fetches a first batch from every loader before any hook. A fit that
-    # is at its end fetches none.
-    fetcher = trainer.fit_loop._data_fetcher
-    is_prefetched = len(resumable) < len(loaders) and fetcher is not None and fetcher.length is None
-    return [] if is_prefetched else resumable
+def _name(loader: Any) -> str:
+    return type(getattr(loader, "dataset", loader)).__name__
 
 
-def _is_resumable(loader: object) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and not hasattr(loader, "load_state_dict")
-    )
+def _is_stream(loader: Any) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
 
 
-def _resume_epoch(trainer: Any, loaders: list[DataLoader[Any]], num_done: int) -> None:
-    """Restart the pass over the training loaders, without its first ``num_done`` batches."""
-    is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
-    for loader in loaders:
-        _RecordedOrder.of(loader).skip_next(_num_done_in_cycle(loader, num_done) if is_cycle else num_done)
-    _restart_iterators(trainer, loaders)
-    for loader in _all_loaders(trainer):
-        has_position = hasattr(loader, "load_state_dict") or isinstance(loader, FollowingLoader)
-        if num_done and loader not in loaders and not has_position:
-            logger.warning(
-                "Training resumes after batch %d of the epoch, but %s restarts from the first batch: it is not "
-                "stateful. Use torchdata's StatefulDataLoader or data hosts, which are.",
-                num_done,
-                type(getattr(loader, "dataset", loader)).__name__,
-            )
-    # Silence Lightning's own warning: the loaders are positioned above, or named in a warning of ours.
-    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+def _recorded(trainer: Trainer) -> _Loaders:
+    """Return the training loaders that are DataLoaders without a state, and what records the order of each."""
+    loaders = [one for one in _all_loaders(trainer) if isinstance(one, DataLoader)]
+    return [
+        (loader, None if _is_stream(loader) else _RecordedOrder.of(loader))
+        for loader in loaders
+        if not hasattr(loader, "load_state_dict")
+    ]
+
+
+def _num_done_in_epoch(fit_loop: Any) -> int | None:
+    """Return the batches that are done of the epoch in which a run resumes; None if it resumes in none."""
+    progress = fit_loop.epoch_loop.batch_progress
+    is_within = fit_loop.restarted_mid_epoch and not progress.is_last_batch
+    return int(progress.current.processed) if is_within else None
+
+
+def _iterator_of(trainer: Any, loader: DataLoader[Any]) -> tuple[IteratorPosition, int] | None:
+    """Return where the iterator of a loader on data hosts is, and the batch of the epoch with which it has begun."""
+    position, fit_loop = position_of(loader), trainer.fit_loop
+    if position is None:
+        return None
+    fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
+    is_cycle = fetcher is not None and combined is not None and combined._mode == "max_size_cycle"
+    return position, max(0, fetcher.fetched - position.num_batches) if is_cycle else 0
 
 
 def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
@@ -236,21 +350,145 @@ def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
     return (num_done - 1) % length + 1 if num_done and length else num_done
 
 
-def _restart_iterators(trainer: Any, loaders: list[DataLoader[Any]]) -> None:
+def _restart_iterators(trainer: Any, loaders: _Loaders) -> None:
     """Restart the iterators of loaders, which started before any hook, and before samplers were told the epoch.
 
     The iterators of other loaders are left alone: a stream may be readable only once, and a stateful loader has just
     been given its state.
     """
     fit_loop = trainer.fit_loop
-    combined = fit_loop._combined_loader
-    for loader in loaders:
-        _RecordedOrder.of(loader).announce_epoch(fit_loop.epoch_progress.current.processed)
-    if loaders and len(loaders) == len(combined.flattened):
-        iter(fit_loop._data_fetcher)  # also fetches a batch if the length is unknown
+    combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
+    restarted = [(one, order) for one, order in loaders if order is not None or isinstance(one, RemoteDataLoader)]
+    are_all = len(restarted) == len(combined.flattened)
+    if fetcher.length is None and not are_all:
+        return  # Lightning has fetched a first batch from every loader
+    for _, order in restarted:
+        if order is not None:
+            order.announce_epoch(fit_loop.epoch_progress.current.processed)
+    if restarted and are_all:
+        iter(fetcher)  # also fetches a batch if the length is unknown
         return
-    for loader in loaders:
+    for loader, _ in restarted:
         combined._iterator.iterators[combined.flattened.index(loader)] = iter(loader)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """How ranks share the data of a loader.
+
+    Attributes:
+        num_ranks: Ranks with different samples.
+        batch_size: Samples in a batch of a rank; None: a batch sampler of the user's decides.
+        sampler: Name of its sampler's class.
+        is_split: Whether that splits one order between the ranks: it is a DistributedSampler.
+        num_workers: Workers of each rank, if it is a stream on data hosts; 0 for others.
+    """
+
+    num_ranks: int
+    batch_size: int | None
+    sampler: str
+    is_split: bool
+    num_workers: int
+
+    @property
+    def ranks(self) -> str:
+        """Its ranks, for messages."""
+        return f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+
+
+def _shares(trainer: Any) -> list[_Share | None]:
+    """Return how ranks share the data of each training loader; None if unknown, or it cannot be resumed here."""
+    return [_share_of(trainer, loader) for loader in _all_loaders(trainer)]
+
+
+def _share_of(trainer: Any, loader: Any) -> _Share | None:
+    if not isinstance(loader, (DataLoader, FollowingLoader)) or hasattr(loader, "load_state_dict"):
+        return None
+    if isinstance(loader, FollowingLoader) and not isinstance(getattr(loader, "sampler", None), Sampler):
+        return None
+    num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+    if _is_stream(loader):
+        is_remote = isinstance(loader, RemoteDataLoader)
+        return _Share(num_ranks, loader.batch_size, "", False, max(1, loader.num_workers)) if is_remote else None
+    batch_sampler = _RecordedOrder.inner(loader.batch_sampler)
+    sampler = getattr(batch_sampler, "sampler", _RecordedOrder.inner(loader.sampler))
+    batch_size = 1 if batch_sampler is None else None
+    if type(batch_sampler) is BatchSampler:
+        batch_size = batch_sampler.batch_size
+    is_split = isinstance(sampler, DistributedSampler)
+    return _Share(sampler.num_replicas if is_split else num_ranks, batch_size, type(sampler).__name__, is_split, 0)
+
+
+def _converted(num_done: int, loaders: list[Any], before: list[_Share | None], now: list[_Share | None]) -> int:
+    """Convert a number of batches of each rank to that of this run's ranks and batch sizes, rounded down.
+
+    Args:
+        num_done: The batches that are done.
+        loaders: The loaders.
+        before: How ranks shared their data then.
+        now: How they do now.
+
+    Raises:
+        ResumeError: What is left of the epoch is unknown.
+    """
+    converted = {
+        (num_done, 0) if old == new else _divided(num_done, _name(loader), old, new)
+        for loader, old, new in zip(loaders, before, now, strict=True)
+        if old is not None and new is not None
+    }
+    batches = {one for one, _ in converted} or {num_done}
+    if len(batches) > 1:
+        raise ResumeError(
+            f"The checkpoint was saved after batch {num_done} of an epoch, which is batch "
+            f"{' and batch '.join(map(str, sorted(batches)))} with the ranks and batch sizes that the loaders of this "
+            "run have. Change the batch sizes of all loaders by the same factor, or resume from a checkpoint at the "
+            "end of an epoch."
+        )
+    (now_done,) = batches
+    if now_done != num_done or any(rest for _, rest in converted):
+        _warn_once(
+            "The checkpoint was saved after batch %d of an epoch, which is batch %d with the ranks and batch sizes of "
+            "this run. Samples that repeat: %d.",
+            num_done,
+            now_done,
+            max(rest for _, rest in converted),
+        )
+    return now_done
+
+
+def _divided(num_done: int, name: str, old: _Share, new: _Share) -> tuple[int, int]:
+    """Return the batches that ranks have done of a loader that they share differently now, and samples that repeat."""
+    saved = f"The checkpoint was saved after batch {num_done} of an epoch over {name}, on {old.ranks}"
+    remedy = "or from a checkpoint at the end of an epoch."
+    if old.num_workers or new.num_workers:
+        raise ResumeError(
+            f"{saved} with num_workers={old.num_workers} and batch_size={old.batch_size}, but this run has {new.ranks} "
+            f"with num_workers={new.num_workers} and batch_size={new.batch_size}. What is left of a stream is known "
+            "only for the workers that have read it. Resume with as many ranks and the same arguments of its "
+            f"DataLoader, {remedy}"
+        )
+    if old.is_split != new.is_split or (old.num_ranks != new.num_ranks and not old.is_split):
+        raise ResumeError(
+            f"{saved} with {old.sampler}, but this run has {new.ranks} with {new.sampler}. Which samples are left is "
+            "known for any number of ranks only with the DistributedSampler that Lightning puts in, on a single rank "
+            f'with strategy="ddp". Resume with as many ranks and the same sampler and strategy, {remedy}'
+        )
+    if old.batch_size is None or new.batch_size is None:
+        if old.num_ranks == new.num_ranks:
+            return num_done, 0
+        raise ResumeError(
+            f"{saved}, but this run has {new.ranks}, and its batch sampler may make other batches of other samples. "
+            f"Resume with as many ranks, {remedy}"
+        )
+    return divmod(num_done * old.num_ranks * old.batch_size, new.num_ranks * new.batch_size)
+
+
+def _set_num_done(epoch_loop: Any, num_done: int) -> None:
+    """Set how many batches of the epoch Lightning has counted."""
+    progress = epoch_loop.batch_progress.current
+    difference = num_done - progress.processed
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(progress, name, getattr(progress, name) + difference)
 
 
 class _DrawnWith(NamedTuple):
@@ -263,19 +501,6 @@ class _DrawnWith(NamedTuple):
 
     at_iter: RandomState
     at_first: RandomState
-
-
-class _RecordingProcess:
-    """A strategy's ``process_dataloader``, which also records the orders of loaders for training."""
-
-    def __init__(self, trainer: Trainer, own: Callable[[object], object]) -> None:
-        self._trainer, self._own = trainer, own
-
-    def __call__(self, loader: object) -> object:
-        processed = self._own(loader)
-        if self._trainer.training and _is_resumable(processed):
-            _RecordedOrder.of(cast("DataLoader[Any]", processed))
-        return processed
 
 
 class _RecordedOrder:
@@ -302,6 +527,11 @@ class _RecordedOrder:
         order = cls(sampler, [loader.sampler, getattr(loader.batch_sampler, "sampler", None)])
         _set_sampler(loader, order)
         return order
+
+    @classmethod
+    def inner(cls, sampler: Any) -> Any:
+        """Return the sampler in a wrapper, or a sampler itself."""
+        return sampler._sampler if isinstance(sampler, cls) else sampler
 
     def remove(self, loader: DataLoader[Any]) -> None:
         _set_sampler(loader, self._sampler)
@@ -368,3 +598,6 @@ def _set_sampler(loader: Any, sampler: Any) -> None:
     object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler)
     if loader._iterator is not None:
         loader._iterator._index_sampler = sampler
+
+
+_Loaders: TypeAlias = list[tuple[DataLoader[Any], _RecordedOrder | None]]

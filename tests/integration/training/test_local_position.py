@@ -311,6 +311,14 @@ class KeepsPlace(Shuffled):
         return Stateful(points(), batch_size=BATCH_SIZE, collate_fn=noisy)
 
 
+class AsksForSteps(KeepsPlace):
+    """The same, of a model that makes Lightning begin to read before it has restored its progress."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
 class KeepsPlaceInStream(Model):
     """A stream of a length that Lightning does not know, so that it fetches a batch ahead."""
 
@@ -336,7 +344,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("cls", [KeepsPlace, KeepsPlaceInStream, KeepsPlaceBesideOther])
+@pytest.mark.parametrize("cls", [KeepsPlace, KeepsPlaceInStream, KeepsPlaceBesideOther, AsksForSteps])
 @pytest.mark.parametrize("moment", ["a step's end", "a later step", "the first step of an epoch"])
 def test_loaders_that_keep_their_place_resume(tmp_path, uninterrupted, cls, moment):
     """A batch that is fetched when the training leaves is not lost."""

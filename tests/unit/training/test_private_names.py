@@ -98,7 +98,7 @@ LIGHTNING = [
     ),
     (
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
-        ["_combined_loader", "_data_fetcher", "_last_train_dl_reload_epoch"],
+        ["_combined_loader", "_data_fetcher", "_last_train_dl_reload_epoch", "_load_combined_loader_states"],
         ["training/callbacks/local_position.py"],
     ),
     (
@@ -201,7 +201,9 @@ OF_OTHERS = {
     "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
     "data/trainer/remote_iterator.py": {  # torch's DataLoader
         *("_BaseDataLoaderIter", "_DatasetKind", "_base_seed", "_dataset_kind", "_next_index", "_num_workers"),
+        "_num_yielded",
     },
+    "data/trainer/remote_loader.py": {"_iterator"},  # the same
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
     "training/checkpoints/epoch_metrics.py": {"_computed", "_defaults", "_update_count"},  # torchmetrics
     "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch
