@@ -173,8 +173,14 @@ def serve_grpcio(payload: Payload) -> None:
     from lightning_sm.data.ipc.processes import keep_freed_memory
     from lightning_sm.data.protocol.call_metadata import SERVICE as DATA_SERVICE
     from lightning_sm.data.protocol.frames import FrameKind, frame
-    from lightning_sm.data.protocol.grpc_transport import server_options
+    from lightning_sm.data.protocol.grpc_transport import Guard, server_options
     from lightning_sm.data.protocol.spec import CHUNK_BYTES
+    from lightning_sm.data.settings import Credentials
+
+    class DataGuard(Guard):
+        def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+            is_ours = details.method.startswith(f"/{DATA_SERVICE}/")
+            return super().intercept_service(continuation, details) if is_ours else continuation(details)
 
     keep_freed_memory()
     slots = sources(payload)
@@ -186,7 +192,8 @@ def serve_grpcio(payload: Payload) -> None:
                 yield b"".join([frame(0, FrameKind.DATA, len(piece), start), piece])
 
     handler = grpc.stream_stream_rpc_method_handler(stream)
-    server = grpc.server(ThreadPoolExecutor(max_workers=1), options=server_options())
+    guard = DataGuard(Credentials("benchmark", ""), "")
+    server = grpc.server(ThreadPoolExecutor(max_workers=1), interceptors=[guard], options=server_options())
     names = ((SERVICE, METHOD), (DATA_SERVICE, "Fetch"))
     server.add_generic_rpc_handlers(
         tuple(grpc.method_handlers_generic_handler(service, {method: handler}) for service, method in names)

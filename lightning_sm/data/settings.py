@@ -83,8 +83,8 @@ class DataServiceSettings:
             Default: the least common multiple of 16 and the number of ranks, and 8 times as many for more than 16
             ranks. A resumed run keeps its number.
         port: Port of the data hosts. Default: derived from the job.
-        token: Secret that trainers must present. Default: derived from LIGHTNING_SM_JOB_SECRET; without that from the
-            job's name, which is not secret.
+        token: Secret that trainers and data hosts must prove to each other. Default: derived from
+            LIGHTNING_SM_JOB_SECRET; without that from the job's name, which is not secret.
         trust: Addresses, host names and networks ("10.0.0.0/16") that may connect to the data hosts, in addition to the
             job's hosts and the data host's own machine. Needed only for data hosts that are started by hand, and for
             trainers whose address differs from that of their host name.
@@ -184,7 +184,7 @@ class Credentials:
 
     Attributes:
         job: Name of the job.
-        token: Secret that trainers must present.
+        token: Secret that both must prove.
         tls_certificate: PEM file with the certificate of this side.
         tls_key: PEM file with its private key.
         tls_authority: PEM file with the authority that signed the certificate of the other side.

@@ -15,14 +15,25 @@ from h2.events import Event, StreamEnded
 from hpack import Encoder
 
 from lightning_sm.data.protocol import h2_connection
+from lightning_sm.data.protocol.call_metadata import NONCE_KEY, PROOF_KEY, proof
 from lightning_sm.data.protocol.wire import Wire
+from lightning_sm.data.settings import Credentials
 from tests.fakes.strangers import frame
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 5, 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS, PADDED = 1, 1, 4, 8
 TIMEOUT_S = 20.0
 
-OK_HEADERS = [(":status", "200"), ("content-type", "application/grpc")]
+CREDENTIALS = Credentials("job", "token")
+# The random numbers of a trainer, whose calls the answers fit, and of the server.
+NONCE, CHALLENGE = "of the trainer", "of the server"
+
+UNPROVED_HEADERS = [(":status", "200"), ("content-type", "application/grpc")]
+OK_HEADERS = [
+    *UNPROVED_HEADERS,
+    (NONCE_KEY, CHALLENGE),
+    (PROOF_KEY, proof(CREDENTIALS, "data host", NONCE, CHALLENGE)),
+]
 OK_TRAILERS = [("grpc-status", "0")]
 
 _Event = TypeVar("_Event", bound=Event)

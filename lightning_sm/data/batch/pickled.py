@@ -98,7 +98,8 @@ def _pickle(batch: Any, arena: Arena, pickler: type[pickle.Pickler]) -> bytes:
 def unpickle_batch(structure: bytes, data: npt.NDArray[np.uint8]) -> Any:
     """Rebuild a batch. Its large tensors and arrays are views of ``data``, and keep that object itself alive.
 
-    Only for batches of this job's own data hosts: a pickle can do anything, and nothing here checks who has sent it.
+    Only for batches of this job's own data hosts: a pickle can do anything, and nothing here checks who sent it. The
+    trainer's end of gRPC has: it takes no message of a server that has not proved the token (``grpc_client._confirm``).
 
     Args:
         structure: What ``pickle_batch`` returned.

@@ -455,6 +455,8 @@ class HostLink:
             self._failed_port = stream.port  # do not use it again: a firewall may admit only that of the data host
         if error is not None and not isinstance(error, CallError):
             self._refuse_for(error)
+        elif error is not None and error.code is CallStatus.PERMISSION_DENIED:  # what answers has not proved the token
+            self._call_failed(error)
         with self._notifying:
             if stream is self._stream and not self._closed.is_set():
                 self._lose(LinkState.CONNECTING, "the data host closed the stream" if error is None else str(error))

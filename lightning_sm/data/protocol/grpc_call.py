@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from lightning_sm.data.protocol.frames import MAX_HEADER_BYTES
@@ -61,6 +61,9 @@ class Call:
         headers: Its headers.
         receiver: Receives the messages of the answer.
         requests: All requests; None: they come one by one, by ``send``. Only a sequence can be sent again.
+        confirm: Checks the headers of the answer, and returns the request that confirms the call; raises CallError if
+            the server has not proved the token.
+        waits: Whether the server gets this request first, and no other before it has proved the token.
 
     Attributes:
         transport: The connection; None: not started.
@@ -72,7 +75,13 @@ class Call:
     """
 
     def __init__(
-        self, headers: list[tuple[str, str]], receiver: MessageReceiver, requests: Iterable[bytes] | None
+        self,
+        headers: list[tuple[str, str]],
+        receiver: MessageReceiver,
+        requests: Iterable[bytes] | None,
+        confirm: Callable[[Mapping[bytes, bytes]], bytes],
+        *,
+        waits: bool,
     ) -> None:
         self.headers = headers
         self.receiver = receiver
@@ -85,6 +94,9 @@ class Call:
         self._sequence = requests if isinstance(requests, Sequence) else None
         self._requests: Iterator[bytes] | None = None if requests is None else iter(requests)
         self._num_refused = 0
+        self._confirm = confirm
+        self._waits = waits
+        self._is_proved = False  # the server has the token
         self._outgoing: deque[memoryview] = deque()
         self._prefix = bytearray(_PREFIX.size)
         self._num_prefix = 0  # bytes of the prefix that have arrived
@@ -104,12 +116,26 @@ class Call:
 
     def add_request(self, message: bytes) -> None:
         """Add a request to those that wait for room."""
-        self._outgoing.append(memoryview(_PREFIX.pack(0, len(message)) + message))
+        self._outgoing.append(_framed(message))
 
     # In the thread of the connection
 
+    def begin(self, headers: Mapping[bytes, bytes]) -> CallError | None:
+        """Take the headers with which the answer begins; return an error if the server has not proved the token."""
+        try:
+            confirmation = self._confirm(headers)
+        except CallError as error:
+            return error
+        self._is_proved = True
+        if self._waits:
+            self._outgoing.appendleft(_framed(confirmation))
+            self._waits = False
+        return None
+
     def take_outgoing(self, room: int) -> bytes | None:
         """Return the next bytes to send, at most ``room``, which may be none for now; None: all requests are sent."""
+        if self._waits:
+            return b""
         if not self._outgoing and self._requests is not None:
             message = next(self._requests, None)
             if message is None:
@@ -166,6 +192,12 @@ class Call:
     def outcome(self) -> CallError | None:
         """Return the error of a call whose last frame has arrived."""
         error = error_in(self.trailers)
+        if error is None and not self._is_proved:
+            return self.begin({})
         if error is None and self._num_prefix:
             return CallError(CallStatus.INTERNAL, "the answer ends within a message")
         return error
+
+
+def _framed(message: bytes) -> memoryview:
+    return memoryview(_PREFIX.pack(0, len(message)) + message)

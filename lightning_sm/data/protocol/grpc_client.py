@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import hmac
 import ssl
 import threading
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
+from secrets import token_hex
 
-from lightning_sm.data.protocol.call_metadata import metadata, method, refused_token
+from lightning_sm.data.protocol.call_metadata import (
+    CONFIRMED,
+    NONCE_KEY,
+    PROOF_KEY,
+    metadata,
+    method,
+    proof,
+    refused_token,
+    unproved,
+)
 from lightning_sm.data.protocol.grpc_call import Call, MessageReceiver
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
 from lightning_sm.data.protocol.h2_connection import Http2Connection
@@ -85,7 +97,9 @@ class GrpcChannel:
         Raises:
             CallError: The channel is closed.
         """
-        call = Call(self._headers(name, timeout_s), receiver, requests)
+        nonce = token_hex(16)
+        confirm = partial(_confirm, self._credentials, nonce)
+        call = Call(self._headers(name, nonce, timeout_s), receiver, requests, confirm, waits=name in CONFIRMED)
         with self._lock:
             if self._is_closed:
                 raise CallError(CallStatus.CANCELLED, "the channel is closed")
@@ -131,7 +145,7 @@ class GrpcChannel:
             raise answer.error
         return answer.messages
 
-    def _headers(self, name: str, timeout_s: float | None) -> list[tuple[str, str]]:
+    def _headers(self, name: str, nonce: str, timeout_s: float | None) -> list[tuple[str, str]]:
         """Return the headers of a call (PROTOCOL-HTTP2.md, "Request-Headers")."""
         host = "localhost" if self._address.startswith("unix") else self._address
         scheme = "http" if self.context is None else "https"
@@ -139,7 +153,21 @@ class GrpcChannel:
         headers += [("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "grpc-lightning-sm")]
         if timeout_s is not None:  # at most 8 digits
             headers.append(("grpc-timeout", f"{min(99_999_999, max(1, int(1000 * timeout_s)))}m"))
-        for key, value in metadata(self._credentials):
+        for key, value in metadata(self._credentials, name, nonce):
             text = b64encode(value).decode() if isinstance(value, bytes) else value
             headers.append((key, text))
         return headers
+
+
+def _confirm(credentials: Credentials, nonce: str, headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the proof that confirms a call, once the headers of the answer prove that the data host has the token.
+
+    Raises:
+        CallError: They do not.
+    """
+    challenge = headers.get(NONCE_KEY.encode(), b"").decode("latin-1")
+    expected = proof(credentials, "data host", nonce, challenge).encode()
+    if not hmac.compare_digest(headers.get(PROOF_KEY.encode(), b""), expected):
+        # Not UNAUTHENTICATED, with which data hosts refuse the trainer.
+        raise CallError(CallStatus.PERMISSION_DENIED, unproved(credentials))
+    return proof(credentials, "confirmation", nonce, challenge).encode()

@@ -8,22 +8,31 @@ are finished, in pieces of 2 MiB, which were measured to be the fastest and keep
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from secrets import token_hex
 from typing import Any
 
 import grpc
 
 from lightning_sm.data.protocol.call_metadata import (
+    CONFIRMED,
     JOB_KEY,
+    NONCE_KEY,
+    PROOF_KEY,
     PROTOCOL_VERSION,
     SERVICE,
-    TOKEN_KEY,
     VERSION_KEY,
+    method,
+    proof,
 )
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataSettingsError
+from lightning_sm.job.variables import JOB_SECRET
+
+logger = logging.getLogger(__name__)
 
 # A request for a batch has 8 bytes per sample, and all requests for the batches of a window may share a message.
 MAX_REQUESTS_BYTES = 64 << 20
@@ -38,11 +47,15 @@ _MAX_STREAMS = 16
 _IDLE_TIMEOUT_MS = 60_000
 _HANDSHAKE_TIMEOUT_MS = 10_000
 
+_WRONG_TOKEN = grpc.StatusCode.UNAUTHENTICATED, "wrong token"
+_MAX_LOGGED = 20
+
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type information
-    """The guard of a server: refuses calls without the token, or of another version or job, before it reads them.
+    """The guard of a server: refuses calls without a proof of the token, or of another version or job, unread.
 
-    Who does not have the token is told nothing else: the default token follows from the job's name.
+    Who does not prove the token is told nothing else: the default token follows from the job's name. All others get the
+    server's own proof first.
 
     Args:
         credentials: Job and token.
@@ -52,19 +65,56 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
     def __init__(self, credentials: Credentials, host: str) -> None:
         self._credentials = credentials
         self._host = f"data host {host}" if host else "the data host"
+        self._logged: set[str] = set()
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Accept a call, or abort it with the reason."""
-        refusal = self._refusal(dict(details.invocation_metadata))
+        sent = dict(details.invocation_metadata)
+        refusal = self._refusal(details.method, sent)
         if refusal is None:
-            return continuation(details)
+            handler = continuation(details)
+            return handler and self._proving(handler, details.method, sent.get(NONCE_KEY, ""))
         # For every method, also one that does not exist here. A handler of a single request would read that first.
-        return grpc.stream_stream_rpc_method_handler(lambda _, context: context.abort(*refusal))
+        return grpc.stream_stream_rpc_method_handler(lambda _, context: self._refuse(context, *refusal))
 
-    def _refusal(self, sent: dict[str, Any]) -> tuple[Any, str] | None:
-        # Compared in constant time: how long it takes must not reveal anything about the token.
-        if not hmac.compare_digest(sent.get(TOKEN_KEY, b""), self._credentials.token.encode()):
-            return grpc.StatusCode.UNAUTHENTICATED, "wrong token"
+    def _proving(self, handler: Any, path: str, nonce: str) -> Any:
+        """Return a handler that first proves the token and, for calls that bring pickles, has the caller confirm it."""
+        kind = f"{_kind(handler.request_streaming)}_{_kind(handler.response_streaming)}"
+        serve = getattr(handler, kind)
+        is_confirmed = path in map(method, CONFIRMED)
+
+        def prove(request: Any, context: Any) -> Any:
+            challenge = token_hex(16)
+            own = proof(self._credentials, "data host", nonce, challenge)
+            context.send_initial_metadata(((NONCE_KEY, challenge), (PROOF_KEY, own)))
+            if is_confirmed:
+                expected = proof(self._credentials, "confirmation", nonce, challenge)
+                if not hmac.compare_digest(next(request, b""), expected.encode()):
+                    self._refuse(context, *_WRONG_TOKEN)
+            return serve(request, context)
+
+        return handler._replace(**{kind: prove})
+
+    def _refuse(self, context: Any, code: Any, why: str) -> None:
+        address = context.peer().rpartition(":")[0]
+        if code is grpc.StatusCode.UNAUTHENTICATED and address not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(address)
+            logger.warning(
+                "Refused a call from %s, which did not prove that it has the token of %s, of job %r, from %s. If it is "
+                "a trainer of this job, compare data_service.token and %s of both.",
+                address,
+                self._host,
+                self._credentials.job,
+                self._credentials.token_source,
+                JOB_SECRET.name,
+            )
+        context.abort(code, why)
+
+    def _refusal(self, path: str, sent: dict[str, Any]) -> tuple[Any, str] | None:
+        # Compared in constant time: how long it takes must not reveal anything about the right one.
+        expected = proof(self._credentials, "trainer", path, sent.get(NONCE_KEY, ""))
+        if not hmac.compare_digest(sent.get(PROOF_KEY, "").encode(), expected.encode()):
+            return _WRONG_TOKEN
         version = sent.get(VERSION_KEY)
         if version != PROTOCOL_VERSION:
             return grpc.StatusCode.FAILED_PRECONDITION, (
@@ -78,6 +128,10 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
                 f"{job.decode(errors='replace')!r}."
             )
         return None
+
+
+def _kind(streams: bool) -> str:
+    return "stream" if streams else "unary"
 
 
 def server_options(max_connections: int = 1024, *, shares_port: bool = False) -> list[tuple[str, Any]]:

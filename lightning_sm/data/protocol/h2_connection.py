@@ -315,8 +315,12 @@ class Http2Connection:
                 case events.ResponseReceived(headers=headers) if call is not None:
                     call.trailers = dict(headers)  # they are, if the stream ends with them ("Trailers-Only")
                     error = response_error(call.trailers)
+                    if error is None and event.stream_ended is None:
+                        error = call.begin(call.trailers)
                     if error is not None:
                         self._end(call, error, is_open=event.stream_ended is None or not call.has_sent_all)
+                    else:
+                        self._send_requests(call)  # they may have waited for the server's proof
                 case events.TrailersReceived(headers=headers) if call is not None:
                     call.trailers = dict(headers)
                 case events.StreamEnded() if call is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from secrets import token_hex
 from typing import Any
 
 import grpc
 
 from lightning_sm.data.host.data_host import LOCAL_JOB
-from lightning_sm.data.protocol import call_metadata, grpc_transport
+from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.call_metadata import CONFIRMED, NONCE_KEY, SERVICE, metadata, method, proof
 from lightning_sm.data.protocol.calls import Loaders, SetUp
 from lightning_sm.data.protocol.frames import FrameKind, frames
 from lightning_sm.data.protocol.spec import LoaderDescription
@@ -46,6 +48,7 @@ class FakeHost:
         opened: Answers to Open: of ``setup``, and of loaders.
         listed: Answer to List.
         answer: Makes the messages that answer a request for a batch.
+        loaded: What has arrived by Load.
     """
 
     def __init__(self, answer: Callable[[int], list[bytes]] | None = None, loader: LoaderDescription = LOADER) -> None:
@@ -53,15 +56,25 @@ class FakeHost:
         self.opened = {"": SetUp({}, []).encode(), "train": Loaders(0, [loader]).encode()}
         self.listed = b""
         self.answer = answer
+        self.loaded: list[bytes] = []
 
     @contextlib.contextmanager
-    def serving(self, known: Credentials | None = None, where: str = "127.0.0.1:0") -> Iterator[str]:
-        """Serve in this process, and yield the address."""
+    def serving(
+        self, known: Credentials | None = None, where: str = "127.0.0.1:0", guard: grpc_transport.Guard | None = None
+    ) -> Iterator[str]:
+        """Serve in this process, and yield the address.
+
+        Args:
+            known: Job, token and TLS files.
+            where: Where to listen.
+            guard: Stands in for the guard of a data host.
+        """
         known = known or credentials()
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         handlers = {
             "Heartbeat": unary(lambda *_: self.heartbeat),
-            "Open": unary(lambda request, _: self.opened[json.loads(request)["loaders"]]),
+            "Open": unary(lambda request, _: self.open(request)),
+            "Load": grpc.stream_unary_rpc_method_handler(lambda requests, _: self.loaded.extend(requests) or b"{}"),
             "List": stream(lambda *_: iter([self.listed])),
             "Fetch": stream(self._fetch),
             "Finish": unary(lambda *_: b"{}"),
@@ -69,8 +82,8 @@ class FakeHost:
         with ThreadPoolExecutor(8) as pool:
             server = grpc.server(
                 pool,
-                handlers=[grpc.method_handlers_generic_handler(call_metadata.SERVICE, handlers)],
-                interceptors=[grpc_transport.Guard(known, "fake")],
+                handlers=[grpc.method_handlers_generic_handler(SERVICE, handlers)],
+                interceptors=[guard or grpc_transport.Guard(known, "fake")],
                 options=grpc_transport.server_options(),
             )
             address = grpc_transport.bind(server, where, known)
@@ -80,6 +93,10 @@ class FakeHost:
             finally:
                 server.stop(None).wait()  # with 0 seconds of grace, a thread of gRPC's may outlive it
 
+    def open(self, request: bytes) -> bytes:
+        """Return the answer to Open."""
+        return self.opened[json.loads(request)["loaders"]]
+
     def _fetch(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for message in requests:
             for request_id, kind, _, _ in frames(message):
@@ -87,17 +104,73 @@ class FakeHost:
                     yield from self.answer(request_id)
 
 
+class Impostor(grpc_transport.Guard):
+    """Lets everybody in, and does not prove that it has the token.
+
+    Args:
+        token: Its own token, with which it proves something else; None: it proves nothing.
+        only: The method that somebody has taken over; the others are those of a data host. Default: all methods.
+
+    Attributes:
+        called: Names of the methods that were called.
+    """
+
+    def __init__(self, token: str | None = None, only: str | None = None) -> None:
+        super().__init__(credentials(token=token), "fake")
+        self.called: set[str] = set()
+        self._proves = token is not None
+        self._only = only
+        self._right = grpc_transport.Guard(credentials(), "fake")
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        """Accept a call."""
+        name = details.method.rpartition("/")[2]
+        self.called.add(name)
+        if name != (self._only or name):
+            return self._right.intercept_service(continuation, details)
+        return super().intercept_service(continuation, details) if self._proves else continuation(details)
+
+    def _refusal(self, path: str, sent: dict[str, Any]) -> tuple[Any, str] | None:
+        return None
+
+
+def begin(channel: grpc.Channel, name: str, requests: Iterator[bytes], **limits: Any) -> Any:
+    """Start a call by hand, as a trainer with the token, and return it.
+
+    Args:
+        channel: Channel of grpcio.
+        name: Name of the method.
+        requests: What it is sent: one request, unless it takes more.
+        limits: How long it may take.
+    """
+    known, nonce, started = credentials(), token_hex(16), Future()
+    limits["metadata"] = metadata(known, name, nonce)
+
+    def all_requests() -> Iterator[bytes]:
+        if name in CONFIRMED:
+            challenge = dict(started.result().initial_metadata()).get(NONCE_KEY, "")
+            yield proof(known, "confirmation", nonce, challenge).encode()
+        yield from requests
+
+    if name in ("List", "Fetch"):
+        call = channel.stream_stream(method(name))(all_requests(), **limits)
+    elif name == "Load":
+        call = channel.stream_unary(method(name)).future(all_requests(), **limits)
+    else:
+        call = channel.unary_unary(method(name)).future(next(requests), **limits)
+    started.set_result(call)
+    return call
+
+
 class FakeTrainer:
     """Calls a data host by hand, with grpcio.
 
     Args:
         address: The data host.
-        metadata: What goes with every call; default: what a trainer sends.
     """
 
-    def __init__(self, address: str, metadata: list[tuple[str, Any]] | None = None) -> None:
+    def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
-        self._metadata = call_metadata.metadata(credentials()) if metadata is None else metadata
 
     def __enter__(self) -> FakeTrainer:
         return self
@@ -107,18 +180,15 @@ class FakeTrainer:
 
     def call(self, name: str, request: bytes = b"{}") -> bytes:
         """Make a call with one request and one answer."""
-        return self._channel.unary_unary(call_metadata.method(name))(request, metadata=self._metadata, timeout=20)
+        return begin(self._channel, name, iter([request]), timeout=20).result()
 
     def wait_until_served(self) -> None:
         """Connect again until a call is answered; a server that has too many connections closes new ones."""
-        call = self._channel.unary_unary(call_metadata.method("Status"))
-        call(b"{}", metadata=self._metadata, timeout=60, wait_for_ready=True)
+        begin(self._channel, "Status", iter([b"{}"]), timeout=60, wait_for_ready=True).result()
 
     def stream(self, name: str, *requests: bytes) -> list[bytes]:
         """Make a call with any number of requests, and wait for all answers."""
-        return list(
-            self._channel.stream_stream(call_metadata.method(name))(iter(requests), metadata=self._metadata, timeout=20)
-        )
+        return list(begin(self._channel, name, iter(requests), timeout=20))
 
     def any_call(self, name: str, request: bytes = b"{}") -> grpc.StatusCode:
         """Make a call, and return how it ended."""
@@ -133,4 +203,4 @@ class FakeTrainer:
 
     def conversation(self, requests: Iterator[bytes]) -> Any:
         """Open a Fetch stream, and return the call."""
-        return self._channel.stream_stream(call_metadata.method("Fetch"))(requests, metadata=self._metadata, timeout=60)
+        return begin(self._channel, "Fetch", requests, timeout=60)

@@ -21,7 +21,7 @@ from lightning_sm.data.ipc.host_messages import (
     TrainerFinished,
 )
 from lightning_sm.data.ipc.processes import start_module
-from lightning_sm.data.protocol import call_metadata, calls
+from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.settings import DataServiceSettings, HostSettings
@@ -29,7 +29,7 @@ from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataServiceError
 from tests.fakes.requests import DIGEST, count_request, list_request, open_request
 from tests.integration.data.datasets import Data
-from tests.integration.data.fakes import LOADER, credentials
+from tests.integration.data.fakes import LOADER, begin, credentials
 
 pytestmark = pytest.mark.processes
 
@@ -55,11 +55,7 @@ class Server:
 
     def start(self, name, **values):
         """Start a call, and return its future."""
-        channel = self.connect()
-        kind = channel.stream_stream if name == "List" else channel.unary_unary
-        method, request = kind(call_metadata.method(name)), json.dumps(values).encode()
-        limits = {"metadata": call_metadata.metadata(credentials()), "timeout": TIMEOUT_S}
-        return method(iter([request]), **limits) if name == "List" else method.future(request, **limits)
+        return begin(self.connect(), name, iter([json.dumps(values).encode()]), timeout=TIMEOUT_S)
 
     def end(self, name, **values):
         """Make a call, and return how it ended: code and text."""

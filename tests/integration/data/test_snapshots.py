@@ -7,13 +7,12 @@ import grpc
 import pytest
 
 from lightning_sm.data.ipc.host_messages import NewSnapshot, RunHook
-from lightning_sm.data.protocol import call_metadata
 from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.errors import DataHostMismatchError, DataHostUnreachableError
 from tests.fakes.requests import open_request
-from tests.integration.data.fakes import credentials
+from tests.integration.data.fakes import begin
 from tests.integration.data.test_bounds import TIMEOUT_S, Server
 
 pytestmark = pytest.mark.processes
@@ -40,11 +39,10 @@ def digest_of(content):
 
 def load(server, content, digest, num_bytes):
     """Send a snapshot in pieces; return the status of the call."""
-    method = server.connect().stream_unary(call_metadata.method("Load"))
     head = json.dumps({"digest": digest, "num_bytes": num_bytes}).encode()
     pieces = [head, *(content[start : start + 1_000_000] for start in range(0, len(content), 1_000_000))]
     try:
-        method(iter(pieces), metadata=call_metadata.metadata(credentials()), timeout=TIMEOUT_S)
+        begin(server.connect(), "Load", iter(pieces), timeout=TIMEOUT_S).result()
     except grpc.RpcError as error:
         return error.code()
     return grpc.StatusCode.OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -15,14 +16,16 @@ import trustme
 from torch.utils.data import DataLoader
 
 from lightning_sm.data.host.data_host import DataHost
-from lightning_sm.data.protocol import call_metadata, grpc_transport
+from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.call_metadata import PROOF_KEY, metadata, method, proof
+from lightning_sm.data.protocol.calls import Missing
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError
 from lightning_sm.job.variables import JOB_SECRET
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Augmented, Data
-from tests.integration.data.fakes import FakeHost, credentials
+from tests.integration.data.fakes import FakeHost, Impostor, credentials
 
 pytestmark = pytest.mark.processes
 
@@ -128,16 +131,86 @@ def test_a_data_host_that_is_started_by_hand_has_a_secret_of_its_own(monkeypatch
         assert os.environ[JOB_SECRET.name] == secret
 
 
+NOT_OF_THE_JOB = (
+    "what answers there is no data host of this job: it did not prove that it has the token of this trainer"
+)
+
+
+@pytest.mark.parametrize("token", [None, "guessed"], ids=["no proof", "a wrong proof"])
+@pytest.mark.parametrize("is_nonsense", [False, True])
+def test_a_data_host_without_the_token_gets_nothing_and_nothing_of_it_is_read(token, is_nonsense):
+    """Its first answer is refused unread, with advice; it learns neither loaders nor DataModule."""
+    host, impostor = FakeHost(), Impostor(token)
+    if is_nonsense:
+        host.heartbeat = b"\x80\x05nonsense"
+    with host.serving(guard=impostor) as address:
+        error = refusal(address)
+    assert NOT_OF_THE_JOB in error
+    assert f"set the same {JOB_SECRET.name} in both. If both have the same token, another process" in error
+    assert f"(data host at {address})" in error
+    assert impostor.called <= {"Heartbeat", "Finish"}
+
+
+class Lacking(FakeHost):
+    """A data host that needs the DataModule first."""
+
+    def open(self, request):
+        if self.loaded:
+            return super().open(request)
+        return Missing([json.loads(request)["datamodule"]]).encode()
+
+
+def test_a_datamodule_goes_to_nobody_who_has_taken_the_place_of_a_data_host():
+    """The call that would bring it has a proof of its own: that of an earlier call on the channel is not enough."""
+    host = Lacking()
+    with host.serving(guard=Impostor("guessed", only="Load")) as address:
+        assert NOT_OF_THE_JOB in refusal(address)
+    assert not host.loaded
+    with host.serving() as address, remote([address], data()):
+        assert host.loaded
+
+
+def test_no_batch_is_taken_from_a_port_of_somebody_without_the_token():
+    """Data hosts send batches from ports of their own, each of which proves the token, too."""
+    asked = []
+    false, impostor = FakeHost(lambda request_id: asked.append(request_id) or [b"nonsense"]), Impostor("guessed")
+    host = FakeHost()
+    with false.serving(guard=impostor) as port_of_batches:
+        stream_port = int(port_of_batches.rpartition(":")[2])
+        host.heartbeat = json.dumps({**json.loads(host.heartbeat), "stream_port": stream_port}).encode()
+        began = time.monotonic()
+        with (
+            host.serving() as address,
+            pytest.raises(DataHostMismatchError, match=NOT_OF_THE_JOB),
+            remote([address]) as module,
+        ):
+            list(module.train_dataloader())
+        assert time.monotonic() - began < AT_ONCE_S
+    assert (impostor.called, asked) == ({"Fetch"}, [])
+
+
+def test_a_data_host_logs_who_has_no_token(caplog):
+    """Once for each address, with what to compare."""
+    with FakeHost().serving(credentials(token="right")) as address:  # noqa: S106  # a test's own
+        for _ in range(2):
+            refusal(address)
+    (text,) = [text for text in caplog.messages if "Refused a call" in text]
+    assert text == (
+        "Refused a call from ipv4:127.0.0.1, which did not prove that it has the token of data host fake, of job "
+        "'local', from data_service.token. If it is a trainer of this job, compare data_service.token and "
+        f"{JOB_SECRET.name} of both."
+    )
+
+
 def stranger(address, metadata, body=b"{}"):
     """Return code and text of each method's answer to somebody with a gRPC client of his own."""
     answers = {}
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
         for name in ("Open", "List", "Count", "Fetch", "Heartbeat", "Status", "Finish", "Stop"):
-            method = call_metadata.method(name)
             if name in ("List", "Fetch"):
-                call = channel.stream_stream(method)(iter([body]), metadata=metadata, timeout=20)
+                call = channel.stream_stream(method(name))(iter([body]), metadata=metadata, timeout=20)
             else:
-                call = channel.unary_unary(method).future(body, metadata=metadata, timeout=20)
+                call = channel.unary_unary(method(name)).future(body, metadata=metadata, timeout=20)
             answers[name] = (call.code(), call.details())
     return answers
 
@@ -145,8 +218,10 @@ def stranger(address, metadata, body=b"{}"):
 def test_a_stranger_is_told_nothing():
     """Whatever is called, whatever else is right about it, without the token there is one answer that says nothing."""
     known = credentials("digits-2026-11-22")
-    version, job, _ = call_metadata.metadata(known)
-    for sent in ([], [version], [version, job], [version, job, ("lightning-sm-token-bin", b"guessed")], [("a", "b")]):
+    version, job, nonce, _ = metadata(known, "Status", "a number")
+    right = [version, job, nonce]
+    guessed = [(PROOF_KEY, proof(known, "data host", "a number")), (PROOF_KEY, "\x7e" * 64), (PROOF_KEY, known.token)]
+    for sent in ([], [version], [version, job], right, *([*right, one] for one in guessed), [("a", "b")]):
         with FakeHost().serving(known) as address:
             answers = stranger(address, sent)
         assert set(answers.values()) == {(grpc.StatusCode.UNAUTHENTICATED, "wrong token")}, answers
@@ -176,7 +251,7 @@ def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):
     """A data host that speaks another version of the protocol is named at once, with both versions."""
     monkeypatch.setattr(grpc_transport, "PROTOCOL_VERSION", "99")
     with FakeHost().serving() as address:
-        assert "data host fake speaks version 99 of the protocol, this trainer version 1." in refusal(address)
+        assert "data host fake speaks version 99 of the protocol, this trainer version 2." in refusal(address)
 
 
 @pytest.mark.parametrize(("is_mutual", "is_unix"), [(True, False), pytest.param(False, True, marks=pytest.mark.proof)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 import trustme
 
 from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.call_metadata import PROOF_KEY, metadata, method, proof
 from lightning_sm.data.protocol.frames import FrameKind, FrameReader, frame
 from lightning_sm.data.protocol.grpc_client import GrpcChannel
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
@@ -170,6 +172,77 @@ def test_the_status_of_a_failed_call_arrives(tls):
                 stranger.unary("List", b"", TIMEOUT_S)
             assert caught.value.code is CallStatus.UNAUTHENTICATED
             assert "has its token from a test" in caught.value.details
+
+
+def test_the_token_does_not_cross_the_network(tls, monkeypatch):
+    """No call has it among its headers, and no two calls have the same proof."""
+    known, seen = Credentials("job", "geheim"), []
+    headers = GrpcChannel._headers
+    monkeypatch.setattr(GrpcChannel, "_headers", lambda *values: seen.append(headers(*values)) or seen[-1])
+    with serving(known, List=echo, Fetch=echo) as address, channel_to(address, known) as channel:
+        for name in ("List", "List", "Fetch"):
+            assert channel.stream(name, [b"x"], TIMEOUT_S) == b"x"
+    assert len({dict(sent)[PROOF_KEY] for sent in seen}) == 3
+    for secret in (b"geheim", b64encode(b"geheim").rstrip(b"=")):
+        assert secret not in repr(seen).encode()
+
+
+def recorded(address, name, *requests, metadata):
+    """Make a call as somebody who has recorded one, and return its status."""
+    with grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream(method(name))(iter(requests), metadata=metadata, timeout=TIMEOUT_S)
+        with contextlib.suppress(grpc.RpcError):
+            list(call)
+        return call.code()
+
+
+@pytest.mark.parametrize("name", ["Load", "Fetch"])
+def test_a_recorded_call_that_brings_pickles_cannot_be_repeated(tls, monkeypatch, name):
+    """The server's random number is another one, so that the recorded confirmation is none; nor is any other proof."""
+    known, handled, nonce = tls["without TLS"], [], "of the trainer"
+
+    def serve(requests, context):
+        handled.extend(requests)
+        yield b""
+
+    monkeypatch.setattr(grpc_transport, "token_hex", lambda _: "of the server")
+    sent = metadata(known, name, nonce)
+    confirmation, own, trainers = (
+        proof(known, *parts).encode()
+        for parts in (
+            ("confirmation", nonce, "of the server"),
+            ("data host", nonce, "of the server"),
+            ("trainer", method(name), nonce),
+        )
+    )
+    with serving(known, **{name: serve}) as address:
+        assert recorded(address, name, confirmation, b"pickle", metadata=sent) is grpc.StatusCode.OK
+        assert handled == [b"pickle"]
+        for first in (own, trainers, b""):
+            status = recorded(address, name, first, b"pickle", metadata=sent)
+            assert status is grpc.StatusCode.UNAUTHENTICATED
+        assert recorded(address, name, metadata=sent) is grpc.StatusCode.UNAUTHENTICATED
+        monkeypatch.setattr(grpc_transport, "token_hex", lambda _: "another one")
+        repeated = recorded(address, name, confirmation, b"pickle", metadata=sent)
+        assert repeated is grpc.StatusCode.UNAUTHENTICATED
+    assert handled == [b"pickle"]
+
+
+def test_a_proof_is_that_of_one_side_and_one_method(tls):
+    """What a data host sends, and what a trainer sends with another call, gets nobody in."""
+    known, nonce = tls["without TLS"], "of the trainer"
+    version, job, number, right = metadata(known, "List", nonce)
+    for wrong in (
+        proof(known, "data host", method("List"), nonce),
+        proof(known, "trainer", method("Status"), nonce),
+        proof(known, "trainer", method("List"), "of another call"),
+        proof(Credentials("job", "guessed"), "trainer", method("List"), nonce),
+        "",
+    ):
+        with serving(known, List=echo) as address:
+            status = recorded(address, "List", metadata=[version, job, number, (PROOF_KEY, wrong)])
+            assert status is grpc.StatusCode.UNAUTHENTICATED
+            assert recorded(address, "List", metadata=[version, job, number, right]) is grpc.StatusCode.OK
 
 
 def test_more_calls_than_the_server_allows_wait_for_their_turn(tls):

@@ -17,19 +17,22 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from lightning_sm.data.protocol import h2_connection
-from lightning_sm.data.protocol.call_metadata import method
+from lightning_sm.data.protocol import grpc_client, h2_connection
+from lightning_sm.data.protocol.call_metadata import NONCE_KEY, PROOF_KEY, method, proof
 from lightning_sm.data.protocol.grpc_client import GrpcChannel
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import WireError
 from tests.fakes.http2 import (
     ACK,
+    CHALLENGE,
     CONTINUATION,
+    CREDENTIALS,
     DATA,
     END_STREAM,
     GOAWAY,
     HEADERS,
+    NONCE,
     OK_HEADERS,
     PADDED,
     PING,
@@ -37,6 +40,7 @@ from tests.fakes.http2 import (
     RST_STREAM,
     SETTINGS,
     TIMEOUT_S,
+    UNPROVED_HEADERS,
     WINDOW_UPDATE,
     Http2Server,
     ScriptedWire,
@@ -50,7 +54,6 @@ from tests.fakes.http2 import (
     trailers,
 )
 
-CREDENTIALS = Credentials("job", "token")
 SOON_S = 15.0
 MIB = 1 << 20
 
@@ -83,6 +86,12 @@ class Receiver:
         """Wait for the end, and return the error."""
         assert self.ended.wait(SOON_S)
         return self.error
+
+
+@pytest.fixture(autouse=True)
+def _nonce(monkeypatch):
+    """The random number that the proofs in the headers of the answers fit."""
+    monkeypatch.setattr(grpc_client, "token_hex", lambda _: NONCE)
 
 
 @pytest.fixture
@@ -368,6 +377,87 @@ def test_a_call_that_the_server_refused_is_made_again(server, channel):
             for _ in range(6):
                 peer.send(frame(RST_STREAM, 0, peer.whole_request(), b"\0\0\0\7"))
             assert call.exception().code is CallStatus.UNAVAILABLE
+
+
+# Proofs
+
+
+def proved(*parts, label="data host", of=CREDENTIALS):
+    """Return headers with a proof."""
+    return [*UNPROVED_HEADERS, (NONCE_KEY, CHALLENGE), (PROOF_KEY, proof(of, label, *parts))]
+
+
+UNPROVED = {
+    "none": UNPROVED_HEADERS,
+    "of another token": proved(NONCE, CHALLENGE, of=Credentials("job", "guessed")),
+    "of another call": proved("of another call", CHALLENGE),
+    "over another number of its own": proved(NONCE, "of another server"),
+    "over that of the trainer only": proved(NONCE),
+    "that of the trainer": proved(method("List"), NONCE, label="trainer"),
+    "a confirmation": proved(NONCE, CHALLENGE, label="confirmation"),
+}
+
+
+@pytest.mark.parametrize("what", UNPROVED)
+def test_nothing_is_read_of_a_server_that_does_not_prove_the_token(server, channel, what):
+    """Its answer ends at its headers, finally and with advice: no message, no room for one, no status of the call."""
+    receiver = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        peer.send(headers(fields=UNPROVED[what]), data(message(b"pickle")), trailers())
+        error = receiver.outcome()
+        assert (error.code, error.is_final, receiver.messages) == (CallStatus.PERMISSION_DENIED, True, [])
+        assert "did not prove that it has the token of this trainer, which belongs to job 'job'" in error.details
+        second = start(channel)
+        assert peer.whole_request() == 3
+        peer.send(headers(3), trailers(3))
+        assert second.outcome() is None
+
+
+def test_a_success_without_a_proof_is_none(server, channel):
+    """A status that comes instead of an answer may say why a call failed, but not that it has succeeded."""
+    receiver = start(channel)
+    with server.accept() as peer:
+        peer.whole_request()
+        peer.send(headers(fields=[*UNPROVED_HEADERS, ("grpc-status", "0")], flags=END_STREAM))
+        assert receiver.outcome().code is CallStatus.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("name", ["Load", "Fetch"])
+def test_pickles_wait_for_the_proof_of_the_server(server, channel, name):
+    """No byte of a request is sent before; then the trainer's own proof over both numbers goes first."""
+    receiver = Receiver()
+    call = channel.open(name, receiver, iter([b"pickle"]) if name == "Load" else None)
+    call.send(b"later") if name == "Fetch" else None
+    with server.accept() as peer:
+        sent = dict(peer.next(RequestReceived).headers)
+        assert sent[PROOF_KEY] == proof(CREDENTIALS, "trainer", method(name), NONCE)
+        peer.sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            peer.next(DataReceived)
+        peer.sock.settimeout(TIMEOUT_S)
+        peer.send(headers())
+        first = message(proof(CREDENTIALS, "confirmation", NONCE, CHALLENGE).encode())
+        expected, received = first + message(b"pickle" if name == "Load" else b"later"), b""
+        while len(received) < len(expected):
+            received += peer.next(DataReceived).data
+        assert received == expected
+        peer.send(trailers())
+        assert receiver.outcome() is None
+
+
+def test_pickles_are_not_sent_to_a_server_that_does_not_prove_the_token(server, channel):
+    """The stream ends with its requests unsent."""
+    receiver = Receiver()
+    channel.open("Load", receiver, iter([b"pickle"]))
+    with server.accept() as peer:
+        peer.next(RequestReceived)
+        peer.send(headers(fields=UNPROVED_HEADERS))
+        assert receiver.outcome().code is CallStatus.PERMISSION_DENIED
+        kind, _, _ = peer.next_frame()
+        while kind != RST_STREAM:
+            assert kind != DATA
+            kind, _, _ = peer.next_frame()
 
 
 # Windows
