@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule
 
     from lightning_sm.data.host.data_host import DataHost
-    from lightning_sm.data.settings import DataServiceSettings
-    from lightning_sm.data.trainer.datamodule import RemoteDataModule
-    from lightning_sm.data.trainer.loader import RemoteLoader
 
 _CHILD_TIMEOUT_S = 170.0
 _STOP_TIMEOUT_S = 20.0
@@ -152,13 +149,13 @@ class Service:
     """Data hosts, and the loader of a RemoteDataModule that receives their batches."""
 
     hosts: list[DataHost]
-    remote: RemoteDataModule
-    loader: RemoteLoader
+    remote: Any
+    loader: Any
 
     @property
     def feeder_pid(self) -> int:
-        """Process id of the feeder."""
-        return int(self.loader._client.pid)
+        """Process id of the feeder, which starts with the first iterator."""
+        return int(self.remote._connection.feeder.pid)
 
     def server_pids(self) -> list[int]:
         """Return all processes of the data hosts."""
@@ -191,15 +188,14 @@ def service(
     host_cores: Cores,
     trainer_cores: Cores,
     *,
-    settings: DataServiceSettings | None = None,
     environments: Sequence[dict[str, str]] = ({},),
 ) -> Iterator[Service]:
-    """Run data hosts, one with each of some environments, and open a training loader on the trainer's cores."""
+    """Run data hosts, one with each of some environments, and make a training loader on the trainer's cores."""
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
 
     prepare(trainer_cores)
     with data_hosts(environments, host_cores, workers) as hosts:
-        remote = RemoteDataModule(datamodule, [host.address for host in hosts], settings=settings, seed=0)
+        remote: Any = RemoteDataModule(datamodule, [host.address for host in hosts])
         remote.setup("fit")
         try:
             yield Service(hosts, remote, remote.train_dataloader())

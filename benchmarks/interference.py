@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from data_service import in_child, machine, parser, ratio, service, spread, work_unit
-from wire import Ready
+from wire import ReadyData
 from wire_baselines import PAYLOADS
 
 from lightning_sm._table import draw_table
@@ -50,7 +50,7 @@ def windows(
     kind = PAYLOADS[payload]
     rates: dict[str, list[float]] = {"undisturbed": [], "receiving": [], "gb_per_s": []}
     rates |= {"undisturbed_cpu": [], "receiving_cpu": []}
-    with service(Ready(kind), 2, host_cores, trainer_cores) as running:
+    with service(ReadyData(kind, 2), 2, host_cores, trainer_cores) as running:
         batches = iter(running.loader)
         loop(2 * SETTLE_S, batches, gb_per_s * 1e9 / kind.size_bytes)
         for _ in range(num_windows):

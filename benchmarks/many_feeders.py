@@ -1,7 +1,7 @@
 """What it costs that many trainer ranks stay connected to many data hosts, while they request nothing.
 
 All processes run on this machine: of each data host its server process, whose main process is this script, and of
-each rank its feeder process. Every feeder opens a loader on all data hosts; from then on there are only heartbeats. A
+each rank its feeder process. Every feeder opens a source on all data hosts; from then on there are only heartbeats. A
 link is the connection of one rank to one data host.
 
     python benchmarks/many_feeders.py --ranks 64 --hosts 16
@@ -20,6 +20,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -31,13 +32,14 @@ from data_service import machine
 
 from lightning_sm._table import draw_table
 from lightning_sm.data.feeder.host_link import heartbeat_period_s
-from lightning_sm.data.ipc.feeder_messages import Configure, HostSnapshot, OpenLoaders
-from lightning_sm.data.ipc.host_messages import Listening, OpenedLoaders, Serve
+from lightning_sm.data.host.pickler import pickle_object
+from lightning_sm.data.ipc.feeder_messages import Configure, HostSnapshot
+from lightning_sm.data.ipc.host_messages import Listening, Serve, StartedWorkers, StartWorkers
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
-from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, OpenRequest
+from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.spec import LoaderDescription
+from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.errors import DataHostUnreachableError
@@ -57,31 +59,9 @@ _THREADS_OF_LINK = 4 + 3
 _THREADS_OF_PROCESS = 24
 _MAX_SHARE_OF_PIDS = 0.9
 
-_OPENING = "1/fit/train/0"
-_LOADERS = OpenLoaders(
-    OpenRequest(
-        opening=_OPENING,
-        trainer_run=1,
-        stage="fit",
-        loaders="train",
-        epoch=0,
-        seed=0,
-        prepares=True,
-        state="",
-        trainer={},
-    ),
-    prepares_everywhere=True,
-)
-_LOADER = LoaderDescription(
-    name="train_dataloader()",
-    order="sequential",
-    num_samples=1 << 20,
-    batch_size=32,
-    drop_last=False,
-    identity="i",
-    fingerprint="f",
-    dataset="None, as nobody requests a batch",
-)
+# Nobody requests a batch of it.
+_SOURCE = pickle_object(None, by_name=True, named={}, advice="")
+_OPENING = Opening(_SOURCE.digest, _SOURCE.digest)
 # Of a training that has run for some hours.
 _FIGURES = RankFigures(
     num_batches=123_456,
@@ -139,11 +119,11 @@ class Servers:
                 self._processes.append((process, main))
                 name = f"host-{number}"
                 settings = HostSettings("127.0.0.1:0", 8, 1 << 20, lease_s, None, name, credentials)
-                main.send(Serve(settings))
-                # Like a main process whose server process was restarted: the reply is there before a trainer asks.
-                main.send(OpenedLoaders(_OPENING, Loaders(0, [_LOADER])))
+                # Like a main process whose server process was restarted: it has the source.
+                main.send(Serve(settings, snapshots=[_SOURCE.digest]))
             for number, (_, main) in enumerate(self._processes):
                 self.addresses.append(self._address(number, main, _TIMEOUT_S + num_hosts * _TIMEOUT_OF_PROCESS_S))
+                threading.Thread(target=_open, args=(main,), daemon=True).start()
         except BaseException:
             self.close()
             raise
@@ -167,7 +147,7 @@ class Servers:
     def close(self) -> None:
         """End all."""
         for _, main in self._processes:
-            main.close()  # which they notice
+            main.shutdown()  # which they notice
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for process, _ in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,6 +166,13 @@ class Servers:
         if isinstance(message, Listening):
             return message.address
         raise RuntimeError(f"The server process of host-{number} does not listen: {message}.")
+
+
+def _open(main: MessageSocket) -> None:
+    """Answer a server process that has workers started, as if they had been, until the connection is closed."""
+    while (message := main.receive()) is not None:
+        if isinstance(message, StartWorkers):
+            main.send(StartedWorkers(message.opening.name))
 
 
 class Feeders:
@@ -239,7 +226,7 @@ class Feeders:
             client.close("the benchmark is over", is_success=True)
 
     def _start(self, ranks: Sequence[int], num_ranks: int, credentials: Credentials) -> None:
-        """Start some, and wait until they have opened the loader, so that not all imports compete for the cores."""
+        """Start some, and wait until they have opened the source, so that not all imports compete for the cores."""
         clients = []
         for rank in ranks:
             heartbeat = HeartbeatRequest(f"rank {rank}", num_ranks, wants_figures=rank == 0)
@@ -248,14 +235,15 @@ class Feeders:
         for client in clients:
             self._open(client)
         self._servers.check()
-        sys.stderr.write(f"feeders with an open loader: {len(self._clients)} of {num_ranks}\n")
+        sys.stderr.write(f"feeders with an open source: {len(self._clients)} of {num_ranks}\n")
 
     def _open(self, client: FeederClient) -> None:
         try:
-            client.open_loaders(_LOADERS, max(0.0, self._deadline - time.monotonic()))
+            client.open_source(_OPENING, _SOURCE)
+            client.wait_for_source(_OPENING, "open the source", max(0.0, self._deadline - time.monotonic()))
         except DataHostUnreachableError as error:
             raise TimeoutError(
-                f"{client.name} has not opened the loader {self._timeout_s:.0f} s after the first feeder started:\n"
+                f"{client.name} has not opened the source {self._timeout_s:.0f} s after the first feeder started:\n"
                 f"{client.describe()}"
             ) from error
 

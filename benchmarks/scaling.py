@@ -3,12 +3,9 @@
 workers    k workers on one data host, and on two, compared to k times the rate of one; the consumer only reads.
 seed       Like the AWS sample's experiment: a step takes 15 ms, a sample 6 ms, a batch has 16 samples. A host with
            one local worker is compared to the same trainer with two data hosts of four workers each.
-verify     Two data hosts of two workers that check each other, and that do not: with samples that take 1 ms, so that
-           the hosts are the limit, and with samples that take no time, so that moving batches is.
 
 python benchmarks/scaling.py --experiment workers --workers 1 2 4 8
 python benchmarks/scaling.py --experiment seed
-python benchmarks/scaling.py --experiment verify --rounds 5
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ NUM_SAMPLES = BATCH_SIZE * 20_000
 class Slow(Dataset[torch.Tensor]):
     """Samples that take time, but no core."""
 
-    def __init__(self, sample_s: float) -> None:
-        self.sample_s = sample_s
+    def __init__(self) -> None:
         self.sample = torch.arange(256, dtype=torch.float32)
 
     def __len__(self) -> int:
@@ -47,7 +43,7 @@ class Slow(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return a sample after its time."""
-        sleep_s(self.sample_s)
+        sleep_s(SAMPLE_S)
         return self.sample
 
 
@@ -55,17 +51,16 @@ class SlowData(LightningDataModule):
     """A loader of such samples.
 
     Args:
-        sample_s: Seconds that a sample takes.
         workers: Local workers of the loader.
     """
 
-    def __init__(self, sample_s: float, workers: int = 0) -> None:
+    def __init__(self, workers: int = 0) -> None:
         super().__init__()
-        self.sample_s, self.workers = sample_s, workers
+        self.workers = workers
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         """Return the loader."""
-        return DataLoader(Slow(self.sample_s), batch_size=BATCH_SIZE, num_workers=self.workers)
+        return DataLoader(Slow(), batch_size=BATCH_SIZE, num_workers=self.workers)
 
 
 def interval_s(batches: Iterable[Any], num_batches: int, num_warm_up: int, step_s: float) -> float:
@@ -83,7 +78,7 @@ def interval_s(batches: Iterable[Any], num_batches: int, num_warm_up: int, step_
 def local(workers: int, step_s: float, num_batches: int, trainer_cores: list[int]) -> float:
     """Seconds per step with the user's own DataLoader."""
     prepare(trainer_cores)
-    return interval_s(SlowData(SAMPLE_S, workers).train_dataloader(), num_batches, 2 * workers + 2, step_s)
+    return interval_s(SlowData(workers).train_dataloader(), num_batches, 2 * workers + 2, step_s)
 
 
 def remote(
@@ -94,14 +89,9 @@ def remote(
     num_batches: int,
     host_cores: list[int],
     trainer_cores: list[int],
-    sample_s: float = SAMPLE_S,
-    verify: str = "error",
 ) -> float:
     """Seconds per step with a number of data hosts and workers on each."""
-    from lightning_sm.data.settings import DataServiceSettings
-
-    data, hosts, settings = SlowData(sample_s), [{}] * num_hosts, DataServiceSettings(verify=verify)
-    with service(data, workers, host_cores, trainer_cores, environments=hosts, settings=settings) as running:
+    with service(SlowData(), workers, host_cores, trainer_cores, environments=[{}] * num_hosts) as running:
         return interval_s(running.loader, num_batches, 4 * num_hosts * workers + 4, step_s)
 
 
@@ -147,26 +137,10 @@ def seed_table(rounds: int, num_batches: int, cores: dict[str, list[int]]) -> li
     return [*table, [limit, f"{1e3 * STEP_S:.1f}", f"{statistics.median(alone) / STEP_S:.2f}"]]
 
 
-def verify_table(rounds: int, num_batches: int, cores: dict[str, list[int]]) -> list[list[str]]:
-    """Compare data hosts that check each other with such that do not."""
-    table = []
-    shared = {"num_hosts": 2, "workers": 2, "step_s": 0.0, **cores}
-    for name, sample_s, number in (("1 ms", 0.001, num_batches), ("0", 0.0, 5 * num_batches)):
-        variants = {
-            verify: partial(in_child, remote, sample_s=sample_s, num_batches=number, verify=verify, **shared)
-            for verify in ("off", "error")
-        }
-        results = in_turn(variants, rounds)
-        for verify, times in results.items():
-            rates = [1 / value for value in times]
-            table.append([name, verify, spread(rates, 1), ratio(rates, [1 / value for value in results["off"]], 3)])
-    return table
-
-
 def main() -> None:
     """Run one experiment, and print its table."""
     options = parser("scaling with simulated transforms", rounds=2)
-    options.add_argument("--experiment", choices=["workers", "seed", "verify"], default="workers")
+    options.add_argument("--experiment", choices=["workers", "seed"], default="workers")
     options.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8], help="workers in all")
     options.add_argument("--batches", type=int, help="batches of a run; for workers: per worker")
     args = options.parse_args()
@@ -174,9 +148,6 @@ def main() -> None:
     if args.experiment == "workers":
         table = workers_table(args.workers, args.rounds, args.batches or 40, cores)
         headers = ["hosts x workers", "ms per batch", "rate / (k x rate of one)"]
-    elif args.experiment == "verify":
-        table = verify_table(args.rounds, args.batches or 3000, cores)
-        headers = ["a sample takes", "verify", "batches per s", "x off"]
     else:
         table, headers = seed_table(args.rounds, args.batches or 200, cores), ["hosts", "ms per step", "x alone"]
     sys.stdout.write(machine() + draw_table(table, headers) + "\n")

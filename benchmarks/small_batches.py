@@ -1,8 +1,7 @@
 """Batches of 64 KB whose samples draw random numbers, compared to a local DataLoader with one worker.
 
-Samples cost nothing but their random numbers, so the table shows what it costs to seed each sample by its position,
-and to move its batch. The data host has one worker, on other cores than the trainer; the local loader may use the
-cores of both.
+Samples cost nothing but their random numbers, so the table shows what it costs to seed each batch, and to move it. The
+data host has one worker, on other cores than the trainer; the local loader may use the cores of both.
 
     python benchmarks/small_batches.py --rounds 3
 """
@@ -15,18 +14,17 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from data_service import in_child, in_turn, machine, parser, prepare, ratio, service, spread
-from torch.utils.data import DataLoader, Dataset, get_worker_info
-from wire import NUM_BATCHES, Keys, ListedKeys, Ready, StreamedKeys
+from torch.utils.data import Dataset, get_worker_info
+from wire import NUM_BATCHES, Keys, ListedKeys, ReadyData, StreamedKeys
 from wire_baselines import PAYLOADS, Payload
 
 from lightning_sm._table import draw_table
 
-NUM_WARM_UP = 300  # batches before the clock starts: the first 1024 samples show what a loader draws from
+NUM_WARM_UP = 1100  # batches before the clock starts: the first 1024 show what a loader draws from
 
 
 class TorchKeys(Keys):
@@ -66,11 +64,11 @@ class TorchStream(StreamedKeys):
     """Each sample of a stream draws from the global generator of torch."""
 
     def __iter__(self) -> Iterator[int]:
-        """Draw, and yield the indices of the shard's batches."""
-        shard = get_worker_info()
-        if shard is None:
-            raise RuntimeError("a data host says which shard it reads")
-        for number in range(shard.id, NUM_BATCHES, shard.num_workers):
+        """Draw, and yield the indices of the worker's batches."""
+        worker = get_worker_info()
+        if worker is None:
+            raise RuntimeError("a stream is read by a worker")
+        for number in range(worker.id, NUM_BATCHES, worker.num_workers):
             for key in range(number * self.batch_size, (number + 1) * self.batch_size):
                 torch.rand(())
                 yield key
@@ -88,33 +86,21 @@ DRAWS: dict[str, type[Dataset[int]]] = {
 }
 
 
-class Drawing(Ready):
-    """Batches that exist in memory, whose samples draw."""
-
-    def __init__(self, draws: str) -> None:
-        super().__init__(PAYLOADS["e"])
-        self.draws = draws
-
-    def train_dataloader(self) -> DataLoader[int]:
-        """Return the loader, with one worker where it is not served."""
-        dataset: Any = DRAWS[self.draws]
-        return DataLoader(
-            dataset(self.payload), batch_size=self.payload.shape[0], collate_fn=self.collate, num_workers=1
-        )
+def drawing(draws: str) -> ReadyData:
+    """Return batches that exist in memory, whose samples draw."""
+    return ReadyData(PAYLOADS["e"], 1, DRAWS[draws])
 
 
 def served(draws: str, host_cores: list[int], trainer_cores: list[int], seconds: float) -> float:
     """Return the batches per second from a data host."""
-    with service(Drawing(draws), 1, host_cores, trainer_cores) as running:
+    with service(drawing(draws), 1, host_cores, trainer_cores) as running:
         return _rate(running.loader, seconds)
 
 
 def local(draws: str, host_cores: list[int], trainer_cores: list[int], seconds: float) -> float:
     """Return the batches per second from a worker of this process."""
     prepare([*host_cores, *trainer_cores])
-    data = Drawing(draws)
-    data.setup("fit")
-    return _rate(data.train_dataloader(), seconds)
+    return _rate(drawing(draws).train_dataloader(), seconds)
 
 
 def _rate(loader: Iterable[torch.Tensor], seconds: float) -> float:

@@ -81,6 +81,8 @@ def epoch(
         service(data, workers, host_cores, trainer_cores, environments=hosts) as running,
         contextlib.ExitStack() as stack,
     ):
+        for _ in running.loader:  # until both hosts serve
+            pass
         began = time.perf_counter()
         times, samples, frozen_at = [], [], None
         for step, batch in enumerate(running.loader):

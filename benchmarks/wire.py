@@ -3,8 +3,9 @@
 It measures the transport of a batch from a data host's memory to a tensor in the training process. The baselines are
 in ``wire_baselines.py``. The batches of the data service cost nothing to build: a collate function returns an existing
 tensor, which the worker copies to its slot; torch's collate function would have written it there. So each batch is
-copied once more than in the baselines, and that copy counts. CPU time includes all processes: workers, server process
-and main process of the data host; feeder and training process of the trainer.
+copied once more than in the baselines, and that copy counts. The loader's sampler runs in the training process, which
+sends the indices of each sample: that counts, too. CPU time includes all processes: workers, server process and main
+process of the data host; feeder and training process of the trainer.
 
     python benchmarks/wire.py --payload a c --rounds 5
 """
@@ -56,17 +57,17 @@ class ListedKeys(Keys):
 
 
 class StreamedKeys(IterableDataset[int]):
-    """The same as a stream, in which each shard has the batches that come when it is its turn."""
+    """The same as a stream, in which each worker has the batches that come when it is its turn."""
 
     def __init__(self, payload: Payload) -> None:
         self.batch_size = payload.shape[0]
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of the shard's batches."""
-        shard = get_worker_info()
-        if shard is None:
-            raise RuntimeError("a data host says which shard it reads")
-        for number in range(shard.id, NUM_BATCHES, shard.num_workers):
+        """Yield the indices of the worker's batches."""
+        worker = get_worker_info()
+        if worker is None:
+            raise RuntimeError("a stream is read by a worker")
+        for number in range(worker.id, NUM_BATCHES, worker.num_workers):
             yield from range(number * self.batch_size, (number + 1) * self.batch_size)
 
 
@@ -74,29 +75,43 @@ class StreamedKeys(IterableDataset[int]):
 DATASETS: dict[str, type[Dataset[int]]] = {"getitems": ListedKeys, "getitem": Keys, "iter": StreamedKeys}
 
 
-class Ready(LightningDataModule):
-    """Batches that exist in memory, equal to those of the baselines."""
+class Ready:
+    """A collate function whose batches exist in memory, equal to those of the baselines.
 
-    def __init__(self, payload: Payload, samples: str = "getitems") -> None:
-        super().__init__()
-        self.payload = payload
-        self.samples = samples
-        self.batches: list[torch.Tensor] = []
+    They travel to the data hosts once, before workers are forked.
+    """
 
-    def setup(self, stage: str) -> None:
-        """Create the batches before the workers are forked."""
-        payload = self.payload
+    def __init__(self, payload: Payload) -> None:
         arrays = (payload.batch(index).view(payload.dtype).reshape(payload.shape) for index in range(NUM_SOURCES))
         self.batches = [torch.from_numpy(array.copy()) for array in arrays]
 
-    def collate(self, keys: list[int]) -> torch.Tensor:
+    def __call__(self, keys: list[int]) -> torch.Tensor:
         """Return the existing batch for these samples."""
         return self.batches[keys[0] // len(keys) % NUM_SOURCES]
 
+
+class ReadyData(LightningDataModule):
+    """A loader of such batches.
+
+    Args:
+        payload: The kind of batch.
+        workers: Workers of the loader, if it has its own, or if it is a stream.
+        dataset: The dataset.
+    """
+
+    def __init__(self, payload: Payload, workers: int = 1, dataset: type[Dataset[int]] = ListedKeys) -> None:
+        super().__init__()
+        self.payload, self.workers, self.dataset = payload, workers, dataset
+
     def train_dataloader(self) -> DataLoader[int]:
         """Return the loader."""
-        dataset: Any = DATASETS[self.samples]
-        return DataLoader(dataset(self.payload), batch_size=self.payload.shape[0], collate_fn=self.collate)
+        dataset: Any = self.dataset
+        return DataLoader(
+            dataset(self.payload),
+            batch_size=self.payload.shape[0],
+            collate_fn=Ready(self.payload),
+            num_workers=self.workers,
+        )
 
 
 def ours(
@@ -104,7 +119,8 @@ def ours(
 ) -> dict[str, Any]:
     """Receive batches for some seconds, after checking the first ones against the expected batches."""
     kind = PAYLOADS[payload]
-    with service(Ready(kind, samples), workers, host_cores, trainer_cores) as running:
+    data = ReadyData(kind, workers, DATASETS[samples])
+    with service(data, workers, host_cores, trainer_cores) as running:
         batches = iter(running.loader)
         for index, batch in enumerate(itertools.islice(batches, NUM_SOURCES)):
             if not np.array_equal(batch.numpy().reshape(-1).view(np.uint8), kind.batch(index)):

@@ -213,6 +213,10 @@ class _Slots:
         self._slot = next(self._slots)
         self._num_left = len(self._slot)
 
+    def take(self, _request: int, kind: int, _value: int, _payload: memoryview) -> None:
+        """Refuse what is no piece."""
+        raise ConnectionError(f"the server sent a frame of kind {kind}")
+
     def place(self, _request: int, _kind: int, offset: int, num_bytes: int) -> _Slots:
         """Return where a piece goes."""
         self.memory = self._slot[offset : offset + num_bytes]

@@ -14,7 +14,6 @@ from lightning_sm._version import __version__
 from lightning_sm.training.strategies.registry import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_sm.data.batch.types import register_batch_type
     from lightning_sm.data.host.data_host import DataHost
     from lightning_sm.data.settings import DataServiceSettings
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
@@ -51,7 +50,6 @@ __all__ = [
     "__version__",
     "gradient_norm",
     "prepare_process",
-    "register_batch_type",
     "submit_job",
 ]
 
@@ -74,7 +72,6 @@ _MODULE_OF = {
     "Topology": "lightning_sm.job.topology",
     "gradient_norm": "lightning_sm.training.gradient_norm",
     "prepare_process": "lightning_sm.training.process",
-    "register_batch_type": "lightning_sm.data.batch.types",
     "submit_job": "lightning_sm.submit.submit_job",
 }
 

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from pytorch_lightning.loggers.csv_logs import ExperimentWriter
     from pytorch_lightning.loggers.logger import DummyLogger
-    from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
     from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from pytorch_lightning.strategies import (
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
     from pytorch_lightning.trainer import call
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.trainer.connectors.logger_connector import result
-    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
     from pytorch_lightning.utilities import CombinedLoader, parsing, rank_zero_only
 else:
     # Lightning's names by module; a private one loses its underscore. Older versions than 2.6 lack WeightAveraging, of
@@ -86,7 +84,6 @@ else:
         f"{DISTRIBUTION}.loggers": "CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
         f"{DISTRIBUTION}.loggers.csv_logs": "ExperimentWriter",
         f"{DISTRIBUTION}.loggers.logger": "DummyLogger rank_zero_experiment",
-        f"{DISTRIBUTION}.overrides.distributed": "_IndexBatchSamplerWrapper",
         f"{DISTRIBUTION}.plugins.environments": "ClusterEnvironment",
         f"{DISTRIBUTION}.plugins.io": "TorchCheckpointIO",
         f"{DISTRIBUTION}.plugins.io.wrapper": "_WrappingCheckpointIO",
@@ -96,7 +93,6 @@ else:
         f"{DISTRIBUTION}.trainer": "call",
         f"{DISTRIBUTION}.trainer.connectors": "data_connector",
         f"{DISTRIBUTION}.trainer.connectors.logger_connector": "result",
-        f"{DISTRIBUTION}.trainer.connectors.logger_connector.result": "_ResultMetric",
         f"{DISTRIBUTION}.utilities": "CombinedLoader parsing rank_zero_only",
         _FABRIC: "Fabric",
         f"{_FABRIC}.utilities.data": "_replace_dunder_methods",

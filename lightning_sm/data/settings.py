@@ -15,12 +15,7 @@ from lightning_sm.job.variables import JOB_SECRET
 
 _GIB = 1 << 30
 
-# A data host reads every shard of an iterable dataset to count its batches.
-MAX_SHARDS = 1 << 20
-
 Compression = Literal["zstd"]
-TailSetting = Literal["auto", "exact", "pad"]
-Verify = Literal["error", "warn", "off"]
 Hooks = Literal["auto", "trainers", "data"]
 
 # 16 cores build batches of images at 1 to 2 GB/s, which one process can send.
@@ -53,8 +48,6 @@ class DataServiceSettings:
         workers: Number of worker processes on each data host. Default: the number of its CPUs minus network_processes.
         network_processes: Number of processes on each data host that send batches, each up to about 2 GB/s. Default:
             1 for every 16 CPUs.
-        local_workers: Number of worker processes on each trainer host that help the data hosts. With more than 0, the
-            trainer hosts must have access to the data.
         window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: 32, or eight
             times a rank's share of the workers if that is more. Small batches share requests; the default then limits
             requests, not batches.
@@ -62,26 +55,11 @@ class DataServiceSettings:
         max_batch_bytes: Maximum size of a batch in bytes.
         hedge_factor: Request a batch from a second data host once it takes this many times the median; 0 turns this
             off.
-        verify: Let data hosts check each other: the first batch of each loader on each host, and a share of the others,
-            is built twice and compared bit for bit. "error": stop the training if integers, text or structure differ,
-            or if virtual shards begin alike, and warn if only floating-point numbers differ. "warn": only warn. "off":
-            check nothing.
-        verify_share: Share of the batches that are built twice, at most 1; with 0 only the first ones are.
-        startup_timeout_s: Time in seconds until a data host must have opened its loaders, including downloads and
-            setup().
+        startup_timeout_s: Time in seconds until a data host must have opened a dataset, including downloads and setup()
+            with hooks=data.
         batch_timeout_s: Time in seconds until a batch must have arrived, also if all data hosts are unreachable.
         lease_s: Data hosts exit when no trainer has sent a heartbeat for this time, in seconds.
         compression: Compress batches on the network with zstd. Useful for slow networks and compressible data.
-        batches_per_epoch: Number of batches per rank in a training pass over an iterable dataset. Shards that end
-            earlier restart, and the rest of longer ones is dropped. Default: a single rank reads to the end of the
-            data; several ranks need the same number of batches, so the data hosts read the whole dataset once to
-            count them.
-        tail: What to do if the samples of the last step do not divide evenly among the ranks: "exact" uses each sample
-            once, "pad" repeats some, as torch's DistributedSampler does, so that batches have the same size on all
-            ranks. "auto" is "exact" until the code of a stage gathers tensors over the ranks, and then "pad".
-        virtual_shards: Number of shards into which iterable datasets are split, a multiple of the number of ranks.
-            Default: the least common multiple of 16 and the number of ranks, and 8 times as many for more than 16
-            ranks. A resumed run keeps its number.
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers and data hosts must prove to each other. Default: derived from
             LIGHTNING_SM_JOB_SECRET; without that from the job's name, which is not secret.
@@ -103,20 +81,14 @@ class DataServiceSettings:
     hooks: Hooks = "auto"
     workers: int | None = None
     network_processes: int | None = None
-    local_workers: int = 0
     window_batches: int | None = None
     window_bytes: int = 1 * _GIB
     max_batch_bytes: int = 1 * _GIB
     hedge_factor: float = 3.0
-    verify: Verify = "error"
-    verify_share: float = 0.001
     startup_timeout_s: float = 900.0
     batch_timeout_s: float = 300.0
     lease_s: float = 60.0
     compression: Compression | None = None
-    batches_per_epoch: int | None = None
-    tail: TailSetting = "auto"
-    virtual_shards: int | None = None
     port: int | None = None
     token: str | None = field(default=None, repr=False)
     # Lists have no hash; settings are part of the key under which a process keeps its connection.
@@ -131,32 +103,21 @@ class DataServiceSettings:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("workers", "network_processes", "window_batches", "batches_per_epoch", "virtual_shards"):
+        for name in ("workers", "network_processes", "window_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataSettingsError(f"data_service.{name}={value} must be at least 1, or left out.")
         for name in ("window_bytes", "max_batch_bytes", "startup_timeout_s", "batch_timeout_s", "lease_s"):
             if getattr(self, name) <= 0:
                 raise DataSettingsError(f"data_service.{name}={getattr(self, name)} must be positive.")
-        if self.virtual_shards is not None and self.virtual_shards > MAX_SHARDS:
-            raise DataSettingsError(
-                f"data_service.virtual_shards={self.virtual_shards} must be at most {MAX_SHARDS}. A few per worker "
-                "keep all workers busy."
-            )
-        if self.local_workers < 0:
-            raise DataSettingsError(f"data_service.local_workers={self.local_workers} must not be negative.")
         if self.hedge_factor != 0 and self.hedge_factor < 1:
             raise DataSettingsError(
                 f"data_service.hedge_factor={self.hedge_factor} must be at least 1, or 0 to turn hedging off."
             )
-        for name, choices in (("hooks", Hooks), ("tail", TailSetting), ("verify", Verify)):
-            if getattr(self, name) not in get_args(choices):
-                raise DataSettingsError(
-                    f"data_service.{name}={getattr(self, name)!r} must be one of "
-                    f"{', '.join(map(repr, get_args(choices)))}."
-                )
-        if not 0 <= self.verify_share <= 1:
-            raise DataSettingsError(f"data_service.verify_share={self.verify_share} must be between 0 and 1.")
+        if self.hooks not in get_args(Hooks):
+            raise DataSettingsError(
+                f"data_service.hooks={self.hooks!r} must be one of {', '.join(map(repr, get_args(Hooks)))}."
+            )
         for entry in self.trust or ():
             _check_trusted(entry)
         if (self.tls_certificate is None) != (self.tls_key is None):

@@ -378,15 +378,6 @@ HIDDEN_OPTIONS = Setting[tuple[str, ...]](
     meaning="Options that SageMakerCLI reads from the job: their values are secret, and others can read command lines.",
     is_internal=True,
 )
-REMOTE_LOADER = Setting[bool](
-    name="LIGHTNING_SM_REMOTE_LOADER",
-    parse=_flag,
-    default=False,
-    default_text="data hosts run the DataModule",
-    meaning="Whether loaders become RemoteDataLoaders, whose samplers run on the trainers; for tests of these.",
-    is_internal=True,
-)
-
 SETTINGS: tuple[Setting[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
 USER_SETTINGS = tuple(setting for setting in SETTINGS if not setting.is_internal)
 

@@ -36,7 +36,7 @@ REPLACED_OPTIONS = {
     "num-dnn-workers": "nothing: one process for each rank receives the batches",
     "pin-memory": "pin_memory=True of the DataModule's DataLoader",
     "iterations": "--trainer.max_steps",
-    "steps_per_epoch": f"--trainer.limit_train_batches, or --{DATA_SERVICE}.batches_per_epoch for a stream",
+    "steps_per_epoch": "--trainer.limit_train_batches",
     "epochs": "--trainer.max_epochs",
     "batch_size": "--data.batch_size, if the DataModule has it",
     "batch-size": "--data.batch_size, if the DataModule has it",

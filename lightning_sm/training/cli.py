@@ -30,9 +30,6 @@ from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.datamodule import RemoteDataModule
-from lightning_sm.data.trainer.remote_loader import is_chosen
-from lightning_sm.data.trainer.script_state import state_at_first_run
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments, with_options_of_job
 from lightning_sm.job.control_folder import note_options_read
 from lightning_sm.job.facts import Channel, SageMakerJob
@@ -72,8 +69,7 @@ class SageMakerCLI(LightningCLI):
       whenever ``fit`` is called, by the CLI or by the script (see ``SpotCheckpoint``);
     - writes the best model to the model directory, and the configuration, without secrets (see ``SECURITY.md``);
     - logs progress as lines;
-    - serves batches from the hosts of data groups, and fetches them from there on the trainers: those of the
-      DataModule, and with ``run=False`` those of whatever the script hands to the methods of ``cli.trainer``.
+    - lets the workers of all loaders run on the hosts of data groups.
 
     Values that the user sets take precedence. A value that contradicts the cluster is an error.
 
@@ -171,17 +167,11 @@ class SageMakerCLI(LightningCLI):
         parser.add_class_arguments(DataServiceSettings, DATA_SERVICE)
 
     def instantiate_classes(self) -> None:
-        """Instantiate model, DataModule and trainer; a data host serves the DataModule of rank 0 instead, and exits."""
-        if self.job is None or not self.topology.data_hosts:
-            super().instantiate_classes()
-            return
-        if self.topology.role is Role.DATA:
+        """Instantiate model, DataModule and trainer; a data host serves them instead, and exits."""
+        if self.job is not None and self.topology.role is Role.DATA:
             serve(self.job, self.topology, self.data_service)
             sys.exit(0)
-        state_at_first_run()
         super().instantiate_classes()
-        if self.datamodule is not None and not is_chosen():
-            self.datamodule = RemoteDataModule(self.datamodule, self._connection_to(self.job))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Instantiate the trainer, in a job with the cluster environment and the job's callbacks."""

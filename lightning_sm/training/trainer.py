@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_sm._collector import freeze_imports
@@ -19,9 +19,7 @@ from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.remote_loader import is_chosen
 from lightning_sm.data.trainer.remote_trainer import fetch_in_fabric
-from lightning_sm.data.trainer.script_state import state_at_first_run
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.topology import Role, Topology
@@ -52,9 +50,8 @@ class SageMakerTrainer(FetchingTrainer):
     - saves a checkpoint when the job is interrupted, and resumes from the latest valid one (see ``SpotCheckpoint``);
     - writes the best model to the model directory at the end of ``fit``;
     - logs progress as lines, unless the user has another progress bar;
-    - fetches the batches from the hosts of data groups. There, the first ``fit``, ``validate``, ``test`` or ``predict``
-      serves them until the trainers have finished, and exits. Data hosts build them from what rank 0 has: the
-      DataModule, loaders that are handed over without one, or those of the model's own hooks.
+    - lets the workers of its loaders run on the hosts of data groups. There, the first ``fit``, ``validate``, ``test``
+      or ``predict`` serves them until the trainers have finished, and exits.
 
     Hyperparameters and channels are left to the script: the launcher passes hyperparameters as ``--name=value``, and
     ``SageMakerJob.from_environment()`` has the folders of the channels.
@@ -80,7 +77,6 @@ class SageMakerTrainer(FetchingTrainer):
         is_set_up = any(isinstance(callback, JobOutputs) for callback in callbacks)
         self._job = None if is_set_up else SageMakerJob.from_environment()
         self._data_service = data_service or DataServiceSettings()
-        self._remote = {}
         if self._job is None:
             leave_at_exit()
             super().__init__(**kwargs)
@@ -105,24 +101,23 @@ class SageMakerTrainer(FetchingTrainer):
         super().__init__(**{**settings, **setup.arguments(settings, as_list(settings.get("callbacks")))})
         setup.complete(self)
 
-    def _remote_arguments(self, method: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a method that fetches from the data hosts; on a data host, serve and exit."""
+    def _fetch(self, given: Iterable[Any]) -> None:
+        """Let a method fetch from the data hosts; on a data host, serve and exit."""
         if self._job is not None and self._topology.data_hosts:
             if self._topology.role is Role.DATA:
                 serve(self._job, self._topology, self._data_service)
                 sys.exit(0)
-            state_at_first_run()
             self._connection = ServiceConnection.of_job(self._job, self._topology, self._data_service)
-        return super()._remote_arguments(method, given)
+        super()._fetch(given)
 
 
 class SageMakerFabric(Fabric):
     """The ``Fabric`` of a script that runs unchanged on a laptop, on one host and on a cluster.
 
     Outside SageMaker it is ``Fabric``. In a SageMaker job it also sets ``num_nodes``, the devices if a launcher sets
-    their number, and the cluster environment. Logs, checkpoints, the model and resuming are left to the script:
-    ``SageMakerJob.from_environment()`` has the folders. Fabric has no hook for an interruption, and no DataModule that
-    data hosts could serve.
+    their number, and the cluster environment, and lets the workers of the loaders that it sets up run on data hosts.
+    Logs, checkpoints, the model and resuming are left to the script: ``SageMakerJob.from_environment()`` has the
+    folders. Fabric has no hook for an interruption.
 
     Args:
         **kwargs: Arguments of ``Fabric``. They take precedence; one that contradicts the cluster is an error.
@@ -142,7 +137,7 @@ class SageMakerFabric(Fabric):
             report_failures()
             refuse_in_fabric(job)
             topology = Topology.from_job(job)
-            if topology.data_hosts and is_chosen():
+            if topology.data_hosts:
                 self._data_hosts = job, topology
                 if topology.role is Role.DATA:
                     show_log_lines()

@@ -15,12 +15,10 @@ import torch
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_sm import DataServiceSettings, RemoteDataModule
+from lightning_sm import DataServiceSettings
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.remote_loader import is_chosen
 from lightning_sm.data.trainer.remote_trainer import use_data_hosts
-from lightning_sm.training.fetching_trainer import remote_arguments
 from tests.differential.cases import Act, Case, Hooks, case
 from tests.differential.draws import Draw, draws_of, without_draws
 from tests.integration.data.numbers import quiet_trainer
@@ -76,7 +74,7 @@ def script(number: int) -> Case:
     Args:
         number: Number of the case.
     """
-    return case(number, num_workers=1 if is_chosen() else 0)
+    return case(number, num_workers=1)
 
 
 class HasHooks:
@@ -216,7 +214,6 @@ class Script:
         self._connection = connection
         self._modules = {"datamodule": Data(number), "other datamodule": OtherData(number)}
         self._trainer: Any = None
-        self._remote: dict[int, tuple[Any, RemoteDataModule]] = {}
 
     def run(self) -> Seen:
         """Run it, and return what it saw."""
@@ -224,7 +221,7 @@ class Script:
         seen = Seen()
         for number, act in enumerate(self._case.acts):
             if act.trainer == "new":
-                self._trainer, self._remote = self._new_trainer(), {}
+                self._trainer = self._new_trainer()
             elif number - 1 in seen.errors:
                 seen.errors[number] = seen.errors[number - 1]
                 continue
@@ -250,10 +247,8 @@ class Script:
         return quiet_trainer(Path(self._folder), **settings)
 
     def _call(self, act: Act, arguments: dict[str, Any]) -> None:
-        if self._connection is not None and is_chosen():
+        if self._connection is not None:  # as SageMakerTrainer does in a job
             use_data_hosts(self._trainer, self._connection, filter(None, [arguments.get("datamodule")]))
-        elif self._connection is not None:  # as SageMakerTrainer does in a job
-            arguments = remote_arguments(self._trainer, act.method, arguments, self._connection, self._remote)
         getattr(self._trainer, act.method)(**arguments)
 
     def _loaders(self, act: Act) -> dict[str, Any]:

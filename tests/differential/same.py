@@ -17,7 +17,6 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 
 from lightning_sm import DataHost
-from lightning_sm.job.variables import REMOTE_LOADER
 from tests.differential.cases import Case, case
 from tests.differential.fits import Noted, Pass, Runner, Seen
 from tests.differential.ranks import Ranks
@@ -60,8 +59,7 @@ def runner(hooks: str = "trainers") -> Iterator[Callable[[int], list[str]]]:
         hooks: Where the hooks of DataModules run: "trainers" or "data".
     """
     logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv(REMOTE_LOADER.name, "1")
+    with pytest.MonkeyPatch.context(), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         hosts = [[DataHost(workers=_NUM_WORKERS) for _ in range(_NUM_HOSTS)] for _ in range(2)]

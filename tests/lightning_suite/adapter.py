@@ -8,21 +8,19 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningDataModule, Trainer
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_sm import DataHost, DataServiceSettings
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.training.fetching_trainer import remote_arguments
+from lightning_sm.data.trainer.remote_trainer import use_data_hosts
 from tests.lightning_suite.__main__ import PROPERTY
 
 # A token: without one, a data host sets a variable of the environment, and Lightning's tests look for such leaks.
-# One shard: iterable datasets of the tests do not split themselves, which is an error with more.
-_SETTINGS = DataServiceSettings(virtual_shards=1, token=secrets.token_hex())
+_SETTINGS = DataServiceSettings(token=secrets.token_hex())
 # The longest test takes half a minute on an idle machine.
 _TEST_TIMEOUT_S = 180
 _METHODS = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict")}
@@ -34,31 +32,25 @@ _ORIGINALS = {
 }
 
 
-class _Connected:
-    """The methods of Trainer as ``SageMakerTrainer`` has them in a job with data hosts.
+class _Connection(ServiceConnection):
+    """A connection that counts the runs whose loaders were on the data host: each of them opens it."""
 
-    Args:
-        connection: The connection to the data host.
+    num_runs = 0
 
-    Attributes:
-        num_runs: Calls whose loaders were on the data host.
-    """
-
-    def __init__(self, connection: ServiceConnection) -> None:
-        self.num_runs = 0
-        self._connection = connection
-        self._remote: WeakKeyDictionary[Trainer, Any] = WeakKeyDictionary()
+    def open(self, trainer: Any) -> None:
+        """Start the feeder."""
+        self.num_runs += not self.is_open
+        super().open(trainer)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Return "fit", "validate", "test" or "predict"."""
+        """Return "fit", "validate", "test" or "predict", as ``SageMakerTrainer`` has it in a job with data hosts."""
         stock = _METHODS[name]
 
         def call(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
             given = inspect.signature(stock).bind(trainer, *args, **kwargs).arguments
-            del given["self"]
-            arguments = remote_arguments(trainer, name, given, self._connection, self._remote.setdefault(trainer, {}))
-            self.num_runs += arguments is not given
-            return stock(trainer, **arguments)
+            own = [value for value in given.values() if isinstance(value, LightningDataModule)]
+            use_data_hosts(trainer, self, own)
+            return stock(trainer, *args, **kwargs)
 
         return call
 
@@ -87,15 +79,14 @@ def _data_host() -> Iterator[DataHost]:
 
 @pytest.fixture(autouse=True)
 def _on_data_host(_data_host: DataHost, record_property: Callable[[str, object], None]) -> Iterator[None]:
-    connection = ServiceConnection([_data_host.address], _SETTINGS, LOCAL_JOB)
-    connected = _Connected(connection)
+    connection = _Connection([_data_host.address], _SETTINGS, LOCAL_JOB)
     # Its own: the fixture of the same name would end after those of Lightning that look for leaks.
     with _limited(), pytest.MonkeyPatch.context() as monkeypatch:
         for name in _METHODS:
-            monkeypatch.setattr(Trainer, name, connected.method(name))
+            monkeypatch.setattr(Trainer, name, connection.method(name))
         yield
     connection.close("the test has ended", is_success=True)
-    record_property(PROPERTY, connected.num_runs)
+    record_property(PROPERTY, connection.num_runs)
     for (cls, name), original in _ORIGINALS.items():
         if original is not None:
             setattr(cls, name, original)

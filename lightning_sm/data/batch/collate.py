@@ -22,7 +22,7 @@ def collate_into(collate_fn: Callable[[Sequence[Any]], Any], samples: Sequence[A
     """Collate samples, in the arena if the collate function is ``torch.utils.data.default_collate``.
 
     The result equals that of the function in a worker of a ``DataLoader``, and is valid until the arena is reset. What
-    a user's function returns is in other memory; ``encode`` copies it to the arena.
+    a user's function returns is in other memory; ``pickle_batch`` copies it to the arena.
 
     Raises:
         BatchTooLargeError: The arena has no room for the batch.

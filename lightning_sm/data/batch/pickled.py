@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -117,6 +118,8 @@ def unpickle_batch(structure: bytes, data: npt.NDArray[np.uint8]) -> Any:
             parts.append(memory[start : start + size])
     except struct.error as error:
         raise WireError(f"The structure of a batch has {len(structure)} bytes.") from error
+    if not parts:
+        raise WireError("The structure of a batch is empty.")
     return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # see above
 
 
@@ -148,8 +151,9 @@ class _Reducer:
             array = self._arrays[address] = tensor.numpy()
             return torch.from_numpy, (array,)
         if size > _MAX_STORAGE_FACTOR * own:
-            tensor = tensor.clone(memory_format=torch.preserve_format)
-            storage = tensor.untyped_storage()
+            with suppress(NotImplementedError):  # of a dtype that torch cannot copy, such as int4
+                tensor = tensor.clone(memory_format=torch.preserve_format)
+                storage = tensor.untyped_storage()
         layout = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return _tensor_of, (self._array_of(storage), *layout)
 

@@ -1,4 +1,4 @@
-"""The connection of one trainer rank to one data host: heartbeats, opening of loaders, requests, answers."""
+"""The connection of one trainer rank to one data host: heartbeats, opening of sources, requests, answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from lightning_sm.data.protocol.calls import (
     HeartbeatRequest,
     HostReport,
     LoadRequest,
-    OpenRequest,
     Request,
 )
 from lightning_sm.data.protocol.codec import decode
@@ -50,7 +49,6 @@ _MAX_SILENT = 2
 _FAILED_PERIOD_S = 10.0
 # The server answers "not yet" after 5 s.
 _CALL_TIMEOUT_S = 15.0
-_SAMPLER_TIMEOUT_S = 900.0
 _FINISH_TIMEOUT_S = 3.0
 _SNAPSHOT_TIMEOUT_S = 900.0
 # A snapshot of this size gets a line in the log.
@@ -64,8 +62,8 @@ class LinkState(Enum):
     """The state of a connection."""
 
     CONNECTING = "never reached, or lost and not reached again"
-    OPENING = "reached, but loaders are not open yet: the user's code still runs, or has failed"
-    UP = "everything is open"
+    OPENING = "reached, but a dataset is still on its way"
+    UP = "connected"
     SILENT = "connected, but heartbeats are not answered"
     REFUSED = "the host will never do what is requested"
 
@@ -78,13 +76,10 @@ class Owner(Protocol):
         """Measurements of this rank, sent with every heartbeat."""
 
     def link_up(self, link: HostLink) -> None:
-        """Note that the host is connected and has opened all loaders."""
+        """Note that the host is connected."""
 
     def link_lost(self, link: HostLink) -> None:
         """Note that the host does not answer (``LinkState.SILENT``), or cannot be reached."""
-
-    def link_opened(self, link: HostLink, name: str, reply: calls.SetUp | calls.Loaders | calls.Problem) -> str:
-        """Take the host's reply to a request for loaders; return why the host cannot be used, or ""."""
 
     def snapshot(self, digest: str) -> tuple[int, int] | None:
         """Return a descriptor of a snapshot of this rank, to be closed, and its size; None: it has none."""
@@ -129,13 +124,10 @@ class HostLink:
         self._owner = owner
         self._credentials = credentials
         self._channel = GrpcChannel(address, credentials)
-        self._wanted: dict[str, OpenRequest] = {}
-        self._opened: set[str] = set()
         self._has_joined = False
         self._openings: dict[str, Opening] = {}
         self._told: list[Opening] = []  # those that the host knows of
         self._open_sources: set[str] = set()
-        self._is_stale = False
         self._num_losses = 0
         self._num_silent = 0
         self._diagnosis = ""  # why the first connection fails
@@ -161,29 +153,6 @@ class HostLink:
         """Name of the host, with its address."""
         name = self.report.name if self.report is not None else ""
         return f"{name} ({self.address})" if name and name != self.address else self.address
-
-    def want(self, name: str, request: OpenRequest) -> None:
-        """Open loaders on the host, now and after every reconnect.
-
-        Args:
-            name: Name of the request.
-            request: Run of the Trainer, stage and hook whose loaders to open.
-        """
-        with self._lock:
-            # A new run of the Trainer does not need the loaders of earlier runs, and hosts keep only the last two of
-            # each hook. Drop the others here, too: a host that restarts in epoch 300 must not run train_dataloader()
-            # 300 times.
-            self._wanted = {name: old for name, old in self._wanted.items() if old.trainer_run == request.trainer_run}
-            earlier = [old for old, wanted in self._wanted.items() if wanted.loaders == request.loaders]
-            for old in earlier[:-1]:
-                del self._wanted[old]
-            self._opened &= set(self._wanted)
-            self._wanted[name] = request
-        self._nudge.set()
-
-    def wants(self, name: str) -> bool:
-        """Return whether loaders are among those that the host keeps open."""
-        return name in self._wanted
 
     def join(self) -> None:
         """Come up as soon as the host answers, to take over what others lose."""
@@ -219,27 +188,6 @@ class HostLink:
         if stream is not None:
             stream.call.send(message)
 
-    def reopen(self) -> None:
-        """Open all loaders again, because the host has lost some: it may have restarted unnoticed."""
-        self._is_stale = True
-        self._nudge.set()
-
-    def sampler_order(self, request: calls.ListRequest) -> bytes:
-        """Fetch the order of the user's sampler: its size and, if ``wants_keys``, the rank's part as raw int64.
-
-        Raises:
-            CallError: The call failed.
-        """
-        return self._channel.stream(request.NAME, [request.encode()], _SAMPLER_TIMEOUT_S)
-
-    def count(self, request: calls.CountRequest) -> bytes:
-        """Fetch the number of batches in shards of an iterable dataset.
-
-        Raises:
-            CallError: The call failed.
-        """
-        return self._unary(request, _CALL_TIMEOUT_S)
-
     def finish(self, outcome: str, *, is_success: bool) -> None:
         """Tell the host how the training ended, and close the connection."""
         self._closed.set()
@@ -272,7 +220,9 @@ class HostLink:
                         return
                     self.report = HostReport.parse(self._unary(request, _HEARTBEAT_TIMEOUT_S))
                 self._num_silent = 0
-                self._open_wanted()
+                if self._has_joined:
+                    self._come_up()
+                self._open_wanted_sources()
             except CallError as error:
                 self._call_failed(error)
             except Exception as error:  # noqa: BLE001  # _refuse_for reports it
@@ -306,39 +256,6 @@ class HostLink:
         elif reason and time.monotonic() - self._diagnosed_at >= _CONFIRM_S and not self._closed.is_set():
             self._closed.set()
             self._refuse(DataHostMismatchError(f"data host at {self.address}: {reason}."))
-
-    def _open_wanted(self) -> None:
-        """Open all wanted loaders that are not open. Then the link is up."""
-        if self._is_stale:
-            self._is_stale = False
-            self._lose(LinkState.CONNECTING, "it has lost its loaders; it may have restarted")
-        num_losses = self._num_losses  # if the link is lost during a call below, the answer is void
-        for name, request in list(self._wanted.items()):
-            if name in self._opened:
-                continue
-            answer = self._unary(request, _CALL_TIMEOUT_S)
-            wanted = calls.Loaders if request.loaders else calls.SetUp
-            kinds = (wanted, calls.Problem, calls.Running, calls.Missing)
-            reply = calls.parse_reply(answer, "answer to Open", *kinds)
-            if isinstance(reply, calls.Missing):
-                self._send_snapshots(reply.snapshots)
-                return
-            if isinstance(reply, calls.Running):
-                self._set_state(LinkState.OPENING, f"{request.hook} is still running")
-                self._nudge.set()
-                return
-            problem = self._owner.link_opened(self, name, reply)
-            self._period_s = _FAILED_PERIOD_S if problem else self._usual_period_s
-            if problem:
-                self._set_state(LinkState.OPENING, problem)
-                return
-            with self._lock:
-                if self._num_losses != num_losses:
-                    return
-                self._opened.add(name)
-        if self._wanted or self._has_joined:
-            self._come_up()
-        self._open_wanted_sources()
 
     def _open_wanted_sources(self) -> None:
         """Open all wanted sources that are not open, and let the host know which are no longer wanted."""
@@ -377,10 +294,10 @@ class HostLink:
         return decode(openings.CallResult, answer, f"result of {call}")
 
     def _send_snapshots(self, digests: list[str]) -> None:
-        """Send what the host needs before it can open loaders; only rank 0 has it."""
+        """Send the sources that the host needs."""
         found = {digest: self._owner.snapshot(digest) for digest in digests}
         if not found or None in found.values():
-            self._set_state(LinkState.OPENING, "rank 0 has not sent its DataModule yet")
+            self._set_state(LinkState.OPENING, "the dataset that it needs was closed meanwhile")
             return
         for digest, snapshot in found.items():
             if snapshot is not None:
@@ -388,7 +305,7 @@ class HostLink:
         self._nudge.set()
 
     def _send_snapshot(self, digest: str, fd: int, num_bytes: int) -> None:
-        self._set_state(LinkState.OPENING, f"the DataModule is being sent ({num_bytes / 1e6:.0f} MB)")
+        self._set_state(LinkState.OPENING, f"a dataset is being sent ({num_bytes / 1e6:.0f} MB)")
         began = time.monotonic()
         try:
             with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
@@ -400,8 +317,8 @@ class HostLink:
         seconds = time.monotonic() - began
         if num_bytes >= _LARGE_SNAPSHOT_BYTES:
             logger.info(
-                "Sent the DataModule of rank 0 to data host %s: %.0f MB in %.1f s. What setup() creates need not be "
-                "sent, because it runs on the data hosts.",
+                "Sent a dataset to data host %s: %.0f MB in %.1f s, as the workers of DataLoader get it. With "
+                "data_service.hooks=data, data hosts make it themselves, and nothing need be sent.",
                 self.name,
                 num_bytes / 1e6,
                 seconds,
@@ -417,13 +334,12 @@ class HostLink:
                 self._owner.link_up(self)
 
     def _lose(self, state: LinkState, detail: str) -> None:
-        """Count the host as lost until it has answered and opened all loaders again."""
+        """Count the host as lost until it has answered again."""
         with self._notifying:
             was_up = self._break_stream()
             with self._lock:
                 self._set_state(state, detail)
-                # The host may restart, with no loaders open.
-                self._opened.clear()
+                # The host may restart, with nothing open.
                 self._open_sources.clear()
                 self._told = []
                 self._num_losses += 1

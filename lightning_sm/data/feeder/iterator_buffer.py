@@ -112,7 +112,7 @@ class IteratorBuffer(RangeBuffer):
             self.stop_step = min(self.stop_step, answer.step_range.stop)
         return answer
 
-    def skip(self, request_id: int, end: int | None) -> None:
+    def skip(self, request_id: int, end: int) -> None:
         """Record the answer that a stream has none of the batches of a request.
 
         Args:
@@ -122,7 +122,7 @@ class IteratorBuffer(RangeBuffer):
         Raises:
             WireError: The answer does not fit the request.
         """
-        if not self.request.is_stream or end is None:
+        if not self.request.is_stream:
             raise WireError("only streams have an end")
         self.stop_step = min(self.stop_step, max(0, end - self.request.first))
         self.drop(request_id)
@@ -138,7 +138,7 @@ class IteratorBuffer(RangeBuffer):
             yield self._delivery(answer)
         if self.next_step >= self.stop_step and not self._has_ended:
             self._has_ended = True
-            yield EndOfPass(self.pass_id, self.stop_step)
+            yield EndOfPass(self.pass_id)
 
     def _delivery(self, answer: InFlightRange) -> DeliveredRange:
         header = answer.header
@@ -153,9 +153,6 @@ class IteratorBuffer(RangeBuffer):
             produce_s=header.produce_s,
             transfer_s=answer.transfer_s,
             num_ready=sum(answer.step_range.num_steps for answer in self.ready.values()),
-            row=None,
-            keys=[],
-            tail_weight=1.0,
             encoded_batches=header.encoded_batches,
             wanted_until=answer.step_range.stop + self.window + self.range_length,
         )

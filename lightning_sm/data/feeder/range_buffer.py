@@ -151,29 +151,27 @@ class RangeBuffer:
         if answer.is_dropped:
             self.free.append(answer.slot)
 
-    def keep(self, request_id: int, latency_s: float, window_part: float = 1.0) -> InFlightRange:
+    def keep(self, request_id: int, latency_s: float) -> InFlightRange:
         """Keep a complete answer until its first step is next, and return it.
 
         Args:
             request_id: Number of the request.
             latency_s: Seconds from the request until now.
-            window_part: Part of ``window_bytes`` that a request may ask for.
         """
         answer = self.in_flight.pop(request_id)
         header = answer.header
         answer.transfer_s = max(0.0, latency_s - header.queue_s - header.produce_s)
         self.ready[answer.step_range.first] = answer
-        self._choose_range_length(header, window_part)
+        self._choose_range_length(header)
         return answer
 
-    def _choose_range_length(self, header: StepRangeHeader, window_part: float) -> None:
+    def _choose_range_length(self, header: StepRangeHeader) -> None:
         """Choose how many batches a request asks for: as many as the limits allow, at most twice as many as before."""
         limits = self._limits
         produce_s = header.produce_s / header.num_batches
         self._produce_s += (produce_s - self._produce_s) * (1 / 8 if self._produce_s else 1)
         num_bytes = (header.num_bytes + len(header.encoded_batches)) / header.num_batches
-        window_bytes = min(limits.window_bytes / _MIN_RANGES, window_part * limits.window_bytes)
-        range_bytes = min(_RANGE_BYTES, window_bytes, _SLOT_PART * self.ring.slot_bytes)
+        range_bytes = min(_RANGE_BYTES, limits.window_bytes / _MIN_RANGES, _SLOT_PART * self.ring.slot_bytes)
         most = min(MAX_RANGE_LENGTH, range_bytes / max(1.0, num_bytes), _RANGE_S / max(1e-9, self._produce_s))
         length = max(1, min(2 * self.range_length, int(most)))
         if limits.is_window_fixed:

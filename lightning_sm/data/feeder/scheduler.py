@@ -16,7 +16,7 @@ import random
 import sys
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count, takewhile
@@ -71,8 +71,6 @@ _LATE_ON_THE_ONLY_HOST = _Late(10.0, 2.0)
 # Beyond the budget, hedge only requests that no working host would take so long for: a frozen worker would block the
 # pass forever.
 _STUCK = _Late(30.0, 3.0)
-# A second host must read the shard from its beginning, so a hedge takes as long as the shard has taken so far.
-_LATE_SHARD = _Late(30.0, 20.0)
 
 
 class Liveness(Enum):
@@ -256,8 +254,7 @@ class _ScheduledPass:
     in_flight: dict[StepRange, list[StepRequest]] = field(default_factory=dict)  # one or two requests per range
     ready: dict[int, StepRange] = field(default_factory=dict)  # by first step
     failures: dict[int, list[_StepFailure]] = field(default_factory=dict)
-    shard_of: Callable[[int], int] | None = None  # shard of a step, for iterable datasets
-    assigned_hosts: dict[int, str] = field(default_factory=dict)  # by shard: the host that has its iterator
+    may_hedge: bool = True  # whether a late request may go to a second host
     known: int = sys.maxsize  # steps from here on cannot be requested yet
     can_take: Callable[[str], bool] | None = None  # whether a host has what the pass needs; None: each has
 
@@ -294,21 +291,12 @@ class _ScheduledPass:
         """
         limit = self.limit
         while self.cursor < limit:
-            length = self._next_length()
+            length = min(self.range_length, self.stop_step - self.cursor)
             if self.cursor + length > limit and self.cursor > self.position:
                 return
             step_range = StepRange(self.cursor, min(length, limit - self.cursor))
             self.todo.append(step_range)
             self.cursor = step_range.stop
-
-    def _next_length(self) -> int:
-        """Return the length of the next range: at most ``range_length``, and only one shard's."""
-        length = min(self.range_length, self.stop_step - self.cursor)
-        if self.shard_of is None:
-            return length
-        steps = range(self.cursor, self.cursor + length)
-        shard = self.shard_of(self.cursor)
-        return next((step for step in steps if self.shard_of(step) != shard), steps.stop) - self.cursor
 
     def todo_from(self, step: int) -> Iterator[StepRange]:
         """Yield the TODO ranges in the window, from a step on.
@@ -334,29 +322,6 @@ class _ScheduledPass:
     def raised_on(self, step: int) -> set[str]:
         """Return the hosts on which the user's code has raised in a step."""
         return {failure.host for failure in self.failures.get(step, ()) if failure.retry is Retry.ONCE}
-
-    def assigned_host(self, shard: int, hosts: Sequence[_ScheduledHost]) -> str:
-        """Return the host that has the iterator of a shard; assign one of ``hosts``, all UP, if none has."""
-        if self.assigned_hosts.get(shard) not in {host.host for host in hosts}:
-            # Ranks begin with different shards. Rotating by the shard makes them begin with different hosts, too.
-            rotation = {host.host: (order - shard) % len(hosts) for order, host in enumerate(hosts)}
-            chosen = min(hosts, key=lambda host: (self._load(host, 1), rotation[host.host]))
-            self.assigned_hosts[shard] = chosen.host
-        return self.assigned_hosts[shard]
-
-    def rebalance(self, newcomer: _ScheduledHost, hosts: Sequence[_ScheduledHost]) -> None:
-        """Move shards to a host that has come up, from the hosts that have the most."""
-        while self.assigned_hosts:
-            giver = max(hosts, key=lambda host: self._load(host, 0))
-            if giver is newcomer or self._load(newcomer, 1) >= self._load(giver, 0):
-                return
-            last_shard = max(shard for shard, host in self.assigned_hosts.items() if host == giver.host)
-            self.assigned_hosts[last_shard] = newcomer.host
-
-    def _load(self, host: _ScheduledHost, more: int) -> float:
-        """Return the shards per credit that a host would have with ``more`` shards in addition."""
-        num_shards = sum(assigned == host.host for assigned in self.assigned_hosts.values())
-        return (num_shards + more) / host.num_credits
 
 
 class Scheduler:
@@ -402,8 +367,6 @@ class Scheduler:
         if before is not Liveness.UP:
             host.num_pauses = 0
             host.paused_until = -math.inf
-            for current in self._passes.values():
-                current.rebalance(host, self._up)
 
     def host_lost(self, name: str, *, is_silent: bool) -> tuple[StepRequest, ...]:
         """Stop using a silent or unreachable host until ``host_up``; return its requests, which go to others."""
@@ -427,7 +390,7 @@ class Scheduler:
         window: int,
         *,
         max_ranges: int | None = None,
-        shard_of: Callable[[int], int] | None = None,
+        may_hedge: bool = True,
         loader: Hashable = None,
         known: int = sys.maxsize,
         can_take: Callable[[str], bool] | None = None,
@@ -436,9 +399,9 @@ class Scheduler:
 
         At most ``window`` steps, at least 1, counted from the oldest that the consumer has not taken, are in flight or
         ready. ``set_window`` may change that, but there are never more ranges than ``max_ranges`` (default: as many as
-        steps in this window). Steps of the same shard (``shard_of``) are requested in order from the same host, as long
-        as it is up and answers. Passes of the same ``loader`` share what is known about its pace. Steps from ``known``
-        on cannot be requested yet. Only hosts that ``can_take`` the steps get requests.
+        steps in this window). Late requests go to a second host if they ``may_hedge``. Passes of the same ``loader``
+        share what is known about its pace. Steps from ``known`` on cannot be requested yet. Only hosts that
+        ``can_take`` the steps get requests.
         """
         pace = self._paces.setdefault(loader, _Latencies())
         self._passes[pass_id] = _ScheduledPass(
@@ -449,7 +412,7 @@ class Scheduler:
             max_ranges=window if max_ranges is None else max_ranges,
             pace=pace,
             cursor=first_step,
-            shard_of=shard_of,
+            may_hedge=may_hedge,
             known=known,
             can_take=can_take,
         )
@@ -608,26 +571,6 @@ class Scheduler:
                 free.remove(host)
         return requests
 
-    def lend_credit(self, names: Collection[str], now: float) -> tuple[int, str] | None:
-        """Take a credit of the least busy of some hosts, for a request that is no step of a pass.
-
-        Such a request counts neither as work nor as latency. After ``next_requests``, only hosts that no pass has work
-        for have credits left.
-
-        Returns:
-            Request id and host; None if no host has a credit. ``return_credit`` follows.
-        """
-        free = [host for name, host in self._hosts.items() if name in names and host.has_credit(now)]
-        if not free:
-            return None
-        host = min(free, key=lambda host: (*self._load(host, now), self._tie_break()))
-        host.num_in_flight += 1
-        return self._next_request_id(), host.host
-
-    def return_credit(self, name: str) -> None:
-        """Give back a host's credit: the request was answered or cancelled, or the host is lost."""
-        self._hosts[name].num_in_flight -= 1
-
     def next_wakeup(self, now: float) -> float | None:
         """Return when ``next_requests`` may have something new without an event; None: never."""
         times: list[float] = []
@@ -647,10 +590,6 @@ class Scheduler:
                 if not late_after_s:
                     break
         return min((time for time in times if now < time < math.inf), default=None)
-
-    def up(self) -> list[str]:
-        """Return the names of the hosts that are UP."""
-        return [host.host for host in self._up]
 
     def hosts(self) -> list[HostStatus]:
         """Return the status of all hosts, for messages and metrics."""
@@ -680,7 +619,8 @@ class Scheduler:
     ) -> StepRequest:
         if not self._requests:
             self._measured_until = now
-        request = StepRequest(self._next_request_id(), host.host, current.pass_id, step_range, is_hedge, now)
+        request_id = next(self._request_ids) % _NUM_REQUEST_IDS
+        request = StepRequest(request_id, host.host, current.pass_id, step_range, is_hedge, now)
         self._num_open_hedges += is_hedge
         host.num_in_flight += 1
         self._requests[request.request_id] = request
@@ -688,9 +628,6 @@ class Scheduler:
         if not is_hedge:
             del current.todo[bisect_left(current.todo, step_range)]
         return request
-
-    def _next_request_id(self) -> int:
-        return next(self._request_ids) % _NUM_REQUEST_IDS
 
     def _end_requests(self, requests: list[StepRequest], *, in_single_steps: bool = False) -> tuple[StepRequest, ...]:
         """End requests; the steps of those that are not ready, and have no other request, are TODO again."""
@@ -751,7 +688,7 @@ class Scheduler:
         slowness = host.expected_slowness(now)
         for current in passes:
             first = current.position
-            if slowness > _SLOW_FACTOR and current.shard_of is None and not self._is_last_resort(host, current):
+            if slowness > _SLOW_FACTOR and not self._is_last_resort(host, current):
                 first += self._num_steps_in(_SLOW_MARGIN * slowness * current.pace.median_s)
             for step_range in current.todo_from(first):
                 if self._may_take(host, current, step_range.first):
@@ -768,11 +705,9 @@ class Scheduler:
         return current.failed_on_all(current.todo[0].first, others)
 
     def _may_take(self, host: _ScheduledHost, current: _ScheduledPass, step: int) -> bool:
-        """Return whether a host may build a step: the host has its shard, or the step did not fail only there."""
+        """Return whether a host may build a step: it has what that needs, and the step did not fail only there."""
         if current.can_take is not None and not current.can_take(host.host):
             return False
-        if current.shard_of is not None and not current.raised_on(step):
-            return current.assigned_host(current.shard_of(step), current.takers(self._up)) == host.host
         return not current.failed_on(step, host.host) or current.failed_on_all(step, current.takers(self._up))
 
     # Hedges
@@ -799,20 +734,14 @@ class Scheduler:
 
     def _late_after_s(self, current: _ScheduledPass) -> float:
         """Return the age from which requests of a pass are late; infinite if they never are."""
-        if not current.pace.is_known or not self._late.factor:
+        if not current.may_hedge or not current.pace.is_known or not self._late.factor:
             return math.inf
-        is_alone = len(current.takers(self._up)) == 1
-        late = _LATE_ON_THE_ONLY_HOST if is_alone else self._late
-        if current.shard_of is not None:
-            if is_alone:
-                return math.inf
-            late = _LATE_SHARD
-        else:
-            # The budget, if this hedge and all open ones cost as much as usual.
-            burst = HEDGE_BURST + max((host.num_credits for host in self._up), default=0)
-            cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * current.pace.work_s
-            if cost_s > HEDGE_BUDGET * self._work_s + burst * current.pace.work_s:
-                late = _STUCK
+        late = _LATE_ON_THE_ONLY_HOST if len(current.takers(self._up)) == 1 else self._late
+        # The budget, if this hedge and all open ones cost as much as usual.
+        burst = HEDGE_BURST + max((host.num_credits for host in self._up), default=0)
+        cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * current.pace.work_s
+        if cost_s > HEDGE_BUDGET * self._work_s + burst * current.pace.work_s:
+            late = _STUCK
         return late.after_s(current.pace.median_s)
 
     def _hedge_host(self, late: StepRequest, current: _ScheduledPass, now: float) -> _ScheduledHost | None:

@@ -19,7 +19,7 @@ RETRIES = {
     **dict.fromkeys(USER_ERRORS, Retry.ONCE),
     **dict.fromkeys(LOST_WORKERS, Retry.LIMITED),
     "NotOpen": Retry.ELSEWHERE,
-    "ShardMoved": Retry.ELSEWHERE,
+    "StreamMoved": Retry.ELSEWHERE,
 }
 
 # Errors that the training process raises under the same name.

@@ -78,25 +78,6 @@ def _state_of_pcg64(seed: int) -> dict[str, Any]:
     return {"bit_generator": "PCG64", "state": words, "has_uint32": 0, "uinteger": 0}
 
 
-def get_state(generator: Any) -> Any:
-    """Return the state of a generator."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if generator is np.random or isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Restore a state of a generator."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random) or generator is random:
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
 def seed_all(seed: int) -> None:
     """Seed the global generators of ``random``, NumPy and torch with 64 bits."""
     for generator in GLOBALS:
@@ -146,31 +127,28 @@ class HeldGenerators:
                     yield number, generator
 
 
-def reachable(*owners: object, leaves: tuple[type, ...] = ()) -> Iterator[Any]:
+def reachable(*owners: object) -> Iterator[Any]:
     """Yield some objects and what they hold, wherever they keep it, as far as it is searched for generators.
 
     Args:
         *owners: The objects.
-        leaves: Classes whose objects are left out.
     """
     yield from owners
-    for _, item in _walk(owners, leaves):
-        if not isinstance(item, leaves):
-            yield item
+    for _, item in _walk(owners):
+        yield item
 
 
 def _find(owners: Iterable[object]) -> Iterator[_Place]:
     return (place for place, item in _walk(owners) if _is_held(item))
 
 
-def _walk(owners: Iterable[object], leaves: tuple[type, ...] = ()) -> Iterator[tuple[_Place, Any]]:
+def _walk(owners: Iterable[object]) -> Iterator[tuple[_Place, Any]]:
     queue, functions = deque(owners), deque[Any]()  # functions come last: they lead to whole libraries
     seen: dict[int, object] = {}  # as long as they are kept, no other objects get their ids
-    leaves += _LEAVES
     while (queue or functions) and len(seen) < _MAX_OBJECTS:
         value = queue.popleft() if queue else functions.popleft()
         with suppress(Exception):  # of properties and proxies in user code
-            if isinstance(value, leaves) or id(value) in seen:
+            if isinstance(value, _LEAVES) or id(value) in seen:
                 continue
             seen[id(value)] = value
             for place in _places_in(value):

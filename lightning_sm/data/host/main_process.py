@@ -1,4 +1,4 @@
-"""The main process of a data host: owns the DataModule of rank 0, the worker processes and the gRPC server's process.
+"""The main process of a data host: it has the sources of the trainers, the workers and the process of the gRPC server.
 
 It has no threads and never loads gRPC, so that it can fork its workers. It restarts every child that dies; its children
 die when it does.
@@ -6,7 +6,6 @@ die when it does.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sched
@@ -21,12 +20,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from lightning_sm.data.host.datamodule import ServedModule
-from lightning_sm.data.host.sampler_process import SamplerProcess, run_sampler
 from lightning_sm.data.host.source_builder import builder_of
 from lightning_sm.data.host.sources import Sources
-from lightning_sm.data.host.spawned_worker import PickledLoaders, SpawnedSource
-from lightning_sm.data.host.worker import Builder, LoaderBuilder, WorkerPlace, run_worker
+from lightning_sm.data.host.spawned_worker import SpawnedSource
+from lightning_sm.data.host.worker import Builder, WorkerPlace, run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.worker_stack import innermost_call, without_our_start
 from lightning_sm.data.host.world import world_of_one
@@ -34,7 +31,7 @@ from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.calls import OpenRequest, Problem
+from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.settings import HostSettings
@@ -59,7 +56,7 @@ _STACK_ADVICE = (
     'DataLoader(multiprocessing_context="spawn"). If the batch only takes long, nothing is wrong.'
 )
 
-# After this many deaths in a row without a trainer's request for loaders, the server process is not restarted. It also
+# After this many deaths in a row without a trainer's request for workers, the server process is not restarted. It also
 # dies with each of its network processes: one that has served for some time may be the next victim of a lack of memory.
 _MAX_SERVER_STARTS = 5
 _SERVED_LONG_S = 60.0
@@ -78,7 +75,7 @@ class _WorkerProcess:
 
     Attributes:
         pid: Its process.
-        place: The request that opened its loaders, and its number on the host.
+        place: Its opening, and its number on the host.
         notes: Its notes.
         is_fork: Whether it is a fork of this process.
     """
@@ -90,10 +87,10 @@ class _WorkerProcess:
 
 
 class MainProcess:
-    """The data host: serves the DataModules of rank 0 from the current process until the trainers have finished.
+    """The data host: serves the trainers from the current process until the trainers have finished.
 
-    The host fails if the user's hooks failed at the last request for loaders and training failed, too. A training that
-    succeeded did not need those loaders.
+    The host fails if it could not open the last source and training failed, too. A training that succeeded did not need
+    that source.
 
     Args:
         settings: Address, workers, limits, credentials.
@@ -101,7 +98,6 @@ class MainProcess:
     """
 
     def __init__(self, settings: HostSettings, listening: Callable[[str], None]) -> None:
-        self._module = ServedModule()
         self._settings = settings
         self._listening = listening
         self._selector = selectors.DefaultSelector()
@@ -113,19 +109,16 @@ class MainProcess:
         self._num_streams = 0
         self._failed_starts: Counter[tuple[str, int]] = Counter()  # in a row
         # By opening; for workers that are no forks.
-        self._pickled: dict[str, PickledLoaders | SpawnedSource] = {}
-        self._sources = Sources(self._module.descriptor)
+        self._pickled: dict[str, SpawnedSource] = {}
+        self._sources = Sources()
         self._scheduler = sched.scheduler(time.monotonic)
-        # By opening and number of the loader: those to which requests go, and all that have not exited.
-        self._samplers: dict[tuple[str, int], SamplerProcess] = {}
-        self._sampler_processes: dict[int, SamplerProcess] = {}
         self._server: MessageSocket  # of the newest server process
         self._server_starts = 0
         self._server_started = 0.0
         self._outcome: host_messages.Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
-        # The error of the last request for loaders, if it failed: trainers cannot continue without loaders.
+        # Why the last source could not be opened, if so: trainers cannot continue without it.
         self._problem: Problem | None = None
         self._training_succeeded = False
 
@@ -197,7 +190,7 @@ class MainProcess:
     def _on_gentle_signal(self, *_: object) -> None:
         """Note that the job is ending. Keep serving: trainers need batches until all ranks save a checkpoint."""
         self._job_is_ending = True
-        if self._in_hook and not (self._module.loaders or self._sources.openings):
+        if self._in_hook and not self._sources.openings:
             raise _Terminated
 
     def _on_wakeup(self, wakeup: socket.socket) -> None:
@@ -213,9 +206,7 @@ class MainProcess:
         self._server_started = time.monotonic()
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, lambda status: self._on_server_exit(process, status))
-        self._server.send(host_messages.Serve(self._settings, snapshots=self._module.snapshots))
-        for opening, reply in self._module.replies.items():
-            self._server.send(host_messages.OpenedLoaders(opening, reply, list(self._module.replies)))
+        self._server.send(host_messages.Serve(self._settings, snapshots=self._sources.snapshots))
         self._sources.keep(())  # trainers open them again
         if self._job_is_ending:
             self._server.send(host_messages.JobEnds())
@@ -232,18 +223,13 @@ class MainProcess:
                     self._settings = replace(self._settings, address=address)
                     self._listening(address)
                 case host_messages.NewSnapshot(digest, kept, (fd,)):
-                    self._module.keep(digest, fd, kept)
-                case host_messages.RunHook(request):
-                    self._server_starts = 0
-                    self._open(request)
+                    self._sources.take(digest, fd, kept)
                 case host_messages.StartWorkers(opening):
                     self._server_starts = 0
                     self._open_source(opening)
                 case host_messages.KeepOpenings(names):
                     self._sources.keep(names)
                     self._forget_places()
-                case host_messages.RunSampler():
-                    self._run_sampler(message)
                 case host_messages.KillWorker(worker_id):
                     worker = self._workers.get(worker_id)
                     if worker is not None:
@@ -278,24 +264,6 @@ class MainProcess:
             self._selector.unregister(self._server)
         self._server.close()
         self._start_server()
-        self._start_workers(self._module.loaders)
-
-    def _open(self, request: OpenRequest) -> None:
-        before = set(self._module.loaders)
-        self._in_hook = True
-        try:
-            reply = self._module.open(request)
-        finally:
-            self._in_hook = False
-        try:
-            self._start_workers(set(self._module.loaders) - before)
-        except DataSettingsError as error:  # of loaders that cannot be pickled
-            self._module.forget(request.opening)
-            reply = Problem.of(error, request.hook)
-        self._problem = reply if isinstance(reply, Problem) else None
-        if self._problem is not None:
-            logger.warning("%s failed; trainers get the error: %s", self._problem.where, first_line(self._problem.text))
-        self._send(host_messages.OpenedLoaders(request.opening, reply, list(self._module.replies)))
 
     def _open_source(self, opening: Opening) -> None:
         self._in_hook = True
@@ -324,13 +292,13 @@ class MainProcess:
             return False
         return True
 
-    # Workers and samplers
+    # Workers
 
     def _start_workers(self, openings: Iterable[str]) -> None:
-        """Start workers for loaders. Workers of other loaders keep their caches and open files, and wait.
+        """Start workers. Those of other openings keep their caches and open files, and wait.
 
         Raises:
-            DataSettingsError: Loaders that need new processes cannot be pickled.
+            DataSettingsError: A source that needs new processes cannot be pickled.
         """
         self._forget_places()
         for opening in openings:
@@ -346,41 +314,31 @@ class MainProcess:
             self._pickled.pop(opening).close()
 
     def _is_open(self, opening: str) -> bool:
-        return opening in self._module.loaders or opening in self._sources.openings
+        return opening in self._sources.openings
 
     def _worker_numbers(self, opening: str) -> Iterable[int]:
         """Return the numbers of an opening's workers. Of workers with the same number, one works at a time."""
-        source = self._sources.openings.get(opening)
-        if source is not None and source.stream is not None:
-            self._num_streams += 1
-            return (self._settings.workers - 1 + self._num_streams,)
-        # A hook may return an empty list, which needs no workers.
-        return range(self._settings.workers if source is not None or self._module.loaders[opening] else 0)
+        if self._sources.openings[opening].stream is None:
+            return range(self._settings.workers)
+        self._num_streams += 1
+        return (self._settings.workers - 1 + self._num_streams,)
 
-    def _spawned(self, opening: str) -> PickledLoaders | SpawnedSource | None:
+    def _spawned(self, opening: str) -> SpawnedSource | None:
         """Return what starts workers that are no forks; None: they are forks.
 
         Raises:
-            DataSettingsError: Loaders cannot be pickled.
+            DataSettingsError: The source cannot be pickled.
         """
-        host, num_workers = self._host_name, self._settings.workers
-        source = self._sources.openings.get(opening)
-        if source is not None:
-            if self._sources.source(opening).start_method == "fork":
-                return None
-            own = self._sources.source(opening)
-            return SpawnedSource(source, own, self._sources.descriptor(opening), host, num_workers)
-        loaders = self._module.loaders[opening]
-        if all(loader.start_method == "fork" for loader in loaders):
+        source = self._sources.source(opening)
+        if source.start_method == "fork":
             return None
-        return PickledLoaders(opening, loaders, host, num_workers)
+        memory = self._sources.descriptor(opening)
+        own = self._sources.openings[opening]
+        return SpawnedSource(own, source, memory, self._host_name, self._settings.workers)
 
     def _builder(self, opening: str, number: int) -> Builder:
         place = WorkerPlace(self._host_name, number, self._settings.workers)
-        source = self._sources.openings.get(opening)
-        if source is not None:
-            return builder_of(self._sources.source(opening), source.stream, place)
-        return LoaderBuilder(opening, self._module.loaders[opening], place)
+        return builder_of(self._sources.source(opening), self._sources.openings[opening].stream, place)
 
     def _start_worker(self, opening: str, number: int) -> None:
         self._num_workers_started += 1
@@ -426,7 +384,7 @@ class MainProcess:
 
         def run() -> None:
             ours.close()  # with a copy of the other end, a worker would never see it closed
-            run_worker(theirs, ring, partial(self._builder, opening, number), notes, number=number)
+            run_worker(theirs, ring, partial(self._builder, opening, number), notes)
 
         pid = self._fork(run)
         theirs.close()
@@ -443,7 +401,7 @@ class MainProcess:
         else:
             how += f" in {at}" if at else " while it started"
         was_sent = self._send(host_messages.WorkerLost(worker_id, how))
-        # Do not replace a worker that exits on purpose: its loaders were replaced, or its server process died.
+        # Do not replace a worker that exits on purpose: its source was closed, or its server process died.
         if self._outcome is not None or not was_sent or not self._is_needed(worker_id, worker.place):
             return
         if has_started:
@@ -456,7 +414,7 @@ class MainProcess:
         self._scheduler.enter(pause_s, 0, self._replace, (worker_id, worker.place))
 
     def _is_needed(self, worker_id: int, place: tuple[str, int]) -> bool:
-        """Return whether nobody has replaced a worker whose loaders are open."""
+        """Return whether nobody has replaced a worker whose source is open."""
         return self._is_open(place[0]) and self._current_ids.get(place) == worker_id
 
     def _replace(self, worker_id: int, place: tuple[str, int]) -> None:
@@ -489,55 +447,6 @@ class MainProcess:
         )
         self._send(host_messages.WorkerStuck(worker_id, innermost_call(stacks)))
 
-    def _run_sampler(self, request: host_messages.RunSampler) -> None:
-        """Let the process of a sampler run a pass, so that nothing waits for it."""
-        for place in [place for place in self._samplers if place[0] not in self._module.loaders]:
-            self._samplers.pop(place).retire()
-        loader_pass = request.loader_pass
-        place = (loader_pass.opening, loader_pass.loader)
-        if place[0] not in self._module.loaders:  # they were replaced while the request was on its way
-            problem = Problem("DataServiceError", f"The loaders of {loader_pass.opening} are no longer open.")
-            self._send(host_messages.SamplerOutput(loader_pass, problem))
-            return
-        sampler = self._samplers.get(place)
-        if sampler is not None and not sampler.can_run(loader_pass):
-            sampler.retire()
-            sampler = None
-        if sampler is None:
-            sampler = self._fork_sampler(place)
-        sampler.run(request)
-
-    def _fork_sampler(self, place: tuple[str, int]) -> SamplerProcess:
-        loader = self._module.loaders[place[0]][place[1]]
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        stacks = os.memfd_create("lightning_sm_stacks", os.MFD_CLOEXEC)
-
-        def run() -> None:
-            ours.close()
-            run_sampler(theirs, loader, stacks)
-
-        with theirs:
-            sampler = SamplerProcess(self._fork(run), MessageSocket(ours), stacks, self._scheduler)
-
-        def on_message() -> None:
-            sampler.outputs(self._send)
-            if sampler.socket.is_at_end:
-                self._selector.unregister(sampler.socket)
-
-        def on_exit(status: int) -> None:
-            del self._sampler_processes[sampler.pid]
-            if self._samplers.get(place) is sampler:
-                del self._samplers[place]
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(sampler.socket)
-            sampler.end(status, self._send)
-
-        self._samplers[place] = sampler
-        self._sampler_processes[sampler.pid] = sampler
-        self._selector.register(sampler.socket, selectors.EVENT_READ, on_message)
-        self._watch(sampler.pid, on_exit)
-        return sampler
-
     def _fork(self, target: Callable[[], None]) -> int:
         def run() -> None:
             signal.set_wakeup_fd(-1)
@@ -566,8 +475,8 @@ class MainProcess:
     def _close(self) -> None:
         """Stop all children. The server process gets time to notify the trainers."""
         self._server.close()
-        for pid in (*(worker.pid for worker in self._workers.values()), *self._sampler_processes):
-            os.kill(pid, signal.SIGKILL)
+        for worker in self._workers.values():
+            os.kill(worker.pid, signal.SIGKILL)
         for pid, pidfd in self._pidfds.items():
             if not wait([pidfd], _STOP_TIMEOUT_S):
                 os.kill(pid, signal.SIGKILL)
@@ -575,4 +484,3 @@ class MainProcess:
             os.close(pidfd)
         self._pidfds.clear()
         self._selector.close()
-        self._module.leave()

@@ -1,16 +1,18 @@
-"""Pickles objects into snapshots: the DataModule of rank 0 for the data hosts, and loaders for spawned workers."""
+"""Pickles objects into snapshots: sources for the data hosts and for spawned workers, and results of hooks."""
 
 from __future__ import annotations
 
 import copyreg
 import io
+import logging
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import islice
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -23,35 +25,26 @@ from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm.data.batch.pickled import NUMPY_DTYPES
 from lightning_sm.data.host.parts import Parts
 from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
-from lightning_sm.data.host.trainer_stand_in import TrainerStandIn, stand_in
 from lightning_sm.data.host.trainer_view import TrainerView
-from lightning_sm.data.protocol.plain_values import MAX_PLAIN_BYTES
 from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.errors import DataSettingsError
 
+logger = logging.getLogger(__name__)
+
 # Smaller pieces of memory are part of the pickle: 50,000 small arrays out of band would be 50,000 entries in the head.
 _MIN_OUT_OF_BAND_BYTES = 1 << 14
+# Attributes whose pickles are larger are data, rather than numbers and names.
+_MAX_SMALL_BYTES = 1 << 16
 # Paths to what cannot be pickled have at most so many steps.
 _MAX_DEPTH = 8
 _MAX_PARTS = 10_000
 
-_SCALARS = (type(None), bool, int, float, str)
-_MAX_TEXT_CHARS = 1_000
-
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
-
-_TO_DATA_HOSTS = (
-    "Data hosts get the DataModule (or the loaders) of rank 0, pickled, and run its hooks. Create what cannot be "
-    "pickled in setup(), which runs on the data hosts, or when the dataset first uses it."
-)
 
 _ABSENT = object()
 
 # Of what pickle gets of an object whose class leaves it to Python: function, arguments, state, list and dict items.
 _LEN_BY_DEFAULT = 5
-
-StateOf: TypeAlias = Callable[[Any], dict[str, Any] | None]
-ViewOf: TypeAlias = Callable[[Any], Any]
 
 
 class PickledObject:
@@ -109,37 +102,17 @@ class PickledObject:
         return fd
 
 
-def is_value(value: object) -> bool:
-    """Return whether this is a plain value that nothing can change: a number, a text, or a tuple of such values.
-
-    Data hosts may set such an attribute at any time: no other object can depend on its being the same object.
-    """
-    if type(value) is tuple:
-        return all(is_value(item) for item in value)
-    return type(value) in _SCALARS and (not isinstance(value, str) or len(value) <= _MAX_TEXT_CHARS)
-
-
 def pickle_object(
-    value: Any,
-    state_of: StateOf = lambda _: None,
-    *,
-    by_name: bool,
-    named: Mapping[str, Any] | None = None,
-    advice: str = _TO_DATA_HOSTS,
-    view_of: ViewOf = lambda _: stand_in(),
-    parts: Parts | None = None,
+    value: Any, *, by_name: bool, named: Mapping[str, Any], advice: str, parts: Parts | None = None
 ) -> PickledObject:
-    """Pickle an object. A Trainer in it becomes the data host's stand-in, or what ``view_of`` makes of it.
+    """Pickle an object. A Trainer in it becomes a ``TrainerView``.
 
     Args:
         value: The object.
-        state_of: Returns the attributes of an object that are to be pickled, instead of all; None: pickle all.
         by_name: Whether the recipients have run this script: its classes and functions are then theirs, so that
             ``isinstance`` and ``globals()`` see what they see here. Otherwise, they travel by value.
-        named: Parts of the object by the names under which its user knows them, for the error; None: the object itself,
-            by its class.
+        named: Parts of the object by the names under which its user knows them, for the error.
         advice: End of the error: who gets the object, and what to do.
-        view_of: Returns what takes the place of a Trainer.
         parts: What is not pickled.
 
     Raises:
@@ -148,12 +121,11 @@ def pickle_object(
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     kind: _NewPickler = _Pickler if parts is None else partial(_PartsPickler, parts)
-    new = partial(kind, state_of=state_of, view_of=view_of, by_name=by_name)
+    new = partial(kind, by_name=by_name)
     try:
         new(file=file, buffers=buffers).dump(value)
     except Exception as error:
-        roots = {type(value).__name__: value} if named is None else named
-        path, culprit, reason = _Search(state_of, new).culprit(roots, error)
+        path, culprit, reason = _Search(new).culprit(named, error)
         raise DataSettingsError(
             f"{path} is a {type(culprit).__name__}, which cannot be pickled: {reason}. {advice}"
         ) from error
@@ -188,7 +160,7 @@ class Attributes(dict[str, tuple[Any, bytes | None]]):
 
 def _small_pickle(value: Any, parts: Parts, *, by_name: bool) -> bytes | None:
     file, buffers = _LimitedFile(), list[pickle.PickleBuffer]()
-    pickler = _PartsPickler(parts, file, buffers, lambda _: None, lambda _: stand_in(), by_name=by_name)
+    pickler = _PartsPickler(parts, file, buffers, by_name=by_name)
     try:
         pickler.dump(value)
     except Exception:  # noqa: BLE001  # what the user's classes raise
@@ -200,9 +172,18 @@ class _LimitedFile(io.BytesIO):
     """A file that takes a small pickle: that of a large value ends early."""
 
     def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > MAX_PLAIN_BYTES:
+        if self.tell() + memoryview(data).nbytes > _MAX_SMALL_BYTES:
             raise pickle.PicklingError("it is too large")
         return super().write(data)
+
+
+@cache
+def _warn_of_shared_memory() -> None:
+    logger.warning(
+        "The dataset of a loader has a tensor in shared memory (share_memory_()), which other machines do not see: "
+        "data hosts get a copy with each iterator. What is written to it here arrives with the next iterator, and what "
+        "workers write stays there."
+    )
 
 
 def _reduce_module(module: ModuleType) -> Any:
@@ -220,8 +201,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self,
         file: io.BytesIO,
         buffers: list[pickle.PickleBuffer],
-        state_of: StateOf,
-        view_of: ViewOf,
         *,
         by_name: bool,
         keeps_arguments: bool = False,
@@ -233,8 +212,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return False
 
         super().__init__(file, protocol=5, buffer_callback=takes_in_band)
-        self._state_of = state_of
-        self._view_of = view_of
         self._is_by_name = by_name
         self._keeps_arguments = keeps_arguments
         self._of_models: set[int] = set()  # the tensors of models, by id
@@ -242,16 +219,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, obj: Any) -> Any:
         """Return how an object that is not built in is pickled."""
         if isinstance(obj, Trainer):
-            return _itself, (self._view_of(obj),)
+            return _itself, (TrainerView.of(obj),)
         # cloudpickle would read what is left of a file that is open for reading, into a text in memory.
         if isinstance(obj, _FILES) and obj not in (sys.stdout, sys.stderr):
             raise pickle.PicklingError("it is an open file")
+        if isinstance(obj, SynchronizedBase):
+            raise pickle.PicklingError(
+                "it is in shared memory, which other machines do not see; with a plain attribute, data hosts get the "
+                "value that it has when an iterator begins"
+            )
         if isinstance(obj, torch.Tensor) and (reduced := self._reduce_tensor(obj)) is not None:
             return reduced
         if self._is_by_name and isinstance(obj, (type, FunctionType)) and _main_name(obj):
             return _main_name(obj)
-        state = self._state_of(obj)
-        if state is None and isinstance(obj, DataLoader):
+        if isinstance(obj, DataLoader):
             # An iterator, of a loader with persistent workers, belongs to this process. Lightning keeps it a second
             # time, to make the loader again, if it watches loaders at that moment: within the hooks for loaders, and
             # for ever once one of them has raised (_replace_dunder_methods).
@@ -261,14 +242,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 if self._keeps_arguments or not name.startswith("__pl_")
             }
             state = {**kept, "_iterator": None}
-        if state is not None:
             return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]  # pickle's own
         if isinstance(obj, LightningModule) and _is_attached(obj):
             # A collate function of the model brings it along, with weights that the strategy has moved to the GPU.
             self._of_models.update(map(id, _tensors_of(obj)))
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if len(reduced) == _LEN_BY_DEFAULT:
-                return *reduced, partial(_restore_attached, self._view_of(obj.trainer))
+                return *reduced, partial(_restore_attached, TrainerView.of(obj.trainer))
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
@@ -283,6 +263,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                     f"it is a tensor on {tensor.device}, but data hosts build batches on the CPU"
                 )
             return _on_cpu(tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
+        if tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
+            _warn_of_shared_memory()
         if _is_plain_tensor(tensor):
             return torch.from_numpy, (tensor.numpy(),)  # NumPy pickles its memory out of band
         return None
@@ -309,7 +291,7 @@ _NewPickler: TypeAlias = Callable[..., _Pickler]
 def _is_attached(model: LightningModule) -> bool:
     """Return whether a model knows the Trainer, here or on a data host."""
     try:
-        return isinstance(model.trainer, (Trainer, TrainerStandIn, TrainerView))
+        return isinstance(model.trainer, (Trainer, TrainerView))
     except RuntimeError:  # "not attached to a Trainer"
         return False
 
@@ -368,8 +350,7 @@ def _main_name(obj: Any) -> str | None:
 class _Search:
     """The search for what cannot be pickled, by trying out the parts of objects."""
 
-    def __init__(self, state_of: StateOf, new: _NewPickler) -> None:
-        self._state_of = state_of
+    def __init__(self, new: _NewPickler) -> None:
         self._new = new
 
     def culprit(self, roots: Mapping[str, Any], error: Exception) -> tuple[str, Any, Exception]:
@@ -402,6 +383,8 @@ class _Search:
 
     def _parts_of(self, value: Any) -> Iterator[tuple[str, Any]]:
         """Yield the parts of an object that its pickle has, and how code reaches them."""
+        if isinstance(value, SynchronizedBase):
+            return
         if isinstance(value, Mapping):
             yield from ((f"[{key!r}]", item) for key, item in value.items())
         elif isinstance(value, (list, tuple, set, frozenset)):
@@ -415,8 +398,6 @@ class _Search:
             yield ".func", value.func
             yield ".args", value.args
             yield ".keywords", value.keywords
-        state = self._state_of(value)
-        if state is None:
-            state = getattr(value, "__dict__", {})
+        state = getattr(value, "__dict__", {})
         if not isinstance(value, (type, FunctionType)):
             yield from ((f".{name}", item) for name, item in state.items())

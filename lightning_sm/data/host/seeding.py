@@ -5,40 +5,24 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lightning_sm.data.host.generators import GLOBALS, HeldGenerators, get_state, seed_generator, set_state
+from lightning_sm.data.host.generators import GLOBALS, HeldGenerators, seed_generator
 
 logger = logging.getLogger(__name__)
 
-# After so many samples, or batches of a stream, a loader's code is expected to draw only from those global generators
+# After so many batches, a loader's code is expected to draw only from those global generators
 # that it has drawn from so far. Seeding all three takes 6 us.
 _TRIAL_SEEDS = 1024
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """The random numbers of one of several streams that take turns in a process.
-
-    Attributes:
-        seed: Seed of the global generators at the beginning.
-        held: The generators that the stream's objects hold.
-        states: The states at which the stream stopped, by generator.
-    """
-
-    seed: int
-    held: HeldGenerators
-    states: dict[Any, Any] = field(default_factory=dict)
 
 
 class Seeding:
     """The seeding of one loader in one worker.
 
     The generators that the loader's objects hold are always seeded. Global ones are, too, if anything has drawn from
-    them in the first samples. The others are watched: they are seeded alike before each request, and must still yield
+    them in the first batches. The others are watched: they are seeded alike before each request, and must still yield
     the same number after it.
 
     Args:
@@ -70,7 +54,7 @@ class Seeding:
             seed: For generators that nothing draws from: code may look at their state.
 
         Returns:
-            A function that takes the seed of each sample before the sample is read; None: there is nothing to seed.
+            A function that takes the seed of each batch before the batch is built; None: there is nothing to seed.
         """
         if self._held is None:
             self._held = HeldGenerators(*self._owners)
@@ -78,24 +62,6 @@ class Seeding:
             self._watch(seed)
         self._is_on_trial = self._seeds_left > 0
         return self._seed if self._is_on_trial or self._used or self._held else None
-
-    def resume(self, stream: StreamState) -> Callable[[int], None] | None:
-        """Prepare for a batch of a stream, whose random numbers go on where they stopped; ``pause`` follows."""
-        seed = self.start(stream.seed)
-        for generator in self._used:
-            if generator not in stream.states:
-                seed_generator(generator, stream.seed)
-        for generator, state in stream.states.items():
-            set_state(generator, state)
-        return seed
-
-    def pause(self, stream: StreamState) -> None:
-        """Remember where the random numbers of a stream stopped, before the collate function draws."""
-        stream.states.clear()
-        stream.states.update((generator, get_state(generator)) for generator in (*self._used, *stream.held))
-        if self._is_on_trial:
-            unused = {generator: get_state(generator) for generator in self._unused}  # looking for draws changes them
-            stream.states.update((generator, unused[generator]) for generator in self._note_draws())
 
     def check(self) -> None:
         """Notice draws from generators that are not seeded. Call it after a request."""
@@ -121,10 +87,10 @@ class Seeding:
             seed_generator(generator, seed)
         Seeding._watched = self, seed
 
-    def _note_draws(self) -> list[Any]:
-        """Return the generators that were drawn from for the first time. They are no longer watched."""
+    def _note_draws(self) -> None:
+        """Seed the generators that were drawn from for the first time from now on, instead of watching them."""
         if Seeding._watched[0] is not self:
-            return []
+            return
         Seeding._watched = None, 0
         drawn = [generator for generator, expected in self._unused.items() if _next_of(generator) != expected]
         for generator in drawn:
@@ -133,13 +99,12 @@ class Seeding:
             if not self._is_on_trial:
                 logger.warning(
                     "The code of %s has drawn from the global generator of %s for the first time, after more than %d "
-                    "samples in this worker. Batches of the last request are not reproducible; all later ones are. "
-                    "Draw from this generator in every sample, if each batch must be.",
+                    "batches in this worker. Batches of the last request are not reproducible; all later ones are. "
+                    "Draw from this generator in every batch, if each must be.",
                     self.name,
                     getattr(generator, "__name__", "torch"),
                     _TRIAL_SEEDS,
                 )
-        return drawn
 
 
 def _next_of(generator: Any) -> object:

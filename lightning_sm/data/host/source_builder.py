@@ -19,19 +19,16 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.collate import collate_into
-from lightning_sm.data.batch.pickled import pickle_batch
 from lightning_sm.data.host.generators import reachable, seed_all
-from lightning_sm.data.host.iterable import UserCodeError, show_worker_info, worker_info
 from lightning_sm.data.host.seeding import Seeding
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.host.trainer_view import TrainerView
-from lightning_sm.data.host.worker import Builder, Built, WorkerPlace, encode_batches
+from lightning_sm.data.host.worker import Builder, Built, UserCodeError, WorkerPlace, encode_batches
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import RankWorld
-from lightning_sm.data.plan.seeds import worker_seed
 from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.openings import StreamWorker
-from lightning_sm.data.protocol.spec import ShardEnd
+from lightning_sm.data.protocol.spec import StreamEnd
 
 # A longer list of indices is described by its ends.
 _MAX_SHOWN = 2
@@ -67,14 +64,15 @@ class IndexedBuilder:
     def __init__(self, source: WorkerSource, place: WorkerPlace) -> None:
         self._source = source
         self._number = place.number
-        seed = worker_seed(0, place.host, source.name, 0, place.number)
-        self._info = worker_info(place.number, place.num_workers, seed, source.dataset)
+        # Another one on each worker of each host.
+        seed = _hash(f"{place.host}/{place.number}/{source.name}".encode()) % (1 << 31)
+        self._info = _worker_info(place.number, place.num_workers, seed, source.dataset)
         self._world = RankWorld()
         self._seeding = Seeding(source.name, source.dataset, source.collate_fn)
 
     def enter(self, notes: WorkerNotes) -> None:
         """Set ``get_worker_info()``, and run the user's ``worker_init_fn``."""
-        show_worker_info(self._info)
+        _show_worker_info(self._info)
         # Lightning's own only seeds, which is done for each batch.
         if not self._source.has_ranks:
             notes.set_text("worker_init_fn")
@@ -82,7 +80,7 @@ class IndexedBuilder:
             seed_all(self._info.seed)
             self._source.init_worker(self._number, 0)
 
-    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | ShardEnd:
+    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | StreamEnd:
         """Build the batches of a request, each from its index."""
         spec = FetchSpec.decode(encoded_spec)
         self._world.show(spec.rank, spec.world_size)
@@ -91,8 +89,8 @@ class IndexedBuilder:
             partial(self._batch, pickle.loads(index), seed and partial(seed, _seed_of(spec, number)), notes)  # noqa: S301
             for number, index in enumerate(spec.indices)
         )
-        batches = encode_batches(memory, builds, pickle_batch)
-        if isinstance(batches, ShardEnd):  # it is none of a stream
+        batches = encode_batches(memory, builds)
+        if isinstance(batches, StreamEnd):  # it is none of a stream
             return batches
         self._seeding.check()
         return Built(batches, spec.compression)
@@ -157,7 +155,7 @@ class StreamBuilder:
         torch.manual_seed(seed)
         torchs: Any = _utils.worker
         np.random.seed(torchs._generate_state(stream.seed, stream.number))
-        show_worker_info(worker_info(stream.number, stream.num_workers, seed, source.dataset))
+        _show_worker_info(_worker_info(stream.number, stream.num_workers, seed, source.dataset))
         notes.set_text("worker_init_fn")
         source.init_worker(stream.number, stream.rank)
         self._open(notes)
@@ -171,7 +169,7 @@ class StreamBuilder:
         )
         self._num_built, self._has_ended = 0, False
 
-    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | ShardEnd:
+    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | StreamEnd:
         """Build the next batches, after those before them, if this process has not built these."""
         spec = FetchSpec.decode(encoded_spec)
         if (spec.seed, spec.first) < (self._pass, self._num_built):
@@ -184,10 +182,10 @@ class StreamBuilder:
             self._pass += 1
             self._open(notes)
         while self._num_built < spec.first:
-            if isinstance(self._next(notes), ShardEnd):
-                return ShardEnd(self._num_built)
-        batches = encode_batches(memory, self._builds(spec.num_batches, notes), pickle_batch)
-        return batches if isinstance(batches, ShardEnd) else Built(batches, spec.compression)
+            if isinstance(self._next(notes), StreamEnd):
+                return StreamEnd(self._num_built)
+        batches = encode_batches(memory, self._builds(spec.num_batches, notes))
+        return batches if isinstance(batches, StreamEnd) else Built(batches, spec.compression)
 
     def _builds(self, num_batches: int, notes: WorkerNotes) -> Iterator[Callable[[Arena], Any]]:
         return (lambda _: self._next(notes) for _ in range(num_batches))
@@ -205,13 +203,28 @@ class StreamBuilder:
             else:
                 self._num_built += 1
                 return batch
-        return ShardEnd(self._num_built)
+        return StreamEnd(self._num_built)
 
 
 def _seed_of(spec: FetchSpec, number: int) -> int:
     """Return the seed of a batch, an unsigned 64-bit number: the ranks of a job often have the same base."""
     key = _BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number if number >= 0 else -1)
+    return _hash(key)
+
+
+def _hash(key: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+def _worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
+    """Return what ``torch.utils.data.get_worker_info()`` returns in a worker of ``DataLoader``."""
+    torchs: Any = _utils.worker
+    return torchs.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+
+
+def _show_worker_info(info: Any) -> None:
+    torchs: Any = _utils.worker
+    torchs._worker_info = info
 
 
 def _shown(index: Any) -> str:

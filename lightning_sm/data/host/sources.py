@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Iterable, Sequence
 
 from lightning_sm.data.host.hook_call import HookCall, HookCalls
 from lightning_sm.data.host.snapshot import load_from_trainers
@@ -14,18 +15,33 @@ from lightning_sm.data.protocol.openings import CallResult, Opening
 class Sources:
     """The sources in the main process: workers are its forks, and share the memory of their dataset.
 
-    Args:
-        descriptor: Returns the memory of a source by its digest.
-
     Attributes:
         openings: What workers are for, by name.
     """
 
-    def __init__(self, descriptor: Callable[[str], int]) -> None:
-        self._descriptor = descriptor
+    def __init__(self) -> None:
+        self._snapshots: dict[str, int] = {}  # descriptors by digest
         self.openings: dict[str, Opening] = {}
         self._sources: dict[str, WorkerSource] = {}
         self._calls = HookCalls()
+
+    @property
+    def snapshots(self) -> list[str]:
+        """Digests of the sources that it has, pickled, the newest last."""
+        return list(self._snapshots)
+
+    def take(self, digest: str, fd: int, kept: Sequence[str]) -> None:
+        """Take a pickled source.
+
+        Args:
+            digest: Its digest.
+            fd: Its memory.
+            kept: Digests of those that may still be requested.
+        """
+        for old in [digest, *(self._snapshots.keys() - set(kept))]:
+            if old in self._snapshots:
+                os.close(self._snapshots.pop(old))
+        self._snapshots[digest] = fd
 
     def source(self, opening: str) -> WorkerSource:
         """Return the source of an opening."""
@@ -33,7 +49,7 @@ class Sources:
 
     def descriptor(self, opening: str) -> int:
         """Return the memory of the source of an opening."""
-        return self._descriptor(self.openings[opening].source)
+        return self._snapshots[self.openings[opening].source]
 
     def open(self, opening: Opening) -> Problem | CallResult | None:
         """Rebuild the source of an opening, unless it is there, and run the hook if it is the call of one.
@@ -46,11 +62,11 @@ class Sources:
         try:
             if opening.is_call:
                 where = "the unpickling of the DataModule"
-                call: HookCall = load_from_trainers(self._descriptor(opening.source), "the DataModule of rank 0")
+                call: HookCall = load_from_trainers(self._snapshots[opening.source], "the DataModule of rank 0")
                 where = str(call)
                 result = self._calls.run(opening.name, call)
             elif opening.source not in self._sources:
-                memory = self._descriptor(opening.source)
+                memory = self._snapshots[opening.source]
                 self._sources[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
         except Exception as error:  # noqa: BLE001  # of the user's code: sent to the trainers
             return Problem.of(error, where)

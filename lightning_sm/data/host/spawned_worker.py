@@ -1,7 +1,7 @@
 """Workers that are no forks, for loaders with ``multiprocessing_context="spawn"`` or ``"forkserver"``.
 
 Each is a new interpreter: ``python -m lightning_sm.data.host.spawned_worker``. As in multiprocessing, it imports the
-user's script under the name ``__mp_main__`` and gets the loaders by pickle, so a library that starts threads in
+user's script under the name ``__mp_main__`` and gets the source by pickle, so a library that starts threads in
 ``setup()`` or on import is intact there.
 """
 
@@ -14,21 +14,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning_sm._linux import kill_with_parent
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.batch.types import register_batch_type, registered_types
-from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.pickler import pickle_object
 from lightning_sm.data.host.snapshot import load_object
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.host.source_builder import builder_of
-from lightning_sm.data.host.trainer_stand_in import stand_in
-from lightning_sm.data.host.worker import Builder, LoaderBuilder, WorkerPlace, run_worker
+from lightning_sm.data.host.worker import Builder, WorkerPlace, run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc.host_messages import StartWorker
@@ -40,54 +36,6 @@ from lightning_sm.data.protocol.openings import Opening, StreamWorker
 _MODULE = "lightning_sm.data.host.spawned_worker"
 # What multiprocessing tells a process that it spawns, as far as it applies here.
 _PREPARATION = ("sys_path", "sys_argv", "dir", "init_main_from_name", "init_main_from_path")
-
-
-class PickledLoaders:
-    """The loaders of one request, pickled once, in memory that all their workers share until they write to it.
-
-    Args:
-        opening: Name of the request.
-        loaders: The loaders.
-        host: Name of the data host.
-        num_workers: Workers on the host.
-
-    Raises:
-        DataSettingsError: They cannot be pickled.
-    """
-
-    def __init__(self, opening: str, loaders: Sequence[ServedLoader], host: str, num_workers: int) -> None:
-        methods = {loader.start_method for loader in loaders} - {"fork"}
-        pickled = pickle_object(
-            (registered_types(), stand_in().values(), {opening: list(loaders)}),
-            by_name=_imports_script(_preparation()),
-            named={
-                f"{loader.description.name}.{name}": part
-                for loader in loaders
-                for name, part in loader.worker_parts().items()
-            },
-            advice=f"With multiprocessing_context={min(methods)!r}, each worker of a data host is a new process that "
-            "gets all loaders of the hook by pickle. Create this object in the worker (in __getitem__, or in "
-            "worker_init_fn), leave it out in __getstate__, or remove multiprocessing_context from the DataLoader.",
-        )
-        self._opening, self._host, self._num_workers = opening, host, num_workers
-        self._fd = pickled.write()
-
-    def start_worker(
-        self, number: int, ring: Ring, notes: WorkerNotes
-    ) -> tuple[subprocess.Popen[bytes], MessageSocket]:
-        """Start a worker, and return it and the connection to it.
-
-        Args:
-            number: Number of the worker on the host.
-            ring: Its ring.
-            notes: Its notes.
-        """
-        place = WorkerPlace(self._host, number, self._num_workers)
-        return _start(self._opening, place, ring, notes, source=self._fd)
-
-    def close(self) -> None:
-        """Release the memory."""
-        os.close(self._fd)
 
 
 class SpawnedSource:
@@ -123,7 +71,13 @@ class SpawnedSource:
     def start_worker(
         self, number: int, ring: Ring, notes: WorkerNotes
     ) -> tuple[subprocess.Popen[bytes], MessageSocket]:
-        """Start a worker, as ``PickledLoaders`` does."""
+        """Start a worker, and return it and the connection to it.
+
+        Args:
+            number: Number of the worker on the host.
+            ring: Its ring.
+            notes: Its notes.
+        """
         place = WorkerPlace(self._host, number, self._num_workers)
         return _start(self._opening.name, place, ring, notes, source=self._fd, stream=self._opening.stream)
 
@@ -178,16 +132,9 @@ def _load(start: StartWorker, fd: int) -> Builder:
         multiprocessing.spawn.prepare(start.preparation)
     finally:
         del current._inheriting
-    loaded = load_object(fd)
+    source: WorkerSource = load_object(fd)
     os.close(fd)
-    place = WorkerPlace(start.host, start.number, start.num_workers)
-    if isinstance(loaded, WorkerSource):
-        return builder_of(loaded, start.stream, place)
-    types, trainer, loaders = loaded
-    for cls, batch_type in types.items():
-        register_batch_type(cls, batch_type.to_parts, batch_type.from_parts, name=batch_type.name)
-    stand_in().update(trainer)
-    return LoaderBuilder(start.opening, loaders[start.opening], place)
+    return builder_of(source, start.stream, WorkerPlace(start.host, start.number, start.num_workers))
 
 
 def main() -> None:
@@ -208,7 +155,6 @@ def main() -> None:
             Ring(ring, start.num_slots, start.slot_bytes),
             partial(_load, start, pickled),
             WorkerNotes(notes),
-            number=start.number,
         )
 
 

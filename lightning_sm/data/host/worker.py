@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,10 +20,7 @@ import torch
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.batch.arena import ALIGNMENT, Arena
 from lightning_sm.data.batch.compression import codec_of
-from lightning_sm.data.batch.encode import encode
-from lightning_sm.data.host.iterable import UserCodeError
-from lightning_sm.data.host.loader import ServedLoader
-from lightning_sm.data.host.trainer_stand_in import stand_in
+from lightning_sm.data.batch.pickled import pickle_batch
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
@@ -32,8 +28,20 @@ from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import EncodedBatch, pack_batches
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, ShardEnd, StepRangeSpec
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, StreamEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
+
+
+class UserCodeError(Exception):
+    """The user's dataset, transform or collate function failed; the cause is the user's exception.
+
+    Args:
+        where: The index that failed, or the batch of a stream.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.where = where
 
 
 class WorkerPlace(NamedTuple):
@@ -56,7 +64,7 @@ class Builder(Protocol):
     def enter(self, notes: WorkerNotes) -> None:
         """Prepare this process; run the user's ``worker_init_fn``."""
 
-    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | ShardEnd:
+    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | StreamEnd:
         """Build the batches of a request.
 
         Args:
@@ -78,9 +86,7 @@ class Built(NamedTuple):
     compression: str
 
 
-def run_worker(
-    requests: MessageSocket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes, *, number: int
-) -> None:
+def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes) -> None:
     """Serve requests until the other end of the socket is closed.
 
     Args:
@@ -88,7 +94,6 @@ def run_worker(
         ring: The slots for finished batches.
         load: Returns what builds the batches.
         notes: Its notes for its parent.
-        number: Number of the worker on its host.
     """
     kill_with_parent()
     # Ctrl-C and the launcher's SIGTERM go to the whole process group, but workers exit only when their socket closes.
@@ -99,7 +104,7 @@ def run_worker(
     notes.write_stacks_on_signal()
     builder: Builder | None = None
     problem = Failure("", "")
-    where = "the import of the script and the loaders in a new process"
+    where = "the import of the script and the dataset in a new process"
     try:
         loaded = load()
         where = "worker_init_fn"
@@ -117,20 +122,20 @@ def run_worker(
             if builder is None:
                 requests.send(BuildAnswer(request.slot, problem))
             else:
-                outcome, batches = _build_range(request, ring, builder, notes, number)
+                outcome, batches = _build_range(request, ring, builder, notes)
                 requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))
                 notes.clear()
 
 
 def _build_range(
-    request: Build, ring: Ring, builder: Builder, notes: WorkerNotes, number: int
-) -> tuple[BuiltRange | Failure | ShardEnd, list[EncodedBatch]]:
-    """Return the outcome of a request, and the batches; none if it is a failure, or if the shard has ended before."""
+    request: Build, ring: Ring, builder: Builder, notes: WorkerNotes
+) -> tuple[BuiltRange | Failure | StreamEnd, list[EncodedBatch]]:
+    """Return the outcome of a request, and the batches; none if it is a failure, or if the stream has ended before."""
     started = time.perf_counter()
     memory = ring.slot(request.slot)
     try:
         built = builder.build(request.encoded_spec, memory, notes)
-        if isinstance(built, ShardEnd):
+        if isinstance(built, StreamEnd):
             return built, []
         used = max((one.start + one.num_bytes for one in built.batches), default=0)
         pieces = _compress(memory, used, built.compression) if built.compression else []
@@ -140,21 +145,20 @@ def _build_range(
         return Failure(type(error).__name__, str(error)), []
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         return Failure.of(error), []
-    return BuiltRange(used, pieces, time.perf_counter() - started, number), built.batches
+    return BuiltRange(used, pieces, time.perf_counter() - started), built.batches
 
 
 def encode_batches(
-    memory: npt.NDArray[np.uint8], batches: Iterable[Callable[[Arena], Any]], encode: Callable[[Any, Arena], bytes]
-) -> list[EncodedBatch] | ShardEnd:
+    memory: npt.NDArray[np.uint8], batches: Iterable[Callable[[Arena], Any]]
+) -> list[EncodedBatch] | StreamEnd:
     """Build batches in a slot, one behind the other.
 
     Args:
         memory: The slot.
-        batches: Each builds a batch, perhaps in an arena, or returns a ``ShardEnd``, after which there is none.
-        encode: Copies a batch to the arena that it was built in, and returns its structure.
+        batches: Each builds a batch, perhaps in an arena, or returns a ``StreamEnd``, after which there is none.
 
     Returns:
-        The batches, fewer than requested where a shard ends; its end if there are none.
+        The batches, fewer than requested where a stream ends; its end if there are none.
     """
     encoded: list[EncodedBatch] = []
     used = 0
@@ -162,45 +166,12 @@ def encode_batches(
         start = -(-used // ALIGNMENT) * ALIGNMENT
         arena = Arena(memory[start:])
         batch = build(arena)
-        if isinstance(batch, ShardEnd):
+        if isinstance(batch, StreamEnd):
             return encoded or batch
-        structure = encode(batch, arena)
+        structure = pickle_batch(batch, arena)
         encoded.append(EncodedBatch(start, arena.used, structure))
         used = start + arena.used
     return encoded
-
-
-class LoaderBuilder:
-    """Builds batches of the loaders of a hook.
-
-    Args:
-        opening: Name of the request that opened the loaders.
-        loaders: The loaders.
-        place: The worker.
-    """
-
-    def __init__(self, opening: str, loaders: Sequence[ServedLoader], place: WorkerPlace) -> None:
-        self._opening, self._loaders, self._place = opening, loaders, place
-
-    def enter(self, notes: WorkerNotes) -> None:
-        """Prepare the loaders for this process."""
-        for loader in self._loaders:
-            notes.set_text("worker_init_fn")
-            loader.enter_worker(*self._place)
-
-    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | ShardEnd:
-        """Build the batches of a request."""
-        spec = StepRangeSpec.decode(encoded_spec)
-        if spec.opening != self._opening:
-            raise KeyError(spec.opening)
-        loader = self._loaders[spec.loader]
-        stand_in().begin_batch(spec.batches[0].epoch)  # what the user's code reads as self.trainer.current_epoch
-        builds = (partial(loader.batch, one, notes=notes) for one in spec.batches)
-        batches = encode_batches(memory, builds, encode)
-        if isinstance(batches, ShardEnd):
-            return batches
-        loader.check_seeding()
-        return Built(batches, spec.compression)
 
 
 def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int, int]]:

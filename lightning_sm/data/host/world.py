@@ -1,8 +1,4 @@
-"""The world that DataModules see on a data host: one process, which reads all of the data.
-
-The data service splits the samples over the ranks. User code that also splits them, by ``torch.distributed`` or by the
-variables of torchrun, must find a world of one: otherwise, it would drop the parts of other ranks.
-"""
+"""The world that user code sees on a data host: that of the rank for which it works; before, a world of one process."""
 
 from __future__ import annotations
 

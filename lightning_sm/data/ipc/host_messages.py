@@ -8,10 +8,10 @@ from msgspec import field
 
 from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import Crashed, LoaderPass, Loaders, OpenRequest, OrderSize, Problem, SetUp
+from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.openings import CallResult, Opening, StreamWorker
-from lightning_sm.data.protocol.spec import ShardEnd
+from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.data.settings import HostSettings
 
 
@@ -21,7 +21,7 @@ class Serve(Message, frozen=True):
     Attributes:
         settings: How to serve.
         imports: Modules that will be needed, and that the process imports at once.
-        snapshots: Digests of the snapshots of rank 0 that the main process has, the newest last.
+        snapshots: Digests of the sources that the main process has, the newest last.
     """
 
     settings: HostSettings
@@ -57,31 +57,11 @@ class Finished(Message, frozen=True):
 
 
 class NewSnapshot(Message, frozen=True):
-    """To the main process: a snapshot of rank 0, of which ``fds`` has the memory, and which snapshots to keep."""
+    """To the main process: a source, of which ``fds`` has the memory, and which sources to keep."""
 
     digest: str
     kept: list[str]
     fds: tuple[int, ...]
-
-
-class RunHook(Message, frozen=True):
-    """To the main process: a trainer's request."""
-
-    request: OpenRequest
-
-
-class OpenedLoaders(Message, frozen=True):
-    """The reply to a request.
-
-    Attributes:
-        opening: Name of the request.
-        reply: The reply.
-        live: Names of all requests whose replies hold: the loaders of others are no longer open.
-    """
-
-    opening: str
-    reply: SetUp | Loaders | Problem
-    live: list[str]
 
 
 class StartWorkers(Message, frozen=True):
@@ -104,34 +84,13 @@ class KeepOpenings(Message, frozen=True):
     names: list[str]
 
 
-class RunSampler(Message, frozen=True):
-    """To the main process, and on to that of a sampler: a pass, and for how many seconds trainers wait for it."""
-
-    loader_pass: LoaderPass
-    timeout_s: float
-
-
-class SamplerOutput(Message, frozen=True):
-    """The answer to a ``RunSampler``, on the same way back.
-
-    Attributes:
-        loader_pass: The pass.
-        outcome: The size of its order, or why there is none.
-        fds: If there is an order, memory with its keys and offsets, little-endian int64.
-    """
-
-    loader_pass: LoaderPass
-    outcome: OrderSize | Crashed | Problem
-    fds: tuple[int, ...] = ()
-
-
 class NewWorker(Message, frozen=True):
     """A worker was started.
 
     Attributes:
         worker: Its id.
         number: Its number on the host.
-        opening: Name of the request that opened its loaders.
+        opening: Name of the opening that it works for.
         num_slots: Slots of its ring.
         slot_bytes: Capacity of a slot.
         fds: The connection to it, and its ring.
@@ -149,14 +108,14 @@ class StartWorker(Message, frozen=True):
     """To a worker that is no fork: what it works on.
 
     Attributes:
-        opening: Name of the request that opened its loaders.
+        opening: Name of the opening that it works for.
         host: Name of the data host.
         number: Its number on the host.
         num_workers: Workers on the host.
         num_slots: Slots of its ring.
         slot_bytes: Capacity of a slot.
         preparation: What multiprocessing tells a process that it spawns: how to import the script.
-        fds: Its ring, its notes, and the snapshot of the loaders or of the source.
+        fds: Its ring, its notes, and the snapshot of the source.
         stream: The worker of a stream that it is, if any.
     """
 
@@ -216,7 +175,7 @@ class Ready(Message, frozen=True):
 
 
 class Build(Message, frozen=True):
-    """To a worker: what to build, an encoded ``StepRangeSpec``, and in which slot."""
+    """To a worker: what to build, an encoded ``FetchSpec``, and in which slot."""
 
     slot: int
     encoded_spec: bytes
@@ -229,13 +188,11 @@ class BuiltRange(Struct, frozen=True, tag=True):
         num_bytes: How many bytes of the slot are batches.
         pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
         produce_s: Seconds that the worker took.
-        worker: Number of the worker on its host.
     """
 
     num_bytes: int
     pieces: list[tuple[int, int]]
     produce_s: float
-    worker: int = 0
 
 
 class BuildAnswer(Message, frozen=True):
@@ -248,7 +205,7 @@ class BuildAnswer(Message, frozen=True):
     """
 
     slot: int
-    outcome: BuiltRange | Failure | ShardEnd
+    outcome: BuiltRange | Failure | StreamEnd
     encoded_batches: bytes = b""
 
 
@@ -256,7 +213,7 @@ class BuildAnswer(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """To the server process: a trainer's request, an encoded ``StepRangeSpec``."""
+    """To the server process: a trainer's request, an encoded ``FetchSpec``."""
 
     number: int
     stream: int
@@ -302,7 +259,7 @@ class FetchAnswer(Message, frozen=True):
     """
 
     number: int
-    outcome: BuiltRange | Failure | ShardEnd
+    outcome: BuiltRange | Failure | StreamEnd
     worker: int = 0
     slot: int = 0
     queue_s: float = 0.0

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
-import faulthandler
 import multiprocessing.process
 import os
-import pickle
-import resource
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lightning_sm._linux import kill_with_parent, require_linux
+from lightning_sm._linux import require_linux
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.errors import DataServiceError
 from lightning_sm.job.hash_seed import hash_seed
-
-_MAX_STACK_BYTES = 1 << 16
-# A fork that was told to abort gets this long to write its stacks.
-_ABORT_S = 5.0
 
 # malloc.h: M_MMAP_THRESHOLD, of which glibc takes no more than 32 MiB; M_TRIM_THRESHOLD; M_TOP_PAD.
 _MALLOPT = ((-3, 32 << 20), (-1, 128 << 20), (-2, 16 << 20))
@@ -113,91 +104,6 @@ def fork(target: Callable[[], None]) -> int:
     finally:
         _flush()
         os._exit(code)
-
-
-def prepare_to_abort(stacks: int) -> None:
-    """Let SIGABRT write the stacks of all threads of this process to a file, even if it hangs, and dump no core.
-
-    Args:
-        stacks: Descriptor of the file.
-    """
-    # Where it is enabled already, enable() changes the file only, although a Trainer that has ended has reset handlers.
-    faulthandler.disable()
-    faulthandler.enable(stacks)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-
-
-def stacks_in(stacks: int) -> str:
-    """Return the stacks that a process has written to a file, given by its descriptor."""
-    text = os.pread(stacks, _MAX_STACK_BYTES, 0).decode(errors="replace").rstrip()
-    return f"It stood at:\n{text}" if text else "It did not say where it stood."
-
-
-def in_fork(function: Callable[[], Any], timeout_s: float | None = None) -> Any:
-    """Call a function in a fork, so that it changes no object of this process, and return its pickled result.
-
-    Args:
-        function: The function.
-        timeout_s: Seconds that it may take; None: any time.
-
-    Raises:
-        Exception: The function raised it.
-        TimeoutError: It took longer; the error says at which lines it stood.
-        ChildProcessError: The fork was killed, or could not pickle the result.
-    """
-    # Not a pipe: a process that the function starts may hold its other end open.
-    with _memory() as result, _memory() as stacks:
-        return _in_fork(function, timeout_s, result, stacks)
-
-
-def _in_fork(function: Callable[[], Any], timeout_s: float | None, result: int, stacks: int) -> Any:
-    def run() -> None:
-        kill_with_parent()
-        prepare_to_abort(stacks)
-        outcome: tuple[Any, Exception | None]
-        try:
-            outcome = function(), None
-        except Exception as error:  # noqa: BLE001  # the parent raises it
-            outcome = None, error
-        with os.fdopen(os.dup(result), "wb") as file:
-            pickle.dump(outcome, file)
-
-    pid = fork(run)
-    is_late = not _exits_within(pid, timeout_s)
-    for signum in (signal.SIGABRT, signal.SIGKILL) if is_late else ():
-        os.kill(pid, signum)
-        if _exits_within(pid, _ABORT_S):
-            break
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if is_late:
-        raise TimeoutError(stacks_in(stacks))
-    if status:
-        raise ChildProcessError(f"a fork of this process {describe_exit(status)} before it returned a result")
-    os.lseek(result, 0, os.SEEK_SET)
-    with os.fdopen(os.dup(result), "rb") as file:
-        value, problem = pickle.load(file)  # noqa: S301  # from a fork of this process
-    if problem is not None:
-        raise problem
-    return value
-
-
-def _exits_within(pid: int, timeout_s: float | None) -> bool:
-    pidfd = os.pidfd_open(pid)
-    try:
-        exits = select.poll()
-        exits.register(pidfd, select.POLLIN)
-        return bool(exits.poll(None if timeout_s is None else 1000 * timeout_s))
-    finally:
-        os.close(pidfd)
-
-
-@contextlib.contextmanager
-def _memory() -> Iterator[int]:
-    fd = os.memfd_create("lightning_sm_fork", os.MFD_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def exit_when_a_thread_fails() -> None:

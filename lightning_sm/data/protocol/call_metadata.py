@@ -18,7 +18,7 @@ from lightning_sm.job.variables import JOB_SECRET
 PROTOCOL_VERSION = "2"
 SERVICE = "lightning_sm.DataHost"
 
-# Data hosts unpickle what these calls bring: the DataModule or a dataset, and what samplers have yielded.
+# Data hosts unpickle what these calls bring: a dataset or a DataModule, and what samplers have yielded.
 CONFIRMED = ("Load", "Fetch")
 
 # Values of keys in "-bin" may be any bytes; other values must be ASCII, and lose leading and trailing blanks.
@@ -29,7 +29,7 @@ PROOF_KEY = "lightning-sm-proof"
 
 
 def method(name: str) -> str:
-    """Return the full name of a method: "Open", "Load", "List", "Count", "Fetch", "Heartbeat", "Status" or "Finish"."""
+    """Return the full name of a method, such as "Heartbeat"."""
     return f"/{SERVICE}/{name}"
 
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 from lightning_sm._structs import Struct
 from lightning_sm.errors import WireError
 
-# Attributes of a DataModule have up to 64 KB each. A list takes 20 times its bytes once it is parsed.
+# The result of a hook has what its samplers hold. A list takes 20 times its bytes once it is parsed.
 _MAX_BYTES = 32 << 20
 _MAX_CONTAINERS = 1 << 18
 _MAX_INT = 2**63 - 1
@@ -31,8 +31,6 @@ Name = Annotated[str, Meta(max_length=512)]
 # The place of something among others of its kind, and their number.
 Place = Annotated[int, Meta(ge=0, le=1 << 16)]
 NumPlaces = Annotated[int, Meta(ge=1, le=1 << 16)]
-# Samples of a batch.
-BatchSize = Annotated[int, Meta(ge=0, le=1 << 32)]
 Port = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
 
 

@@ -21,7 +21,7 @@ class Failure(Struct, frozen=True, tag=True):
 
     Attributes:
         error: Name of the error: a class of ``lightning_sm.errors``, or one of
-            ``LOST_WORKERS``, "ShardMoved", "NotOpen".
+            ``LOST_WORKERS``, "StreamMoved", "NotOpen".
         text: What happened: a sentence, or the type and the message of an exception in the user's code.
         where: The hook, index or step at which the user's code failed, and the worker; empty: unknown.
         traceback: The traceback of such an exception, as Python prints it; else empty.

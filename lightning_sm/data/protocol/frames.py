@@ -16,7 +16,7 @@ from lightning_sm.errors import WireError
 MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
-_HEADER = struct.Struct("<QddI")
+_HEADER = struct.Struct("<Qdd")
 _COUNT = struct.Struct("<I")
 _BATCH = struct.Struct("<QQI")
 FRAME_BYTES = _FRAME.size
@@ -32,13 +32,13 @@ _MAX_FAILURE_BYTES = 8 << 20
 class FrameKind(IntEnum):
     """The kinds of frames."""
 
-    FETCH = 1  # an encoded StepRangeSpec
+    FETCH = 1  # an encoded FetchSpec
     CANCEL = 2  # nothing: the trainer no longer wants the answer
     HEADER = 3  # total bytes, timings, structure of the batches
     DATA = 4  # bytes of the batches; the value is their offset
     FAILURE = 5  # JSON: why there are no batches
     COMPRESSED = 6  # the same as DATA, but compressed
-    ENDED = 7  # the virtual shard has no such batch; the value is how many it has, and 1 more; 0 if that is unknown
+    ENDED = 7  # the stream has no such batch; the value is how many it has
 
 
 def frame(request_id: int, kind: FrameKind, size: int = 0, value: int = 0) -> bytes:
@@ -189,7 +189,7 @@ class EncodedBatch(NamedTuple):
     Attributes:
         start: Where its bytes begin.
         num_bytes: How many they are.
-        structure: The header from ``encode``.
+        structure: What ``pickle_batch`` returned.
     """
 
     start: int
@@ -240,24 +240,22 @@ class StepRangeHeader:
         queue_s: Seconds that the request waited for a worker.
         produce_s: Seconds that the worker took.
         encoded_batches: Result of ``pack_batches``.
-        worker: Number of the worker on its data host.
     """
 
     num_bytes: int
     queue_s: float
     produce_s: float
     encoded_batches: bytes
-    worker: int = 0
 
     @property
     def num_batches(self) -> int:
-        """Number of batches; fewer than requested if a virtual shard ends with them."""
+        """Number of batches; fewer than requested if a stream ends with them."""
         num_batches: int = _COUNT.unpack_from(self.encoded_batches)[0]
         return num_batches
 
     def encode(self) -> bytes:
         """Return the payload of a HEADER frame."""
-        return _HEADER.pack(self.num_bytes, self.queue_s, self.produce_s, self.worker) + self.encoded_batches
+        return _HEADER.pack(self.num_bytes, self.queue_s, self.produce_s) + self.encoded_batches
 
     @classmethod
     def decode(cls, payload: memoryview) -> StepRangeHeader:
@@ -271,8 +269,8 @@ class StepRangeHeader:
             raise WireError(
                 f"The header of batches has {len(payload)} bytes, not between {least} and {MAX_HEADER_BYTES}."
             )
-        num_bytes, queue_s, produce_s, worker = _HEADER.unpack_from(payload)
-        return cls(num_bytes, queue_s, produce_s, bytes(payload[_HEADER.size :]), worker)
+        num_bytes, queue_s, produce_s = _HEADER.unpack_from(payload)
+        return cls(num_bytes, queue_s, produce_s, bytes(payload[_HEADER.size :]))
 
 
 def parse_failure(payload: memoryview) -> Failure:

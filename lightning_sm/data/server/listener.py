@@ -15,7 +15,7 @@ from lightning_sm.data.settings import HostSettings
 
 logger = logging.getLogger(__name__)
 
-# Each worker has a connection and a ring, for each of the loaders.
+# Each worker has a connection and a ring, for each of the openings.
 _RESERVED_DESCRIPTORS = 1024
 
 

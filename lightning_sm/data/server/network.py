@@ -49,7 +49,7 @@ class NetworkProcesses:
     def __init__(self, settings: HostSettings, start: Start, worker_ids: Callable[[], list[int]]) -> None:
         host = settings.address.rpartition(":")[0]
         own = replace(settings, address=f"{host}:0")
-        # The server process is one of them. A Unix socket is that of local workers, which serve the ranks of one host.
+        # The server process is one of them. A Unix socket has no ports for others.
         number = 1 if settings.address.startswith("unix") else settings.network_processes
         self._processes = [_ProcessLink(own, start, worker_ids) for _ in range(number - 1)]
         self._clients: dict[str, int] = {}

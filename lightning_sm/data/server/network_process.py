@@ -18,7 +18,7 @@ from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.spec import ShardEnd
+from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.peers import TrustedPeers
 from lightning_sm.data.server.stream import FetchMethod
@@ -68,7 +68,7 @@ class NetworkProcess:
                 self._answer(
                     number, ServedRange(built, encoded_batches, worker, self._rings[worker], slot, queue_s, release)
                 )
-            case host_messages.FetchAnswer(number, Failure() | ShardEnd() as answer):
+            case host_messages.FetchAnswer(number, Failure() | StreamEnd() as answer):
                 self._answer(number, answer)
             case host_messages.Ping():
                 self._send(message)

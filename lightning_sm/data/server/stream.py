@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, StepRangeHeader, frame, frames
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, ShardEnd
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, StreamEnd
 from lightning_sm.data.server.worker_pool import Answer, ServedRange
 from lightning_sm.errors import WireError
 
@@ -26,7 +26,7 @@ _MAX_TEXT = 1 << 20
 # Answers that are ready at the same time share a message up to this size: a message costs more than a small batch.
 _MAX_SHARED_MESSAGE_BYTES = 256 << 10
 
-# Has an encoded ``StepRangeSpec`` answered, and returns what cancels it. Clients, the first argument, take turns. It
+# Has an encoded ``FetchSpec`` answered, and returns what cancels it. Clients, the first argument, take turns. It
 # raises WireError if the request is malformed.
 Start: TypeAlias = Callable[[object, bytes, Callable[[Answer], None]], Callable[[], None]]
 
@@ -157,9 +157,8 @@ class _RankStream:
                 f"The strings and lists of a batch have {len(answer.encoded_batches)} bytes; "
                 f"{MAX_STRUCTURE_BYTES} are allowed. Send long strings as bytes or uint8 tensors.",
             )
-        if isinstance(answer, ShardEnd):
-            num_batches = answer.num_batches
-            yield frame(request_id, FrameKind.ENDED, value=0 if num_batches is None else num_batches + 1)
+        if isinstance(answer, StreamEnd):
+            yield frame(request_id, FrameKind.ENDED, value=answer.num_batches)
             return
         if isinstance(answer, Failure):
             short = replace(answer, text=answer.text[:_MAX_TEXT], traceback=answer.traceback[-_MAX_TEXT:])
@@ -179,9 +178,7 @@ def nothing() -> None:
 
 def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
     data, built = served.data.data, served.built
-    header = StepRangeHeader(
-        built.num_bytes, served.queue_s, built.produce_s, served.encoded_batches, built.worker
-    ).encode()
+    header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, served.encoded_batches).encode()
     # The header travels with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
     kind = FrameKind.COMPRESSED if built.pieces else FrameKind.DATA

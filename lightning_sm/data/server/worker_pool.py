@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -23,7 +23,7 @@ from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.spec import ShardEnd
+from lightning_sm.data.protocol.spec import StreamEnd
 
 # A worker hangs on a cancelled task if it takes this many times longer than the longest one before.
 _GRACE_FACTOR = 5.0
@@ -34,9 +34,6 @@ _STUCK_FACTOR = 2.0
 # How often to look, and the least time between two stacks in the log.
 _LOOK_PERIOD_S = 5.0
 _SHOW_PERIOD_S = 60.0
-
-# The request that opened the loader, position of the loader, number of the virtual shard.
-Affinity: TypeAlias = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class ServedRange:
         return self.ring.slot(self.slot)
 
 
-Answer: TypeAlias = ServedRange | Failure | ShardEnd
+Answer: TypeAlias = ServedRange | Failure | StreamEnd
 
 
 @dataclass(eq=False)
@@ -76,19 +73,17 @@ class Task:
 
     Attributes:
         client: Who sent it; workers are shared fairly between clients.
-        opening: Name of the request that opened the loader; each has workers of its own.
-        encoded_spec: The ``StepRangeSpec``, encoded.
+        opening: Name of the opening; each has workers of its own.
+        encoded_spec: The ``FetchSpec``, encoded.
         answer: Called once with the outcome, from any thread; must not block.
-        affinity: Tasks of the same virtual shard go to the same worker, which has its iterator.
-        avoided_worker: Number of the worker that gets the task only if there is no other.
+        is_stream: Whether its worker reads a stream, whose batches it can only build in order.
     """
 
     client: object
     opening: str
     encoded_spec: bytes
     answer: Callable[[Answer], None]
-    affinity: Affinity | None = None
-    avoided_worker: int | None = None
+    is_stream: bool = False
     received: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
 
@@ -96,7 +91,7 @@ class Task:
 class _WorkerState(Enum):
     STARTING = auto()
     READY = auto()
-    RETIRED = auto()  # its loaders are no longer needed: it finishes its task, and gets no other
+    RETIRED = auto()  # nothing needs it: it finishes its task, and gets no other
 
 
 class _Worker:
@@ -187,8 +182,7 @@ class WorkerPool:
         self._lock = threading.RLock()
         self._workers: dict[int, _Worker] = {}
         self._queues: OrderedDict[object, deque[Task]] = OrderedDict()
-        self._shard_workers: dict[Affinity, int] = {}  # numbers of workers
-        self._live: Collection[str] | None = None  # openings that have loaders; None: not known yet
+        self._live: Collection[str] | None = None  # openings that are wanted; None: not known yet
         self._work = _Work()
         self._num_built = 0
         self._built_s = 0.0
@@ -203,7 +197,7 @@ class WorkerPool:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Queue a task, or fail it if its loaders are gone: it would wait for a worker that never comes."""
+        """Queue a task, or fail it if its opening is closed: it would wait for a worker that never comes."""
         with self._lock:
             is_gone = self._live is not None and task.opening not in self._live
             if not is_gone:
@@ -224,7 +218,7 @@ class WorkerPool:
                 return
             for worker in self._workers.values():
                 if worker.task is task:
-                    # A heavy batch is not a hanging worker, whose caches, open files and shards would be lost.
+                    # A heavy batch is not a hanging worker, whose caches, open files and streams would be lost.
                     grace_s = max(self._cancel_grace_s, _GRACE_FACTOR * self._longest_s)
                     self._scheduler.enter(grace_s, 0, self._kill_if_hanging, (worker, task))
                     self._wake()
@@ -238,10 +232,10 @@ class WorkerPool:
             self._wake()
 
     def keep(self, live: Collection[str]) -> None:
-        """Retire the workers whose loaders are no longer open, and fail the tasks that wait for them.
+        """Retire the workers whose openings are closed, and fail the tasks that wait for them.
 
         Args:
-            live: Names of the requests whose loaders are open.
+            live: Names of the openings that are wanted.
         """
         with self._lock:
             self._live = live
@@ -252,7 +246,6 @@ class WorkerPool:
                 if other.opening not in live:
                     other.state = _WorkerState.RETIRED
                     self._close_if_retired(other)
-            self._shard_workers = {shard: number for shard, number in self._shard_workers.items() if shard[0] in live}
         for task in gone:
             task.answer(_not_open(task))
 
@@ -273,14 +266,14 @@ class WorkerPool:
                 task = self._next_task([worker])
             error = "WorkerNotStarted" if worker.state is _WorkerState.STARTING else "WorkerLost"
             worker.task = None
-            moved = self._take_tasks_of_shards(worker)
+            moved = self._take_tasks_of_stream(worker)
             del self._workers[worker_id]
             self._disconnect(worker)
             worker.close()
         if task is not None and not task.is_cancelled:
             task.answer(Failure(error, why, f"worker {worker.number}"))
         for other in moved:
-            other.answer(Failure("ShardMoved", f"worker {worker.number}, which had the shard open, {why}"))
+            other.answer(Failure("StreamMoved", f"worker {worker.number}, which had the stream open, {why}"))
 
     def note_stuck(self, worker_id: int, where: str) -> None:
         """Note the call in which a worker is, for reports.
@@ -348,7 +341,7 @@ class WorkerPool:
         return now
 
     def _load(self) -> tuple[int, int]:
-        """Return how many workers work, and how many could at a time: one of each number, whatever its loaders."""
+        """Return how many workers work, and how many could at a time: one of each number, whatever its opening."""
         available = [worker for worker in self._workers.values() if worker.is_available]
         return sum(worker.task is not None for worker in available), len({worker.number for worker in available})
 
@@ -362,7 +355,7 @@ class WorkerPool:
             task = self._next_task(idle)
             if task is None:
                 return
-            worker = next(worker for worker in idle if self._can_take(worker, task))
+            worker = next(worker for worker in idle if worker.opening == task.opening)
             idle = [other for other in idle if other.number != worker.number]
             self._queues.move_to_end(task.client)
             worker.task = task
@@ -376,44 +369,23 @@ class WorkerPool:
         """Take the next task for one of some workers out of its queue: clients in turn, tasks in their order."""
         for client, queue in list(self._queues.items()):
             for task in queue:
-                if any(self._can_take(worker, task) for worker in workers):
+                if any(worker.opening == task.opening for worker in workers):
                     queue.remove(task)
                     return task
             if not queue:
                 del self._queues[client]
         return None
 
-    def _can_take(self, worker: _Worker, task: Task) -> bool:
-        if task.opening != worker.opening or (task.avoided_worker == worker.number and self._has_other(worker)):
-            return False
-        return task.affinity is None or self._worker_of_shard(task.affinity) == worker.number
-
-    def _has_other(self, worker: _Worker) -> bool:
-        """Return whether another worker has the same loaders open, or will have them once it has started."""
-        return any(
-            other.is_connected and other.opening == worker.opening and other.number != worker.number
-            for other in self._workers.values()
-        )
-
-    def _worker_of_shard(self, shard: Affinity) -> int:
-        """Return the number of the worker that a shard is assigned to; a new shard goes to the one with the fewest."""
-        if shard not in self._shard_workers:
-            numbers = {worker.number for worker in self._workers.values() if shard[0] == worker.opening}
-            num_shards = Counter(self._shard_workers.values())
-            self._shard_workers[shard] = min(sorted(numbers), key=lambda number: num_shards[number])
-        return self._shard_workers[shard]
-
-    def _take_tasks_of_shards(self, worker: _Worker) -> list[Task]:
-        """Take the tasks that wait for the shards of a lost worker out of the queues.
+    def _take_tasks_of_stream(self, worker: _Worker) -> list[Task]:
+        """Take the tasks that wait for a lost worker out of the queues, if it was that of a stream.
 
         Trainers request them again after the task that was lost with the worker. In the queues they could come before
-        it: the new worker would read a shard up to a later batch, and from the start again for the lost one.
+        it: the new worker would read the stream up to a later batch, and from the start again for the lost one.
         """
         taken: list[Task] = []
         for queue in self._queues.values():
             for task in list(queue):
-                shard = task.affinity
-                if shard and shard[0] == worker.opening and self._shard_workers.get(shard) == worker.number:
+                if task.is_stream and task.opening == worker.opening:
                     queue.remove(task)
                     taken.append(task)
         return taken
@@ -523,4 +495,4 @@ class WorkerPool:
 
 
 def _not_open(task: Task) -> Failure:
-    return Failure("NotOpen", f"the loaders of {task.opening} are no longer open")
+    return Failure("NotOpen", f"{task.opening} is not open")

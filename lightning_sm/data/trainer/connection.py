@@ -1,4 +1,4 @@
-"""The connection of a training process to the data hosts: its feeder process, and the local workers of its host."""
+"""The connection of a training process to the data hosts: its feeder process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from lightning_sm.data.host.data_host import DataHost
-from lightning_sm.data.ipc.feeder_messages import Configure, LoaderPlace
-from lightning_sm.data.plan.shards import max_slots_in_block
+from lightning_sm.data.ipc.feeder_messages import Configure
 from lightning_sm.data.protocol.calls import HeartbeatRequest
-from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
 from lightning_sm.data.trainer.feeder_client import FeederClient
@@ -67,9 +64,8 @@ class ServiceConnection:
         self.reporter = Reporter(lambda: self.feeder)
         self._channels = frozenset(channels)
         self._feeder: FeederClient | None = None
-        self._local: DataHost | None = None
         self._num_ranks = 1
-        self._pools: dict[tuple[str, int], SlotPool] = {}
+        self._pools: weakref.WeakSet[SlotPool] = weakref.WeakSet()
 
     @classmethod
     def of_job(cls, job: SageMakerJob, topology: Topology, settings: DataServiceSettings) -> ServiceConnection:
@@ -148,7 +144,7 @@ class ServiceConnection:
         return self._feeder
 
     def open(self, trainer: Any) -> None:
-        """Start the feeder and, in the first rank of a host, the local workers.
+        """Start the feeder.
 
         Args:
             trainer: The Trainer; None if there is none.
@@ -159,23 +155,17 @@ class ServiceConnection:
         if self._feeder is not None:
             return
         rank, self._num_ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-        addresses = list(self.addresses)
-        if self.settings.local_workers:
-            addresses.append(self._start_local_workers(trainer))
         host = socket.gethostname()
         client = HeartbeatRequest(f"rank {rank} on {host}", self._num_ranks, wants_figures=rank == 0, host=host)
         credentials = Credentials.of(self.settings, self.job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = trainer is not None and trainer.local_rank != 0
-        settings = self.settings
         self._feeder = FeederClient(
             Configure(
-                addresses,
+                self.addresses,
                 credentials,
                 client,
-                hedge_factor=settings.hedge_factor,
-                verify=settings.verify,
-                verify_share=settings.verify_share,
+                hedge_factor=self.settings.hedge_factor,
                 is_quiet=is_quiet,
             )
         )
@@ -216,71 +206,29 @@ class ServiceConnection:
             )
         return bool(missing)
 
+    def add_slots(self, pool: SlotPool) -> None:
+        """Unlock the memory of a pool when the connection closes."""
+        self._pools.add(pool)
+
     def close(self, outcome: str, *, is_success: bool) -> None:
-        """Disconnect this rank, and stop its feeder process and local workers.
+        """Disconnect this rank, and stop its feeder process.
 
         Args:
             outcome: How the training ended, for the logs of the data hosts.
             is_success: Whether it had all the batches that it needed.
         """
+        for pool in self._pools:
+            pool.close()
+        self._pools.clear()
         if self._feeder is not None:
             self._feeder.close(outcome, is_success=is_success)
             self._feeder = None
-        for pool in self._pools.values():
-            pool.close()
-        self._pools.clear()
-        if self._local is not None:
-            self._local.close()
-            self._local = None
 
-    def slots(self, description: LoaderDescription, place: LoaderPlace, *, is_pinned: bool) -> SlotPool:
-        """Return the memory of the loader that had this place before, if it fits, else new memory.
-
-        Args:
-            description: The loader.
-            place: Its place and limits.
-            is_pinned: Whether GPUs copy from it asynchronously.
-        """
-        slots = SlotPool(
-            self.feeder,
-            description.name,
-            place.window_batches,
-            place.max_batch_bytes,
-            is_pinned=is_pinned,
-            num_in_turn=max_slots_in_block(place.num_shards, place.world_size) if description.order == "shards" else 1,
-        )
-        old = self._pools.get((place.stage, place.index))
-        if old is not None:
-            if (old.num_slots, old.max_batch_bytes) == (slots.num_slots, slots.max_batch_bytes):
-                return old
-            old.close()
-        self._pools[place.stage, place.index] = slots
-        return slots
-
-    def default_window(self, num_nodes: int) -> int:
-        """Return the window for the workers that the data hosts have, as far as they are known.
-
-        Args:
-            num_nodes: Trainer hosts, each of which may have local workers.
-        """
-        hosts = self.feeder.snapshot().hosts[: len(self.addresses)]  # the local workers come last, and late
-        known = [host.workers for host in hosts if host.workers]
+    def default_window(self) -> int:
+        """Return the window for the workers that the data hosts have, as far as they are known."""
+        known = [host.workers for host in self.feeder.snapshot().hosts if host.workers]
         workers = sum(known) * len(self.addresses) // max(1, len(known))
-        return default_window(workers + self.settings.local_workers * num_nodes, self._num_ranks)
-
-    def _start_local_workers(self, trainer: Any) -> str:
-        """Start the workers of this trainer host, in its first rank, and return their address for all its ranks."""
-        local_rank, node_rank = (0, 0) if trainer is None else (trainer.local_rank, trainer.node_rank)
-        # An abstract socket leaves no file behind. Its name is the same in all ranks of the host, and no other job's.
-        own = os.environ.get("MASTER_PORT", "") if self._num_ranks > 1 else str(os.getpid())
-        address = f"unix-abstract:lightning_sm/{self.job}/{own}/{node_rank}"
-        if local_rank == 0:
-            name = f"{socket.gethostname()} (local workers)"
-            host = DataHost(address, self.settings.local_workers, settings=self.settings, job=self.job, name=name)
-            host.start()  # training begins with the other data hosts; this one joins them when it listens
-            self._local = host
-            weakref.finalize(self, host.close)
-        return address
+        return default_window(workers, self._num_ranks)
 
 
 def _rebuild(

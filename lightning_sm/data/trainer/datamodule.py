@@ -1,52 +1,40 @@
-"""The ``RemoteDataModule``, which stands in for the user's DataModule on a trainer."""
+"""A DataModule whose loaders have their workers on data hosts, also without our Trainer or without any."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_sm._lightning import BatchSizeFinder, LightningDataModule, check_same_distribution
+from torch.utils._pytree import tree_map
+
+from lightning_sm._lightning import CombinedLoader, LightningDataModule, check_same_distribution
+from lightning_sm._unlisted import UnlistedDataModule
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol.failures import first_line
-from lightning_sm.data.protocol.spec import LoaderKind
 from lightning_sm.data.settings import DataServiceSettings
-from lightning_sm.data.trainer.bare_loaders import BareLoaders, has_hook
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.data_hosts import DataHosts
-from lightning_sm.data.trainer.remote_loader import is_chosen
-from lightning_sm.data.trainer.remote_module import remote_datamodule
-from lightning_sm.data.trainer.travel import COPIED, TravellingModule
-from lightning_sm.errors import DataSettingsError
-
-_LOADER_HOOKS: dict[str, LoaderKind] = {
-    "train_dataloader": "train",
-    "val_dataloader": "val",
-    "test_dataloader": "test",
-    "predict_dataloader": "predict",
-}
-
-# The user's hooks that run on the trainers. Lightning checks whether they are overridden, so it must find these.
-_TRAINER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+from lightning_sm.data.trainer.host_hooks import STAGES, has_hook, run_hooks_on_data_hosts, users_class
+from lightning_sm.data.trainer.remote_loader import LoaderSource, remote_loader
+from lightning_sm.data.trainer.remote_trainer import use_data_hosts
 
 
-class RemoteDataModule(LightningDataModule):
-    """The user's DataModule on a trainer: fetches its batches from data hosts.
+class RemoteDataModule(UnlistedDataModule):
+    """The user's DataModule, whose loaders have their workers on data hosts; the result is the same object.
 
-    ``prepare_data``, ``setup``, ``*_dataloader`` and ``teardown`` run on the data hosts. ``on_before_batch_transfer``,
-    ``transfer_batch_to_device``, ``on_after_batch_transfer``, ``state_dict`` and ``load_state_dict`` run here. Other
-    attributes are those of the wrapped DataModule, including the plain values (numbers, strings, and lists, tuples,
-    sets and dicts of these, up to 64 KB) that its ``setup`` set or changed on the data hosts.
+    A data host is a ``DataLoader`` worker on another machine: everything but ``dataset[i]``, ``collate_fn`` and
+    ``worker_init_fn`` runs here, as without data hosts, unless ``settings.hooks`` says otherwise. Where there are no
+    data hosts, as off SageMaker, the result is the DataModule as it is.
 
-    The data hosts get the DataModule of rank 0, pickled, as it is when a run of the Trainer begins and when loaders are
-    made.
+    Example::
+
+        with DataHost(workers=4) as host:
+            trainer.fit(model, RemoteDataModule(MyDataModule("data"), [host.address]))
 
     Args:
-        datamodule: The user's DataModule. Its data need not be accessible from this machine.
-        addresses: Addresses of the data hosts, ``host:port``. Default: the data hosts of the job; where there are none,
-            as off SageMaker, the result is the DataModule itself.
+        datamodule: The user's DataModule.
+        addresses: Addresses of the data hosts, ``host:port``. Default: the data hosts of the job.
         settings: Window, timeouts, credentials.
-        seed: Base of shuffling and of all random states. Default: that of ``seed_everything``, else 0.
         job: Name of the job; the data hosts must use the same.
 
     Raises:
@@ -54,225 +42,101 @@ class RemoteDataModule(LightningDataModule):
         MixedLightningError: The DataModule derives from the other distribution of Lightning.
     """
 
-    def __new__(
+    _own: type
+    _connection: ServiceConnection
+
+    def __new__(  # type: ignore[misc]  # it returns the user's object
         cls,
         datamodule: LightningDataModule,
         addresses: Sequence[str] | ServiceConnection | None = None,
         *,
         settings: DataServiceSettings | None = None,
         job: str = LOCAL_JOB,
-        **_: Any,
-    ) -> Any:
-        """Create an instance whose class has exactly the hooks that the user's DataModule overrides."""
-        own = type(datamodule)
-        check_same_distribution(own)
-        if is_chosen():
-            return remote_datamodule(datamodule, addresses, settings or DataServiceSettings(), job)
-        if addresses is None and ServiceConnection.of_this_job(settings) is None:
-            return datamodule
-        return super().__new__(_remote_class(cls, own, [name for name in _LOADER_HOOKS if has_hook(datamodule, name)]))
-
-    def __init__(
-        self,
-        datamodule: LightningDataModule,
-        addresses: Sequence[str] | ServiceConnection | None = None,
-        *,
-        settings: DataServiceSettings | None = None,
-        seed: int | None = None,
-        job: str = LOCAL_JOB,
-    ) -> None:
+    ) -> LightningDataModule:
+        """Give the DataModule its remote loaders, and return it."""
+        check_same_distribution(type(datamodule))
         connection = ServiceConnection.of_addresses(addresses, settings or DataServiceSettings(), job)
-        if connection is None:  # __new__ has returned the DataModule itself
-            raise DataSettingsError("This process belongs to no job with data hosts: give RemoteDataModule addresses.")
+        if connection is None:
+            return datamodule
         if connection.settings.compression is not None:
             codec_of(connection.settings.compression)  # report a missing library here instead of with the first batch
-        # Lightning's own __init__ only sets attributes, and the wrapped DataModule has those already.
-        self._datamodule = datamodule
-        self._attached: RemoteDataModule | None = None
-        self._hosts = DataHosts(datamodule, connection, seed)
-        self._take_hooks()
+        if connection.runs_hooks(is_quiet=False):
+            run_hooks_on_data_hosts(datamodule, connection)
+        _give_remote_loaders(datamodule, connection)
+        return datamodule
 
-    def __repr__(self) -> str:
-        """Return what it is, for logs."""
-        return f"RemoteDataModule({type(self._datamodule).__name__}, {self._hosts.connection.addresses})"
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the DataModule is there."""
 
-    def _take_hooks(self) -> None:
-        for name in _TRAINER_HOOKS:
-            setattr(self, name, getattr(self._datamodule, name))
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped DataModule."""
-        if name.startswith("__") or name == "_datamodule":
-            raise AttributeError(name)
-        try:
-            value = getattr(self._datamodule, name)
-        except AttributeError as error:
-            if self._attached is not None:
-                return getattr(self._attached, name)
-            raise self._no_attribute(name) from error
-        if value is None and name in self._hosts.module.missing:  # a default of the class
-            raise self._no_attribute(name)
-        return value
-
-    def _no_attribute(self, name: str) -> AttributeError:
-        return AttributeError(
-            f"{type(self._datamodule).__name__} has no attribute {name!r} on a trainer. prepare_data() and setup() run "
-            f"on the data hosts only. What setup() sets there is copied to the trainers if it is plain ({COPIED})."
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the wrapped DataModule, whose hooks and ``state_dict`` read it, unless it is our own."""
-        if name.startswith("_") or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self._datamodule if self._attached is None else self._attached, name, value)
-
-    def keep_attached(self, attached: LightningDataModule | None) -> None:
-        """Keep what a Trainer has attached, as it does in a call that gets loaders, of which this is the stand-in.
-
-        Attributes and the state in checkpoints are then those of the attached DataModule.
-
-        Args:
-            attached: The DataModule of the Trainer's last call, if there was one.
-        """
-        if not isinstance(attached, RemoteDataModule) or attached is self:
-            return
-        self._attached = attached._attached if isinstance(attached._datamodule, BareLoaders) else attached
-        self._take_name()
-
-    def _take_name(self) -> None:
-        """Take the class name under which checkpoints have the state."""
-        if self._attached is not None:
-            type(self).__qualname__ = type(self._attached).__qualname__
-
-    def __reduce__(self) -> Any:
-        """Pickle what does not belong to this process; unpickling creates the class again."""
-        # The DataModule is in the state, not an argument: it refers to the Trainer, and the Trainer to this object. Its
-        # hooks, which may be attributes of it and not of its class, decide the class, so that they are one.
-        hooks = [name for name in _LOADER_HOOKS if name in vars(type(self))]
-        arguments = (type(self._datamodule), hooks, self._hosts.connection, self._hosts.seed)
-        return _rebuild, arguments, {"_datamodule": self._datamodule, "_attached": self._attached}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the wrapped DataModule, which refers back to this object.
-
-        Args:
-            state: The state that ``__reduce__`` returned.
-        """
-        self.__dict__.update(state)
-        self._hosts.module = TravellingModule.of(self._datamodule)
-        self._take_hooks()
-        self._take_name()
-
-    @property
-    def trainer(self) -> Any:
-        """The Trainer, once Lightning has attached it, also as the wrapped DataModule sees it."""
-        return self._datamodule.trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Any) -> None:
-        self._datamodule.trainer = trainer
-
-    @property
-    def hparams(self) -> Any:
-        """Hyperparameters of the wrapped DataModule."""
-        return (self._attached or self._datamodule).hparams
-
-    @property
-    def hparams_initial(self) -> Any:
-        """Hyperparameters of the wrapped DataModule, as ``save_hyperparameters`` recorded them."""
-        return (self._attached or self._datamodule).hparams_initial
-
-    def setup(self, stage: str = "fit") -> None:
-        """Connect to the data hosts, and wait until the first one has run the user's ``setup``.
-
-        Args:
-            stage: "fit", "validate", "test" or "predict".
-
-        Raises:
-            DataServiceError: The data hosts are unreachable, they serve different data, or the user's code failed
-                there.
-        """
-        trainer = self.trainer
-        if trainer is not None:
-            if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
-                raise DataSettingsError(
-                    "BatchSizeFinder changes the batch size between steps of one run, but the data hosts build the "
-                    "batches ahead. Find it in a run without data hosts, and pass it as an argument."
-                )
-            if self._hosts.progress not in trainer.callbacks:
-                own = self._hosts
-                trainer.callbacks[:0] = [own.progress, own.last_step, own.connection.reporter]
-        self._hosts.set_up(stage)
+    def setup(self, stage: str) -> None:
+        """Let the Trainer report on the data hosts, if there is one, and run the user's own."""
+        if self.trainer is not None:
+            use_data_hosts(self.trainer, self._connection)
+        super().setup(stage)
 
     def teardown(self, stage: str) -> None:
-        """Disconnect from the data hosts, which run the user's ``teardown`` when no trainer needs them.
-
-        Args:
-            stage: "fit", "validate", "test" or "predict".
-        """
-        self._hosts.end_run()
-        if self._hosts.connection.closes_on_teardown:
+        """Run the user's own, and disconnect from the data hosts, unless they are those of a job."""
+        super().teardown(stage)
+        if self._connection.closes_on_teardown:
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Disconnect from the data hosts: after an exception Lightning does not call ``teardown``.
-
-        Args:
-            exception: The exception that ended the training.
-        """
+        """Disconnect from the data hosts: after an exception Lightning does not call ``teardown``."""
         try:
-            self._datamodule.on_exception(exception)
+            super().on_exception(exception)
         finally:
             self.close(f"{type(exception).__name__}: {first_line(str(exception))}", is_success=False)
 
     def close(self, outcome: str = "finished", *, is_success: bool = True) -> None:
-        """Disconnect this rank from the data hosts, and stop its feeder process.
+        """Disconnect from the data hosts.
 
         Args:
             outcome: How the training ended, for the logs of the data hosts.
-            is_success: Whether it had all the batches that it needed: a data host that could not open its data has
-                failed only if the training has.
+            is_success: Whether it had all the batches that it needed.
         """
-        self._hosts.end_run()
-        self._hosts.connection.close(outcome, is_success=is_success)
+        self._connection.close(outcome, is_success=is_success)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped DataModule."""
-        return (self._attached or self._datamodule).state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the wrapped DataModule.
-
-        Args:
-            state_dict: A state that ``state_dict`` returned.
-        """
-        if self._attached is not None:
-            self._attached.load_state_dict(state_dict)
-            return
-        self._datamodule.load_state_dict(state_dict)
-        # On the data hosts, too: there it may change what setup() has made.
-        self._hosts.module.state = state_dict
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as the user's DataModule and the connection, which connects again in another process."""
+        hooks = vars(self).get("_host_hooks")
+        if hooks is not None and hooks.travels:
+            return super().__reduce_ex__(protocol)
+        state = {name: value for name, value in vars(self).items() if name not in ("_connection", "_host_hooks")}
+        return _rebuild, (users_class(self._own), self._connection), state
 
 
-def _loader_hook(name: str) -> Callable[[RemoteDataModule], Any]:
+def _give_remote_loaders(datamodule: LightningDataModule, connection: ServiceConnection) -> None:
+    vars(datamodule)["_connection"] = connection
+    own = type(datamodule)
+    if issubclass(own, RemoteDataModule):  # of other data hosts before
+        return
+    # Lightning looks at the class for the hooks that a DataModule has, and stores its state under the class's name.
+    hooks = {
+        f"{stage}_dataloader": _hook(f"{stage}_dataloader") for stage in STAGES if has_hook(own, f"{stage}_dataloader")
+    }
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    datamodule.__class__ = type(own.__name__, (RemoteDataModule, own), {**hooks, **names, "_own": own})
+
+
+def _hook(name: str) -> Callable[[RemoteDataModule], Any]:
     def hook(self: RemoteDataModule) -> Any:
-        return self._hosts.loaders(_LOADER_HOOKS[name])
+        loaders = getattr(self._own, name)(self)
+        trainer = self.trainer
+        ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+        def remote(loader: Any) -> Any:
+            return remote_loader(loader, LoaderSource(self._connection, f"{name}()", *ranks, trainer))
+
+        if isinstance(loaders, CombinedLoader):
+            loaders.flattened = list(map(remote, loaders.flattened))
+            return loaders
+        return tree_map(remote, loaders)
 
     hook.__name__ = name
-    hook.__doc__ = f"Return loaders for the batches of the user's ``{name}`` on the data hosts."
+    hook.__doc__ = f"Return the loaders of the user's ``{name}``, with their workers on data hosts."
     return hook
 
 
-def _remote_class(base: type[RemoteDataModule], own: type, hooks: Sequence[str]) -> type[RemoteDataModule]:
-    """Return the class of the stand-in for a DataModule of a class, which overrides these ``*_dataloader`` hooks."""
-    # Checkpoints store the state of a DataModule under its class name, which must not depend on data hosts. The
-    # private module hides the class from jsonargparse, which searches DataModules by name.
-    names = {"__qualname__": own.__qualname__, "__module__": f"{__name__}._wrapped", "__doc__": own.__doc__}
-    return type(own.__name__, (base,), {**{name: _loader_hook(name) for name in hooks}, **names})
-
-
-def _rebuild(own: type, hooks: Sequence[str], connection: ServiceConnection, seed: int | None) -> RemoteDataModule:
-    module: RemoteDataModule = object.__new__(_remote_class(RemoteDataModule, own, hooks))
-    module.__init__(object.__new__(own), connection, seed=seed)  # type: ignore[misc]
-    return module
+def _rebuild(own: type[LightningDataModule], connection: ServiceConnection) -> LightningDataModule:
+    datamodule: LightningDataModule = object.__new__(own)
+    return RemoteDataModule(datamodule, connection)

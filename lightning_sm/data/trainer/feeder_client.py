@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 from lightning_sm import errors
 from lightning_sm.data.host.pickler import PickledObject
@@ -18,10 +18,8 @@ from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, NothingReceivedError, Released
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.calls import Loaders, SetUp
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.openings import Opening
-from lightning_sm.data.protocol.spec import LoaderDescription
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ _EXIT_TIMEOUT_S = 10.0
 _SLOT_POLL_S = 0.002
 
 
-_OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfBlock | kinds.EndOfPass | kinds.Length | kinds.Failed
+_OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfPass | kinds.Failed
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -70,7 +68,6 @@ class FeederClient:
         self._is_quiet = settings.is_quiet
         self._lock = threading.RLock()
         self._inboxes: dict[int, deque[_OfPass]] = {}
-        self._opened: dict[str, SetUp | Loaders] = {}
         self._error: kinds.Failed | None = None
         self._snapshots: list[kinds.FeederSnapshot] = []
         self._closing: deque[Opening] = deque()  # from finalizers
@@ -82,31 +79,8 @@ class FeederClient:
         self._socket.send(settings)
 
     @_one_thread_at_a_time
-    def open_loaders(self, loaders: kinds.OpenLoaders, timeout_s: float) -> SetUp | Loaders:
-        """Let all data hosts run ``setup``, or open their loaders; return the reply on which they agree.
-
-        Args:
-            loaders: The loaders to open.
-            timeout_s: Time until the first host must have opened them, in seconds.
-
-        Raises:
-            DataServiceError: A host failed, the hosts disagree, or none answered in time.
-        """
-        self._send(loaders)
-        if not loaders.request.loaders:
-            self._shared &= loaders.snapshots
-        name, hook = loaders.request.opening, loaders.request.hook
-        if not self._wait(lambda: name in self._opened, timeout_s, f"the data hosts to run {hook}", logging.INFO):
-            raise errors.DataHostUnreachableError(
-                f"No data host has run {hook} within {timeout_s:.0f} s (data_service.startup_timeout_s).\n"
-                f"{self.describe()}\nSee the logs of the data hosts. If they download data, raise the timeout."
-            )
-        self._raise_error(None)
-        return self._opened.pop(name)
-
-    @_one_thread_at_a_time
     def share_snapshot(self, pickled: PickledObject) -> None:
-        """Give the feeder what the data hosts need for the next request, unless it has it."""
+        """Give the feeder a source, unless it has it."""
         if pickled.digest in self._shared:
             return
         fd = pickled.write()
@@ -198,40 +172,6 @@ class FeederClient:
         self._num_rings += 1
         self._socket.send(kinds.ShareRing(self._num_rings, ring.num_slots, ring.slot_bytes, (ring.fd,)))
         return self._num_rings
-
-    @_one_thread_at_a_time
-    def start_pass(
-        self,
-        place: kinds.LoaderPlace,
-        loader: LoaderDescription,
-        position: kinds.Position,
-        ring: int,
-        *,
-        tells_keys: bool,
-    ) -> int:
-        """Start a pass over a loader, and return its number."""
-        pass_id = self._new_pass()
-        self._send(kinds.StartPass(pass_id, place, loader, position, ring, tells_keys))
-        return pass_id
-
-    @_one_thread_at_a_time
-    def length(self, place: kinds.LoaderPlace, loader: LoaderDescription, position: kinds.Position) -> kinds.Length:
-        """Have a data host determine the length of a pass by running the user's sampler or reading the dataset.
-
-        Raises:
-            DataServiceError: The user's code failed, or did not end within the timeout of the loader.
-        """
-        pass_id = self._new_pass()
-        self._send(kinds.MeasurePass(pass_id, place, loader, position))
-        source = "dataset" if loader.order == "shards" else "sampler"
-        if self._wait(self._has(pass_id), place.timeout_s, f"the length of a {source}", logging.INFO, pass_id=pass_id):
-            return cast("kinds.Length", self._inboxes.pop(pass_id)[0])
-        fix = "Set data_service.batches_per_epoch" if source == "dataset" else "Make it finite"
-        raise errors.DataTimeoutError(
-            f"No data host has reached the end of the {source} within {place.timeout_s:.0f} s "
-            f"(data_service.batch_timeout_s).\n{self.describe()}\n"
-            f"The {source} may be infinite. {fix}, or raise data_service.batch_timeout_s."
-        )
 
     def _has(self, pass_id: int) -> Callable[[], bool]:
         inbox = self._inboxes[pass_id]
@@ -400,17 +340,13 @@ class FeederClient:
         if message is None:
             self._raise_ended()
         match message:
-            case kinds.Opened() as opened:
-                self._opened[opened.opening] = opened.reply
             case kinds.SourceOpened() as source:
                 self._opened_sources[source.name] = source
             case kinds.FeederSnapshot() as snapshot:
                 self._snapshots.append(snapshot)
             case kinds.Failed(pass_id=None) as error:
                 self._error = error
-            case (
-                kinds.DeliveredRange() | kinds.EndOfBlock() | kinds.EndOfPass() | kinds.Length() | kinds.Failed()
-            ) as of_pass:
+            case (kinds.DeliveredRange() | kinds.EndOfPass() | kinds.Failed()) as of_pass:
                 inbox = self._inboxes.get(of_pass.pass_id or 0)
                 if inbox is None:  # of a pass that has been closed since
                     self._discard(of_pass)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DistributedSampler
 
 from lightning_sm._lightning import CombinedLoader, LightningDataModule
+from lightning_sm._unlisted import UnlistedDataModule
 from lightning_sm.data.host.hook_call import (
     DATAMODULE,
     TRAINER,
@@ -27,8 +28,9 @@ from lightning_sm.data.host.parts import REMEDIES, ResultUnpickler
 from lightning_sm.data.host.pickler import Attributes, PickledObject, pickle_object
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.openings import Opening
-from lightning_sm.data.trainer.bare_loaders import STAGES, has_hook
 from lightning_sm.data.trainer.connection import ServiceConnection
+
+STAGES = ("train", "val", "test", "predict")
 
 # Of the calls of a hook, the last two stay open: those that a data host runs that joins late, or again. Iterators may
 # still read the loaders of the last but one.
@@ -51,6 +53,7 @@ def run_hooks_on_data_hosts(datamodule: LightningDataModule, connection: Service
         connection: The connection to the data hosts.
     """
     if isinstance(datamodule, _HasHooksOnDataHosts):
+        datamodule._host_hooks.connection = connection
         return
     own = type(datamodule)
     hooks = {
@@ -63,12 +66,23 @@ def run_hooks_on_data_hosts(datamodule: LightningDataModule, connection: Service
     vars(datamodule)["_host_hooks"] = _HostHooks(datamodule, connection)
 
 
+def has_hook(owner: Any, name: str) -> bool:
+    """Return whether the class of a DataModule has a ``*_dataloader`` hook of its own.
+
+    Args:
+        owner: The class.
+        name: Name of the hook.
+    """
+    hook = getattr(owner, name, None)  # None: a script has switched it off
+    return callable(hook) and getattr(hook, "__func__", hook) is not getattr(LightningDataModule, name)
+
+
 def users_class(cls: type) -> type:
     """Return the class whose hooks run on data hosts; any other class as it is."""
     return cls._own_class if issubclass(cls, _HasHooksOnDataHosts) else cls
 
 
-class _HasHooksOnDataHosts(LightningDataModule):
+class _HasHooksOnDataHosts(UnlistedDataModule):
     """The part of a DataModule whose hooks run on data hosts, before the user's class."""
 
     _own_class: type[LightningDataModule]
@@ -146,6 +160,7 @@ class _HostHooks:
         # By name: the calls that are open, in their order.
         self._calls: dict[str, tuple[Opening, PickledObject, Callable[[], object]]] = {}
         self._results: dict[str, bytes] = {}
+        self._changeless: set[str] = set()  # calls that have changed no attribute
         self._num_calls = 0
 
     def call(self, hook: str, key: object, *, is_alone: bool = False, **arguments: Any) -> Any:
@@ -221,7 +236,6 @@ class _HostHooks:
                     if name not in _OURS
                 },
                 advice=_TO_DATA_HOSTS,
-                view_of=TrainerView.of,
             )
         finally:
             self.travels = False
@@ -239,9 +253,12 @@ class _HostHooks:
         close = weakref.finalize(self, feeder.close_source, opening)
         close.atexit = False
         self._calls[opening.name] = opening, pickled, close
-        stage = opening.name.split("/")[1]
-        older = [name for name in self._calls if name.split("/")[1] == stage and stage.endswith("_dataloader")]
-        for name in older[:-_NUM_KEPT]:
+
+    def _close_older(self, hook: str) -> None:
+        """Close the older calls of a hook for loaders, unless they have changed what later calls find."""
+        of_hook = [name for name in self._calls if name.split("/")[1] == hook and hook.endswith("_dataloader")]
+        for name in self._changeless.intersection(of_hook[:-_NUM_KEPT]):
+            self._changeless.discard(name)
             self._results.pop(name, None)
             self._calls.pop(name)[-1]()
 
@@ -258,6 +275,9 @@ class _HostHooks:
         datamodule = self._datamodule
         result = self._unpickled(call, data)
         hook = call.split("/")[1]
+        self._close_older(hook)
+        if not result.attributes and not result.missing:
+            self._changeless.add(call)
         if hook == "setup":  # another run of the Trainer, which makes its loaders itself
             self._results.clear()
         elif hook.endswith("_dataloader"):

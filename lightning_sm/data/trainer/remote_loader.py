@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,18 +17,17 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_sm.data.batch.pickled import unpickle_batch
 from lightning_sm.data.host.pickler import PickledObject, pickle_object
 from lightning_sm.data.host.source import WorkerSource
-from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.remote_iterator import IteratorPosition, RemoteIterator
 from lightning_sm.data.trainer.slots import SlotPool
-from lightning_sm.job.variables import REMOTE_LOADER
 
 logger = logging.getLogger(__name__)
+
+_SLOW_PICKLE_S = 1.0
 
 _TO_DATA_HOSTS = (
     "Data hosts get the dataset, the collate function and worker_init_fn of a loader, pickled, as the workers of "
@@ -40,6 +39,10 @@ _TO_DATA_HOSTS = (
 
 # Names of the hooks that make the loaders of a stage, by Lightning's name of the stage.
 HOOKS = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
+
+
+# Hooks of the DataModule, of the LightningModule and of the strategy that get batches before they are on the device.
+_COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
 
 
 class RemoteDataLoader(DataLoader[Any]):
@@ -89,6 +92,7 @@ class LoaderSource:
         self._slots: SlotPool | None = None
         self._digest = ""
         self._close: Callable[[], None] | None = None
+        self._is_pinned = False
 
     def limit(self, loader: DataLoader[Any]) -> float:
         """Return how many batches the Trainer reads at most; infinite if there is no limit. Call it at the first one.
@@ -138,14 +142,25 @@ class LoaderSource:
         connection.open(self.trainer)
         if self._feeder is not connection.feeder:  # a connection ends with an exception, and begins again
             self._feeder, self._slots, self._digest, self._close = connection.feeder, None, "", None
+        self._is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
+        began = time.monotonic()
         pickled = pickle_object(
             source,
             by_name=connection.is_of_job,
             named={f"{self.name}.{name}": part for name, part in source.parts().items()},
             advice=_TO_DATA_HOSTS,
-            view_of=TrainerView.of,
         )
+        seconds = time.monotonic() - began
+        if seconds >= _SLOW_PICKLE_S and self.rank == 0:
+            logger.info(
+                "To pickle the dataset of %s (%.0f MB) took %.1f s, and does whenever an iterator begins, so that what "
+                "has changed is seen. persistent_workers=True keeps the iterator, and data_service.hooks=data keeps "
+                "the dataset on the data hosts.",
+                self.name,
+                pickled.num_bytes / 1e6,
+                seconds,
+            )
         if source.is_stream:
             return pickled
         opening = Opening(pickled.digest, pickled.digest)
@@ -187,16 +202,15 @@ class LoaderSource:
                 self.name,
                 self.window_batches,
                 settings.max_batch_bytes,
-                is_pinned=False,
-                decode=unpickle_batch,
+                is_pinned=self._is_pinned,
             )
+            self.connection.add_slots(self._slots)
         return self._slots
 
     @property
     def window_batches(self) -> int:
         """Limit of requests in flight or buffered."""
-        nodes = 1 if self.trainer is None else self.trainer.num_nodes
-        return self.connection.settings.window_batches or self.connection.default_window(nodes)
+        return self.connection.settings.window_batches or self.connection.default_window()
 
 
 def remote_loader(loader: Any, source: LoaderSource) -> Any:
@@ -224,6 +238,19 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
     remote: Any = object.__new__(type(own.__name__, bases, {**names, "_remote": source}))
     remote.__dict__.update(loader.__dict__)
     return remote
+
+
+def _copies_batches(trainer: Any) -> bool:
+    """Return whether the user's own code copies batches to GPUs, on streams that page-locked slots do not know of."""
+    owners = (trainer.datamodule, trainer.lightning_module, trainer.strategy)
+    return any(_overrides(owner, hook) for owner in owners for hook in _COPYING_HOOKS)
+
+
+def _overrides(own: Any, hook: str) -> bool:
+    """Return whether an object of Lightning has a hook of the user's: neither Lightning's own nor ours."""
+    method = getattr(type(own), hook, None)
+    known = ("lightning", "pytorch_lightning", "lightning_sm")
+    return method is not None and method.__module__.partition(".")[0] not in known
 
 
 def _why_local(own: type) -> str:
@@ -264,8 +291,3 @@ def begin_at(loader: RemoteDataLoader, position: IteratorPosition) -> None:
     """
     loader._remote.begins_at = position
     loader._iterator = None  # that of persistent workers would begin again with its own seed
-
-
-def is_chosen() -> bool:
-    """Return whether loaders become ``RemoteDataLoader``s: a switch for tests, until they always do."""
-    return REMOTE_LOADER.read(os.environ)

@@ -15,7 +15,6 @@ from lightning_sm.data.ipc.feeder_messages import FeederSnapshot
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.metrics import logger_metrics, wait_metrics
-from lightning_sm.data.trainer.position import batches_taken
 from lightning_sm.data.trainer.verdict import slowest, trouble, verdict
 from lightning_sm.errors import DataServiceError
 from lightning_sm.record import step_clock
@@ -186,7 +185,9 @@ class Reporter(UnlistedCallback):
         self._counted.count(figures, is_step=is_step)
         if not is_step:
             return
-        is_last = batches_taken(trainer) + 1 >= trainer.num_training_batches
+        # Not "ready", which already counts the next batch when training_step fetches it from a dataloader_iter.
+        num_done = int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+        is_last = num_done + 1 >= trainer.num_training_batches
         now = time.monotonic()
         if is_last or now >= self._shared_at + _SHARE_PERIOD_S:
             self._shared_at = now

@@ -6,12 +6,12 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_sm.data.batch.decode import decode
+from lightning_sm.data.batch.pickled import unpickle_batch
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.frames import unpack_batches
@@ -27,9 +27,6 @@ _HEDGE_SLOTS = 4
 _HELD_SLOTS = 4
 
 
-Decode: TypeAlias = Callable[[bytes, np.ndarray], Any]
-
-
 class _SlotArray(np.ndarray):
     """Bytes of a slot. A subclass, because views of it keep this object alive, so that a finalizer sees its end."""
 
@@ -43,8 +40,6 @@ class SlotPool:
         window_batches: Limit of requests in flight or buffered per pass.
         max_batch_bytes: Capacity of a slot.
         is_pinned: Whether GPUs copy from the slots asynchronously.
-        num_in_turn: Slots whose batches come in turn, as those of shards in a block.
-        decode: Rebuilds a batch from its structure and its bytes.
     """
 
     def __init__(
@@ -55,12 +50,9 @@ class SlotPool:
         max_batch_bytes: int,
         *,
         is_pinned: bool,
-        num_in_turn: int = 1,
-        decode: Decode = decode,
     ) -> None:
-        self._decode = decode
         self.is_pinned = is_pinned and torch.cuda.is_available()
-        self.num_held = _HELD_SLOTS + num_in_turn - 1
+        self.num_held = _HELD_SLOTS
         self.num_slots = window_batches + _HEDGE_SLOTS + self.num_held + (MAX_COPYING if self.is_pinned else 0)
         self.max_batch_bytes = max_batch_bytes
         self._client = client
@@ -79,7 +71,6 @@ class SlotPool:
                 self.num_slots,
                 self.num_held,
                 self.max_batch_bytes,
-                decode=self._decode,
                 is_pinned=self.is_pinned,
             )
             self._rings.append(ring)
@@ -109,10 +100,8 @@ class SlotRing:
         num_held: int,
         max_batch_bytes: int,
         *,
-        decode: Decode,
         is_pinned: bool,
     ) -> None:
-        self._decode = decode
         self._name = name
         self._num_held = num_held
         self._ring = Ring.create(num_slots, max_batch_bytes)
@@ -120,6 +109,8 @@ class SlotRing:
         self._ring.close()
         self._release: Callable[[int], None] = partial(client.release, self.number)
         self._pinned = PinnedSlots(self._release) if is_pinned else None
+        if self._pinned is not None:  # of a loader that is gone
+            weakref.finalize(self, self._pinned.close).atexit = False
         self._held: set[int] = set()  # slots that batches alias; set operations are atomic, also in finalizers
         self._has_warned = False
 
@@ -137,7 +128,7 @@ class SlotRing:
             self._pinned.wait()
         places = unpack_batches(delivery.encoded_batches, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
-        return (self._decode(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
+        return (unpickle_batch(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
 
     def _memory(self, slot: int, num_bytes: int) -> np.ndarray:
         array = self._ring.slot(slot)[:num_bytes]

@@ -11,12 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from pytorch_lightning import LightningDataModule
+from torch.utils.data import DataLoader
 
 from lightning_sm.data.host.data_host import DataHost
+from lightning_sm.data.ipc.feeder_messages import HostSnapshot
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
-from tests.integration.data.datasets import HOST_VARIABLE, Data
+from tests.integration.data.datasets import HOST_VARIABLE, Data, stream_hash
 from tests.integration.emulators import TIMEOUT_S, until
 
 _NETWORK = "lightning_sm.data.server.process"
@@ -136,12 +139,13 @@ def remote(
 
     Args:
         hosts: The hosts, or their addresses.
-        datamodule: What they serve. Default: the data of the first one.
+        datamodule: What is loaded. Default: the data of the first one, or eight numbers.
         **settings: Of the data service.
     """
     addresses = [host if isinstance(host, str) else host.address for host in hosts]
     if datamodule is None:
-        datamodule = next((host.data for host in hosts if isinstance(host, Host)), Data(list))
+        served = next((host.data for host in hosts if isinstance(host, Host)), None)
+        datamodule = Data(lambda: DataLoader(range(8), 4)) if served is None else Data(served.make, served.make_val)
     module = RemoteDataModule(datamodule, addresses, settings=DataServiceSettings(**settings))
     try:
         module.setup("fit")
@@ -150,17 +154,38 @@ def remote(
         module.teardown("fit")
 
 
-def until_up(module: RemoteDataModule) -> None:
-    """Wait until all hosts have opened the loaders: a trainer begins without one that is late by some seconds."""
-    feeder = module._hosts.connection.feeder
-    until(lambda: {host.state for host in feeder.snapshot().hosts} == {"up"}, "all data hosts are up", TIMEOUT_S)
+def states(module: LightningDataModule) -> list[HostSnapshot]:
+    """What the feeder says of each host, once a loader of the DataModule is read."""
+    return module._connection.feeder.snapshot().hosts
 
 
-def take_first(module: RemoteDataModule) -> Any:
-    """Take the first batch for training, once all hosts have opened the loaders."""
-    batches = module.train_dataloader()
-    until_up(module)
-    return next(iter(batches))
+def begin(module: LightningDataModule, loader: DataLoader[Any] | None = None) -> Iterator[Any]:
+    """Begin to read a loader, by default that for training, once all hosts have opened its dataset.
+
+    A trainer begins without a host that is late by some seconds.
+    """
+    batches = iter(module.train_dataloader() if loader is None else loader)
+    until(lambda: {host.state for host in states(module)} == {"up"}, "all data hosts are up", TIMEOUT_S)
+    return batches
+
+
+def undisturbed(hosts: Sequence[Host | str], make: Callable[[], Any] | None = None, num_epochs: int = 1) -> list[str]:
+    """Hashes of the epochs that hosts give with the seed of ``seeded``.
+
+    Args:
+        hosts: The hosts, or their addresses.
+        make: Returns the loader. Default: that of the first host.
+        num_epochs: How many.
+    """
+    with remote(hosts, None if make is None else Data(make)) as module:
+        loader = seeded(module.train_dataloader())
+        return [stream_hash(loader) for _ in range(num_epochs)]
+
+
+def seeded(loader: Any) -> Any:
+    """Return a loader whose next iterators have the order and the random numbers of ``undisturbed``."""
+    torch.manual_seed(4)
+    return loader
 
 
 def _command(process: psutil.Process) -> list[str]:

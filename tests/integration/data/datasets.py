@@ -13,12 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import LightningDataModule
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
-
-from lightning_sm.data.host.generators import seed_all
-from lightning_sm.data.plan.order import ShuffledOrder
-from lightning_sm.data.plan.samples import SamplePlan
-from lightning_sm.data.plan.seeds import SampleSeeds
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 # Where datasets find the name of the data host that they are on.
 HOST_VARIABLE = "LIGHTNING_SM_TEST_HOST"
@@ -75,16 +70,15 @@ class Broken(Dataset):
 
 
 class Sharded(IterableDataset):
-    """Numbers with noise of all generators, split by worker, first shards longer than the last.
+    """Numbers with noise of all generators, split by worker; the first workers have more than the last.
 
     Args:
         length: One more than the largest number.
-        breaks_at: The number that raises an error.
         delay_s: Time that a sample takes.
     """
 
-    def __init__(self, length: int = 403, breaks_at: int | None = None, delay_s: float = 0.0) -> None:
-        self.length, self.breaks_at, self.delay_s = length, breaks_at, delay_s
+    def __init__(self, length: int = 403, delay_s: float = 0.0) -> None:
+        self.length, self.delay_s = length, delay_s
 
     def __iter__(self) -> Sharded:
         info = get_worker_info()
@@ -95,8 +89,6 @@ class Sharded(IterableDataset):
         index, self.next = self.next, self.next + self.step * (2 if self.next % self.step > self.step // 2 else 1)
         if index >= self.length:
             raise StopIteration
-        if index == self.breaks_at:
-            raise ValueError(f"cannot read {index}")
         if self.delay_s:
             time.sleep(self.delay_s)
         return {
@@ -135,21 +127,6 @@ def stream_hash(batches: Iterable[Any], first_step: int = 0) -> str:
         for part in _parts(batch):
             digest.update(part)
     return digest.hexdigest()
-
-
-def reference(dataset: Dataset, length: int, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
-    """Yield what the data hosts should make of a shuffled loader, computed here."""
-    order = ShuffledOrder(length, seed=seed, epoch=epoch, salt="train 0")
-    plan = SamplePlan(order, batch_size, drop_last=False, rank=0, world_size=1)
-    seeds = SampleSeeds(seed, "train", 0, epoch, 0)
-    for step in range(plan.num_steps):
-        samples = []
-        indices = plan.batch(step).tolist()
-        own_seeds = seeds.of_samples(np.arange(plan.position(step), plan.position(step) + len(indices)))
-        for index, own_seed in zip(indices, own_seeds, strict=True):
-            seed_all(own_seed)
-            samples.append(dataset[index])
-        yield default_collate(samples)
 
 
 def _parts(value: Any) -> Iterator[bytes]:

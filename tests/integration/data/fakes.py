@@ -14,22 +14,9 @@ import grpc
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.protocol.call_metadata import CONFIRMED, NONCE_KEY, SERVICE, metadata, method, proof
-from lightning_sm.data.protocol.calls import Loaders, SetUp
 from lightning_sm.data.protocol.frames import FrameKind, frames
-from lightning_sm.data.protocol.spec import LoaderDescription
+from lightning_sm.data.protocol.openings import OpeningsReply
 from lightning_sm.data.settings import Credentials, DataServiceSettings
-
-LOADER = LoaderDescription(
-    name="train_dataloader()",
-    order="sequential",
-    num_samples=8,
-    batch_size=4,
-    drop_last=False,
-    fingerprint="f",
-    identity="i",
-    dataset="Fake of 8",
-)
-
 
 # A client's messages are as long as it likes, and each has a connection of its own.
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
@@ -45,16 +32,14 @@ class FakeHost:
 
     Attributes:
         heartbeat: Answer to Heartbeat.
-        opened: Answers to Open: of ``setup``, and of loaders.
-        listed: Answer to List.
+        opened: Answer to OpenSources; None: what was wanted is open.
         answer: Makes the messages that answer a request for a batch.
         loaded: What has arrived by Load.
     """
 
-    def __init__(self, answer: Callable[[int], list[bytes]] | None = None, loader: LoaderDescription = LOADER) -> None:
+    def __init__(self, answer: Callable[[int], list[bytes]] | None = None) -> None:
         self.heartbeat = json.dumps({"name": "fake", "workers": 2, "busy": 0, "queued": 0}).encode()
-        self.opened = {"": SetUp({}, []).encode(), "train": Loaders(0, [loader]).encode()}
-        self.listed = b""
+        self.opened: bytes | None = None
         self.answer = answer
         self.loaded: list[bytes] = []
 
@@ -73,9 +58,8 @@ class FakeHost:
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         handlers = {
             "Heartbeat": unary(lambda *_: self.heartbeat),
-            "Open": unary(lambda request, _: self.open(request)),
+            "OpenSources": unary(lambda request, _: self.open(request)),
             "Load": grpc.stream_unary_rpc_method_handler(lambda requests, _: self.loaded.extend(requests) or b"{}"),
-            "List": stream(lambda *_: iter([self.listed])),
             "Fetch": stream(self._fetch),
             "Finish": unary(lambda *_: b"{}"),
         }
@@ -94,8 +78,9 @@ class FakeHost:
                 server.stop(None).wait()  # with 0 seconds of grace, a thread of gRPC's may outlive it
 
     def open(self, request: bytes) -> bytes:
-        """Return the answer to Open."""
-        return self.opened[json.loads(request)["loaders"]]
+        """Return the answer to OpenSources."""
+        wanted = json.loads(request)["openings"]
+        return self.opened or OpeningsReply([one["name"] for one in wanted], []).encode()
 
     def _fetch(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for message in requests:
@@ -152,7 +137,7 @@ def begin(channel: grpc.Channel, name: str, requests: Iterator[bytes], **limits:
             yield proof(known, "confirmation", nonce, challenge).encode()
         yield from requests
 
-    if name in ("List", "Fetch"):
+    if name in ("Result", "Fetch"):
         call = channel.stream_stream(method(name))(all_requests(), **limits)
     elif name == "Load":
         call = channel.stream_unary(method(name)).future(all_requests(), **limits)

@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+from pytorch_lightning import LightningDataModule
 
 from lightning_sm import DataServiceSettings, RemoteDataModule, SageMakerJob, Topology
 from lightning_sm._log import show_log_lines
 from lightning_sm.data import service
 from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.errors import DataHostUnreachableError
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
 from tests.fakes.small_app import SmallData
@@ -126,28 +129,26 @@ class Job:
         caught = next(line.split()[1] for line in fields if line.startswith("SigCgt:"))
         return bool(int(caught, 16) >> (signum - 1) & 1)
 
-    def module(self) -> RemoteDataModule:
-        """The DataModule of the trainer."""
+    def module(self, **settings: Any) -> LightningDataModule:
+        """The DataModule of the trainer, whose hooks data hosts run if they are to do something."""
         job = SageMakerJob.from_environment({**self.env, "SAGEMAKER_BASE_DIR": str(self._folder / TRAINER)})
-        settings = DataServiceSettings(startup_timeout_s=TIMEOUT_S)
-        connection = ServiceConnection([f"127.0.0.1:{self.topology.data_port}"], settings, job.name, is_of_job=True)
+        hooks = "data" if self._does else "trainers"
+        used = DataServiceSettings(**{"startup_timeout_s": TIMEOUT_S, "hooks": hooks, **settings})
+        connection = ServiceConnection([f"127.0.0.1:{self.topology.data_port}"], used, job.name, is_of_job=True)
         return RemoteDataModule(Serving(self._does), connection)
 
-    def connected(self) -> RemoteDataModule:
+    def connected(self) -> LightningDataModule:
         """The DataModule of the trainer, after its first batch."""
         module = self.module()
         module.setup("fit")
         next(iter(module.train_dataloader()))
         return module
 
-    def opening(self) -> RemoteDataModule:
+    def opening(self) -> LightningDataModule:
         """The DataModule of a trainer for which the data host is in setup()."""
-        module = self.module()
-        hosts = module._hosts
-        hosts.connection.open(None)
-        hosts.module.begin_run("validate")
-        hosts._stage = "validate"
-        hosts.connection.feeder._send(hosts._open_message(""))
+        module = self.module(startup_timeout_s=0.1)
+        with pytest.raises(DataHostUnreachableError):  # the call stays open
+            module.setup("validate")
         self.until_log("downloading")
         return module
 
@@ -220,7 +221,7 @@ def _train(make: Callable[[], Any], address: str | None, pids: Path) -> None:
         other = os.fork() if own is None else own.main.pid
         if other:
             written = pids.with_suffix(".part")
-            written.write_text(f"{module._hosts.connection.feeder.pid} {other}")
+            written.write_text(f"{module._connection.feeder.pid} {other}")
             written.rename(pids)
         time.sleep(TIMEOUT_S)
         os._exit(0)
@@ -296,7 +297,8 @@ class Launchers(Hosts):
 
     def fit(self, hosts: Iterable[str], how: str = "", place: str = "", *arguments: str) -> None:
         """Start a training on some of the hosts."""
-        common = ("fit", "--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--data_service.workers=1")
+        common = ["fit", "--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--data_service.workers=1"]
+        common += ["--data_service.hooks=data"] if place in ("setup", "train_dataloader") else []
         for host in hosts:
             self.start(host, *common, *arguments, BROKEN_HOW=how, BROKEN_PLACE=place)
 

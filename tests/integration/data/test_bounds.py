@@ -1,4 +1,4 @@
-"""A call with the token neither takes a data host over nor ends it by accident: it may start and say only so much.
+"""A call with the token neither takes a data host over nor ends it by accident: it may say only so much.
 
 The test stands in for the main process of the data host, which runs the user's code: it sees what the server starts.
 """
@@ -12,30 +12,21 @@ import grpc
 import pytest
 from msgspec.structs import asdict
 
-from lightning_sm.data.ipc.host_messages import (
-    Finished,
-    OpenedLoaders,
-    RunHook,
-    RunSampler,
-    Serve,
-    TrainerFinished,
-)
+from lightning_sm.data.ipc.host_messages import Finished, Serve, StartWorkers, TrainerFinished
 from lightning_sm.data.ipc.processes import start_module
-from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.settings import DataServiceSettings, HostSettings
-from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.data.protocol.openings import Opening
+from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
-from tests.fakes.requests import DIGEST, count_request, list_request, open_request
-from tests.integration.data.datasets import Data
-from tests.integration.data.fakes import LOADER, begin, credentials
+from tests.integration.data.cluster import remote
+from tests.integration.data.fakes import begin, credentials
 
 pytestmark = pytest.mark.processes
 
 TIMEOUT_S = 60.0
-# How many runs of the user's code may be unfinished.
-MAX_RUNNING = 32
+# Of a source that the data host has.
+DIGEST = "d" * 32
 
 
 class Server:
@@ -85,45 +76,16 @@ def server():
         made.close()
 
 
-def test_openings_that_run_are_bounded(server):
-    """The user's hooks run for at most so many requests at a time; the next is refused until one of them is done."""
-    running = []
-    for number in range(MAX_RUNNING):
-        running.append(server.start("Open", **open_request(epoch=number)))
-        server.received(1, RunHook)
-    code, text = server.end("Open", **open_request(epoch=99))
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert text == "data host algo-9 is running 32 different Open requests, and allows only 32 at a time"
-    server.main.send(OpenedLoaders("1/fit/train/0", calls.Loaders(0, [LOADER]), ["1/fit/train/0"]))
-    assert calls.parse_reply(running[0].result(), "answer", calls.Loaders) == calls.Loaders(0, [LOADER])
-    running.append(server.start("Open", **open_request(epoch=99)))
-    assert server.received(1, RunHook)[0].request.opening == "1/fit/train/99"
-
-
-def test_samplers_that_run_are_bounded(server):
-    """Each different order is a process: so many run at a time, for loaders that are open, and no others."""
-    code, text = server.end("List", **list_request())
+def test_sources_are_opened_for_ranks_that_sent_heartbeats_alone(server):
+    """Whoever has no lease starts nothing."""
+    opening = asdict(Opening("x", DIGEST))
+    code, text = server.end("OpenSources", client="rank 0 on algo-1", openings=[opening])
     assert code is grpc.StatusCode.NOT_FOUND
-    assert text == "loader 0 of 1/fit/train/0 is not open on data host algo-9"
-    opened = server.start("Open", **open_request())
-    server.received(1, RunHook)
-    server.main.send(OpenedLoaders("1/fit/train/0", calls.Loaders(0, [LOADER]), ["1/fit/train/0"]))
-    opened.result()
-    assert server.end("List", **list_request(loader=1))[0] is grpc.StatusCode.NOT_FOUND
-    running = []  # a call that nobody holds is cancelled
-    for epoch in range(MAX_RUNNING):
-        running.append(server.start("List", **list_request(epoch=epoch)))
-        server.received(1, RunSampler)
-    code, text = server.end("List", **list_request(epoch=99))
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "is running 32 different List requests" in text
-    code, text = server.end("Count", **count_request(num_shards=2**40))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert text == "The Count request is malformed: Expected `int` <= 1048576 - at `$.num_shards`."
-    assert (
-        server.end("Count", **count_request())[1]
-        == "Count request for train_dataloader(), which has a different kind of order"
-    )
+    assert text == "rank 0 on algo-1 has sent no heartbeat"
+    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
+    call = server.start("OpenSources", client="rank 0 on algo-1", openings=[opening])  # unheld, it would be cancelled
+    assert server.received(1, StartWorkers) == [StartWorkers(Opening("x", DIGEST))]
+    call.cancel()
 
 
 def test_only_trainers_that_sent_heartbeats_can_finish(server):
@@ -177,7 +139,8 @@ def test_a_call_that_only_looks_takes_no_lease(server):
 def test_a_second_training_waits_and_says_for_whom(server):
     """A trainer that gets no lease tries again until its time to start is over, and names who keeps the data host."""
     server.start("Heartbeat", client="rank 0 on other", world_size=4).result()
-    module = RemoteDataModule(Data(list), [server.address], settings=DataServiceSettings(startup_timeout_s=8))
-    with pytest.raises(DataServiceError, match="run with world size 1, but rank 0 on other to one with world size 4"):
-        module.setup("fit")
-    module.teardown("fit")
+    with (
+        remote([server.address], startup_timeout_s=8) as module,
+        pytest.raises(DataServiceError, match="run with world size 1, but rank 0 on other to one with world size 4"),
+    ):
+        next(iter(module.train_dataloader()))

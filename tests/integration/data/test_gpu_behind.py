@@ -2,22 +2,16 @@
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
 from lightning_sm.data.trainer import pinning
+from tests.integration.data.datasets import Data
+from tests.integration.data.numbers import quiet_trainer
 
 pytestmark = pytest.mark.processes
 
 _NUM_BATCHES = 60
-
-
-class Data(LightningDataModule):
-    """Batches of one number."""
-
-    def train_dataloader(self):
-        return DataLoader(range(_NUM_BATCHES), batch_size=1)
 
 
 class SlowGPU:
@@ -60,15 +54,16 @@ class Event:
         del self.gpu.pending[: self.gpu.pending.index(self) + 1]
 
 
-def test_a_training_loop_that_runs_ahead_of_its_gpu_gets_all_batches(monkeypatch):
+def test_a_training_loop_that_runs_ahead_of_its_gpu_gets_all_batches(monkeypatch, tmp_path):
     """Slots come back while it waits for a batch, the copies in progress are bounded, and no memory stays locked."""
-    gpu = SlowGPU()
+    gpu, trainer = SlowGPU(), quiet_trainer(tmp_path)
     monkeypatch.setattr(pinning, "CUDA", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = DataServiceSettings(batch_timeout_s=60.0, window_batches=2)
     with DataHost(workers=1) as host:
-        module = RemoteDataModule(Data(), [host.address], settings=settings)
-        module.setup("fit")
+        data = Data(lambda: DataLoader(range(_NUM_BATCHES), batch_size=1, pin_memory=True))
+        module = RemoteDataModule(data, [host.address], settings=settings)
+        module.trainer = trainer
         seen = [batch.item() for batch in module.train_dataloader()]
         assert gpu.locked
         module.teardown("fit")

@@ -10,19 +10,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_sm import DataServiceSettings, RemoteDataModule
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, DataSettingsError
-from lightning_sm.job.variables import REMOTE_LOADER
 from tests.integration.data.cluster import Host, running
 from tests.integration.data.datasets import HOST_VARIABLE
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 HOOKS = DataServiceSettings(hooks="data")
-
-
-@pytest.fixture(autouse=True)
-def chosen(monkeypatch):
-    """The loaders that are under test."""
-    monkeypatch.setenv(REMOTE_LOADER.name, "1")
 
 
 class OpenFile:

@@ -13,8 +13,8 @@ from lightning_sm import DataHost
 from lightning_sm.data.protocol.frames import FrameKind, frame
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.errors import BatchTypeError
-from tests.integration.data.cluster import remote
-from tests.integration.data.datasets import Augmented, Data, reference, stream_hash
+from tests.integration.data.cluster import remote, seeded, undisturbed
+from tests.integration.data.datasets import Augmented, Data, stream_hash
 from tests.integration.data.fakes import FakeHost
 from tests.integration.emulators import until
 
@@ -30,9 +30,10 @@ def make():
     return DataLoader(Augmented(LENGTH, delay_s=0.002), batch_size=BATCH_SIZE, shuffle=True)
 
 
-def expected(epoch):
-    """The stream of an epoch, as one process computes it."""
-    return stream_hash(reference(Augmented(LENGTH), LENGTH, BATCH_SIZE, epoch=epoch))
+@pytest.fixture(scope="module")
+def expected(pool):
+    """The streams of two epochs on another host, of which nothing is killed."""
+    return undisturbed(pool.hosts[1:2], make, 2)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +64,8 @@ def num_streams(process):
     return sum(connection.status == psutil.CONN_ESTABLISHED for connection in process.net_connections())
 
 
-def epoch_of(module, epoch, at_batch=None):
+def read(loader, at_batch=None):
     """Take an epoch, and call a function before its fourth batch."""
-    loader = module.train_dataloader()
-    loader.set_epoch(epoch)
     batches = []
     for number, batch in enumerate(loader):
         if number == 3 and at_batch is not None:
@@ -75,38 +74,38 @@ def epoch_of(module, epoch, at_batch=None):
     return stream_hash(batches)
 
 
-def test_a_network_process_sends_the_same_batches(host):
+def test_a_network_process_sends_the_same_batches(host, expected):
     """The first rank's stream goes to it, and the batches are those that one process computes."""
     with remote([host.address], Data(make)) as module:
-        seen = []
-        assert epoch_of(module, 0, lambda: seen.append(num_streams(network_process(host)))) == expected(0)
+        seen, loader = [], module.train_dataloader()
+        assert read(seeded(loader), lambda: seen.append(num_streams(network_process(host)))) == expected[0]
         assert seen == [1]
 
 
-def test_a_killed_network_process_costs_no_batch(host):
+def test_a_killed_network_process_costs_no_batch(host, expected):
     """The data host starts its network processes again; the epoch continues, and the next one comes from there."""
     with remote([host.address], Data(make)) as module:
-        killed = network_process(host)
-        assert epoch_of(module, 0, killed.kill) == expected(0)
+        killed, loader = network_process(host), module.train_dataloader()
+        assert read(seeded(loader), killed.kill) == expected[0]
         until(lambda: network_process(host) not in (None, killed), "another network process listens", TIMEOUT_S)
-        assert epoch_of(module, 1) == expected(1)
+        assert read(loader) == expected[1]
 
 
 @pytest.mark.proof
-def test_a_frozen_network_process_is_replaced(host):
+def test_a_frozen_network_process_is_replaced(host, expected):
     """It has slots of the workers: it is killed once it does not answer, as if it had died, and the epoch continues."""
     with remote([host.address], Data(make)) as module:
         frozen = network_process(host)
-        assert epoch_of(module, 0, lambda: frozen.send_signal(signal.SIGSTOP)) == expected(0)
+        assert read(seeded(module.train_dataloader()), lambda: frozen.send_signal(signal.SIGSTOP)) == expected[0]
         assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_killed_server_process_takes_its_network_processes_with_it(host):
+def test_a_killed_server_process_takes_its_network_processes_with_it(host, expected):
     """The main process starts a new server process, and this one new network processes; nothing is lost."""
     (server,) = [child for child in psutil.Process(host.pid).children() if child.children()]
     old = network_process(host)
     with remote([host.address], Data(make)) as module:
-        assert epoch_of(module, 0, server.kill) == expected(0)
+        assert read(seeded(module.train_dataloader()), server.kill) == expected[0]
         until(lambda: not old.is_running(), "the old network process ends", TIMEOUT_S)
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from lightning_sm.data.ipc.feeder_messages import Configure, OpenLoaders
-from lightning_sm.data.protocol.calls import HeartbeatRequest, OpenRequest
+from lightning_sm.data.host.pickler import pickle_object
+from lightning_sm.data.ipc.feeder_messages import Configure
+from lightning_sm.data.protocol.calls import HeartbeatRequest
+from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from tests.fakes.requests import open_request
 from tests.integration.data.fakes import FakeHost, credentials
 from tests.integration.emulators import until
 
@@ -22,8 +23,8 @@ def test_the_first_rank_of_a_host_reports_a_lost_connection(capfd, is_quiet):
         with FakeHost().serving() as address:
             heartbeat = HeartbeatRequest("rank 1", 2)
             client = FeederClient(Configure([address], credentials(), heartbeat, 3.0, is_quiet=is_quiet))
-            request = OpenRequest(**open_request(""))
-            client.open_loaders(OpenLoaders(request, prepares_everywhere=True), TIMEOUT_S)
+            pickled = pickle_object([], by_name=True, named={}, advice="")
+            client.open_source(Opening(pickled.digest, pickled.digest), pickled)
             until(lambda: client.snapshot().hosts[0].state == "up", "the host is connected", TIMEOUT_S)
         until(lambda: client.snapshot().hosts[0].num_lost == 1, "the lost connection is counted", TIMEOUT_S)
     finally:

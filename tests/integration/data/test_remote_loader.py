@@ -1,12 +1,11 @@
-"""Loaders whose workers are on data hosts, read by hand: batches, streams, errors, and hosts that fail."""
+"""Loaders whose workers are on data hosts, read by hand: batches, streams, errors."""
 
 import collections
 import copy
 import dataclasses
+import multiprocessing
 import os
 import random
-import signal
-import time
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from lightning_sm.errors import DataServiceError, DataSettingsError, RemoteTransformError
-from lightning_sm.job.variables import REMOTE_LOADER
-from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.cluster import remote
 
 # Of torch: there may be fewer cores than a loader has workers.
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
@@ -23,23 +21,16 @@ pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:This Dat
 Point = collections.namedtuple("Point", "x y")
 
 
-@pytest.fixture(autouse=True)
-def chosen(monkeypatch):
-    """The loaders that are under test."""
-    monkeypatch.setenv(REMOTE_LOADER.name, "1")
-
-
 class Rows(Dataset):
     """Samples with noise."""
 
-    def __init__(self, length=37, delay_s=0.0):
-        self.length, self.delay_s = length, delay_s
+    def __init__(self, length=37):
+        self.length = length
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        time.sleep(self.delay_s)
         noise = [random.random(), np.random.rand(), torch.rand(1).item()]
         return {"index": index, "x": torch.full((64,), float(index)), "noise": torch.tensor(noise)}
 
@@ -249,61 +240,6 @@ def test_the_error_of_a_sampler_comes_in_its_place(pool):
     assert read_before == [0, 1, 2]
 
 
-def kill_workers(hosts):
-    """Let all workers vanish at once."""
-    for host in hosts:
-        for process in host.workers:
-            process.kill()
-
-
-FAULTS = {
-    "workers": {10: kill_workers},
-    "servers": {10: lambda hosts: hosts[0].network.kill(), 40: lambda hosts: hosts[1].network.kill()},
-    "a host": {10: lambda hosts: hosts[0].kill()},
-    "a host that freezes": {10: lambda hosts: hosts[0].signal(signal.SIGSTOP)},
-    "a host that returns": {10: lambda hosts: hosts[0].kill(), 20: lambda hosts: hosts[0].start()},
-}
-
-
-def indexed():
-    """A loader whose batches take long enough to be lost in all stages."""
-    return DataLoader(Rows(400, 0.002), 4, collate_fn=lambda rows: torch.stack([row["noise"] for row in rows]))
-
-
-def stream():
-    """A loader of three workers."""
-    return DataLoader(Numbers(400), 4, num_workers=3)
-
-
-@pytest.fixture(scope="module")
-def undisturbed():
-    """The batches of both loaders if nothing fails."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(REMOTE_LOADER.name, "1")
-        return {make: disturbed(make, {}) for make in (indexed, stream)}
-
-
-def disturbed(make, faults):
-    """Read a loader in two data hosts, and do something to them after some batches."""
-    torch.manual_seed(4)
-    batches = []
-    with running(*(Host(name, make) for name in "ab")) as hosts, remote(hosts, batch_timeout_s=60) as module:
-        for number, batch in enumerate(module.train_dataloader()):
-            batches.append(batch.tolist())
-            if number in faults:
-                faults[number](hosts)
-    return batches
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("make", [indexed, stream])
-def test_every_batch_arrives_once_with_the_same_bits(make, fault, undisturbed):
-    """Whatever fails; a stream begins again on another host, which skips what has arrived."""
-    assert len(undisturbed[make]) == 100 if make is indexed else 102
-    assert disturbed(make, FAULTS[fault]) == undisturbed[make]
-
-
 class Local(DataLoader):
     """A loader with an iterator of its own, as torchdata's."""
 
@@ -328,3 +264,15 @@ def test_what_stays_local_is_said_once(pool, caplog):
             assert list(loaders["remote"]) == [[0, 1], [2]]
     assert caplog.text.count("has a _get_iterator() of its own") == 1
     assert "Filtered" not in caplog.text
+
+
+def test_shared_memory_does_not_cross_machines(pool, caplog):
+    """A shared value is an error that says what to do; a shared tensor is copied, with a warning."""
+    dataset = Rows(3)
+    dataset.table = torch.zeros(3).share_memory_()
+    with remote(pool.serve(lambda: DataLoader(dataset))) as module:
+        assert len(list(module.train_dataloader())) == 3
+        dataset.epoch = multiprocessing.Value("i", 0)
+        with pytest.raises(DataSettingsError, match=r"dataset\.epoch is a Synchronized, .* shared memory.*plain attr"):
+            next(iter(module.train_dataloader()))
+    assert caplog.text.count("has a tensor in shared memory") == 1

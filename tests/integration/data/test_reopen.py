@@ -1,23 +1,20 @@
 """What is opened again, and what stays as it is."""
 
+import json
 import os
 import threading
-import time
 
 import pytest
-import torch
-from pytorch_lightning import LightningModule
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sm import RemoteDataModule
 from lightning_sm.data.feeder.host_link import HostLink
-from lightning_sm.data.protocol.calls import HeartbeatRequest, OpenRequest
-from lightning_sm.errors import DataServiceError
-from tests.fakes.requests import open_request
+from lightning_sm.data.protocol.calls import HeartbeatRequest
+from lightning_sm.data.protocol.openings import Opening
 from tests.integration.data.cluster import remote
 from tests.integration.data.fakes import FakeHost, credentials
-from tests.integration.data.numbers import quiet_trainer
 from tests.integration.emulators import until
+
+pytestmark = pytest.mark.processes
 
 
 class Owner:
@@ -33,9 +30,8 @@ class Owner:
     def link_lost(self, link):
         """Nothing to do."""
 
-    def link_opened(self, link, name, reply):
+    def link_opened_source(self, link, name, outcome):
         """No problem."""
-        return ""
 
     def link_refused(self, error):
         raise error
@@ -46,36 +42,39 @@ class Owner:
     link_piece = link_frame
 
 
-class Counted(dict):
-    """Answers to Open, and for which loaders they were asked."""
+class Asked(FakeHost):
+    """Notes which openings it is asked for."""
 
-    asked = ()
+    def __init__(self):
+        super().__init__()
+        self.asked = []
 
-    def __getitem__(self, loaders):
-        self.asked = (*self.asked, loaders)
-        return super().__getitem__(loaders)
+    def open(self, request):
+        self.asked.append([one["name"] for one in json.loads(request)["openings"]])
+        return super().open(request)
 
 
-def test_a_host_that_comes_back_opens_the_loaders_in_use_and_not_those_of_earlier_epochs():
-    """With reload_dataloaders_every_n_epochs=1, every epoch opens its own."""
-    host, owner = FakeHost(), Owner()
-    host.opened = Counted({**host.opened, "val": host.opened["train"]})
-    with host.serving() as address:
-        link = HostLink(address, credentials(), HeartbeatRequest("rank 0", 1), owner)
-        requests = [
-            open_request(""),
-            *(open_request(loaders, epoch=n) for n in range(5) for loaders in ("train", "val")),
-        ]
-        for request in requests:
-            link.want(request["opening"], OpenRequest(**request))
-        assert owner.ups.acquire(timeout=30)
-        # It may have come up before all of them were wanted.
-        until(lambda: link._wanted.keys() <= link._opened, "the host to open what was wanted later", 30.0)
-        host.opened.asked = ()
-        link.reopen()
-        assert owner.ups.acquire(timeout=30)
+def test_a_host_that_comes_back_opens_what_is_in_use_and_not_what_was(tmp_path):
+    """Sources of earlier iterators stay closed."""
+    host, owner, address = Asked(), Owner(), f"unix:{tmp_path}/socket"
+    link = HostLink(address, credentials(), HeartbeatRequest("rank 0", 1), owner)
+    try:
+        with host.serving(where=address):
+            link.join()
+            for number in range(5):
+                link.want_source(Opening(f"source {number}", "x"))
+            for number in (0, 2, 4):
+                link.release_source(f"source {number}")
+            assert owner.ups.acquire(timeout=30)
+            # It may have come up before all of them were wanted.
+            until(lambda: host.asked[-1:] == [["source 1", "source 3"]], "the host to open what was wanted later", 30.0)
+        host.asked.clear()
+        with host.serving(where=address):
+            assert owner.ups.acquire(timeout=30)
+            until(lambda: host.asked, "the host to open what is wanted", 30.0)
+    finally:
         link.finish("finished", is_success=True)
-    assert sorted(host.opened.asked) == ["", "train", "train", "val", "val"]
+    assert host.asked[0] == ["source 1", "source 3"]
 
 
 class Readers(Dataset):
@@ -92,7 +91,6 @@ class Readers(Dataset):
         return os.getpid(), self.num_read
 
 
-@pytest.mark.processes
 def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
     """Their caches and open files are still there in the next epoch; validation has workers of its own."""
 
@@ -102,8 +100,8 @@ def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
 
     make = DataLoader(Readers(), batch_size=1)
     (host,) = pool.serve(lambda: make, lambda: make)[:1]
-    # Checks and duplicates would read some samples twice.
-    with remote([host], verify="off", hedge_factor=0.0) as module:
+    # Duplicates would read some samples twice.
+    with remote([host], hedge_factor=0.0) as module:
         loader = module.train_dataloader()
         trained, _ = read(loader)
         validated, num_read = read(module.val_dataloader())
@@ -111,35 +109,3 @@ def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
         assert not validated & trained
         assert read(loader) == (trained, 2 * len(make))
         assert trained | validated <= {worker.pid for worker in host.workers}
-
-
-class Kept(LightningModule):
-    """Keeps the training loaders of all epochs."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.loaders = []
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[:, None].float()).sum()
-
-    def on_train_epoch_end(self):
-        self.loaders.append(self.trainer.train_dataloader)
-        if self.current_epoch == 3:
-            list(self.loaders[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("sampler", [None, list(range(8))[::-1]], ids=["order of the plan", "own sampler"])
-def test_loaders_that_were_replaced_are_an_error_at_once(pool, tmp_path, sampler):
-    """A pass over the loaders of three reloads ago can never get a batch: the error says so, without a timeout."""
-    (host,) = pool.serve(lambda: DataLoader(range(8), batch_size=4, sampler=sampler), list)[:1]
-    trainer = quiet_trainer(tmp_path, max_epochs=4, reload_dataloaders_every_n_epochs=1)
-    began = time.monotonic()
-    with pytest.raises(DataServiceError, match=r"no longer have this train_dataloader\(\).* newest two calls"):
-        trainer.fit(Kept(), datamodule=RemoteDataModule(host.data, [host.address]))
-    assert time.monotonic() - began < 100  # the batch would time out after 300 s

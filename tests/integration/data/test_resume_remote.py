@@ -16,7 +16,6 @@ from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.remote_trainer import DataHostLoaders
 from lightning_sm.errors import ResumeError
-from lightning_sm.job.variables import REMOTE_LOADER
 from tests.integration import interrupted_fits
 from tests.integration.data.datasets import Data
 from tests.integration.data.numbers import quiet_trainer
@@ -26,12 +25,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:This Dat
 
 NUM_SAMPLES, BATCH_SIZE = 47, 4
 NUM_STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def chosen(monkeypatch):
-    """The loaders that are under test."""
-    monkeypatch.setenv(REMOTE_LOADER.name, "1")
 
 
 def sample(index, notes):

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from lightning_sm.job.variables import REMOTE_LOADER
 from tests.differential.cases import case
 from tests.differential.fits import Noted, Pass, Seen
 from tests.differential.same import differences, runner
@@ -51,7 +50,6 @@ def is_stream(script):
 def in_a_job(folder, script, *arguments, trainers, data_hosts, options=()):
     """Run a script in a job, and return what each rank has written, in the order of the ranks."""
     groups = ["--group", f"trainer={trainers}", *(["--group", f"data={data_hosts}"] if data_hosts else [])]
-    groups += ["--env", f"{REMOTE_LOADER.name}=1"]  # hosts get nothing of this kind from the shell
     env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [
         *(sys.executable, "-m", "lightning_sm", "local"),

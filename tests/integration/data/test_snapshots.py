@@ -1,17 +1,18 @@
-"""What a data host needs of rank 0 before it runs hooks, and what rank 0 asks it before there is a DataModule."""
+"""What a data host needs of a rank before it opens a source, and what a rank asks it before there is a DataModule."""
 
 import json
 import os
 
 import grpc
 import pytest
+from msgspec.structs import asdict
 
-from lightning_sm.data.ipc.host_messages import NewSnapshot, RunHook
+from lightning_sm.data.ipc.host_messages import NewSnapshot, StartWorkers
+from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.errors import DataHostMismatchError, DataHostUnreachableError
-from tests.fakes.requests import open_request
 from tests.integration.data.fakes import begin
 from tests.integration.data.test_bounds import TIMEOUT_S, Server
 
@@ -48,28 +49,29 @@ def load(server, content, digest, num_bytes):
     return grpc.StatusCode.OK
 
 
-def missing(*digests):
-    """The answer of a host that needs snapshots first."""
-    return {"type": "Missing", "snapshots": list(digests)}
+def open_sources(server, *digests):
+    """Start a request to open sources, as a rank with a lease."""
+    server.start("Heartbeat", client="rank 0", world_size=1).result(TIMEOUT_S)
+    openings = [asdict(Opening(f"of {digest}", digest)) for digest in digests]
+    return server.start("OpenSources", client="rank 0", openings=openings)
 
 
-def opened(server, **values):
-    """Return the answer to a request for loaders."""
-    return json.loads(server.start("Open", **{**open_request(), **values}).result(TIMEOUT_S))
+def missing(server, *digests):
+    """The sources that a host needs first."""
+    return json.loads(open_sources(server, *digests).result(TIMEOUT_S))["missing"]
 
 
 def test_a_host_asks_for_the_snapshots_that_it_lacks(server):
-    """It runs no hook before it has them; other ranks wait until rank 0 has asked."""
+    """It unpickles nothing before it has them."""
     digest = digest_of(CONTENT)
-    assert opened(server, datamodule="") == missing()
-    assert opened(server, datamodule=digest, state="s") == missing(digest, "s")
+    assert missing(server, digest, "s") == [digest, "s"]
     assert load(server, CONTENT, digest, len(CONTENT)) is grpc.StatusCode.OK
     new = server.main.receive(TIMEOUT_S)
     assert isinstance(new, NewSnapshot)
     assert os.pread(new.fds[0], 2 * len(CONTENT), 0) == CONTENT
     os.close(new.fds[0])
-    call = server.start("Open", **{**open_request(), "datamodule": digest})
-    assert isinstance(server.main.receive(TIMEOUT_S), RunHook)
+    call = open_sources(server, digest)
+    assert isinstance(server.main.receive(TIMEOUT_S), StartWorkers)
     call.cancel()
 
 
@@ -86,7 +88,7 @@ def test_a_host_asks_for_the_snapshots_that_it_lacks(server):
 def test_a_broken_snapshot_is_not_taken(server, sent, digest, num_bytes):
     """Nothing of it reaches the main process, which would unpickle it."""
     assert load(server, sent, digest, num_bytes) is grpc.StatusCode.DATA_LOSS
-    assert opened(server, datamodule=digest) == missing(digest)
+    assert missing(server, digest) == [digest]
 
 
 def connection(address, **settings):

@@ -69,7 +69,6 @@ def test_a_preloaded_process_serves_the_next_data_host():
         assert host.pid == process.pid
         assert DataHost._preloaded == []
         module = RemoteDataModule(Data(make), [host.address])
-        module.setup("fit")
         assert [batch.tolist() for batch in module.train_dataloader()] == [[0, 1], [2, 3]]
         module.teardown("fit")
 

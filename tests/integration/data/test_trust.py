@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.protocol.call_metadata import PROOF_KEY, metadata, method, proof
-from lightning_sm.data.protocol.calls import Missing
+from lightning_sm.data.protocol.openings import OpeningsReply
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError
@@ -52,7 +52,7 @@ def refusal(address, job="local", within_s=AT_ONCE_S, **settings):
     module = RemoteDataModule(data(), [address], settings=DataServiceSettings(**settings), job=job)
     began = time.monotonic()
     with pytest.raises(DataHostMismatchError, match="data host") as caught:
-        module.setup("fit")
+        next(iter(module.train_dataloader()))
     assert time.monotonic() - began < within_s
     module.teardown("fit")
     return str(caught.value)
@@ -139,7 +139,7 @@ NOT_OF_THE_JOB = (
 @pytest.mark.parametrize("token", [None, "guessed"], ids=["no proof", "a wrong proof"])
 @pytest.mark.parametrize("is_nonsense", [False, True])
 def test_a_data_host_without_the_token_gets_nothing_and_nothing_of_it_is_read(token, is_nonsense):
-    """Its first answer is refused unread, with advice; it learns neither loaders nor DataModule."""
+    """Its first answer is refused unread, with advice; it learns nothing of the dataset."""
     host, impostor = FakeHost(), Impostor(token)
     if is_nonsense:
         host.heartbeat = b"\x80\x05nonsense"
@@ -152,21 +152,22 @@ def test_a_data_host_without_the_token_gets_nothing_and_nothing_of_it_is_read(to
 
 
 class Lacking(FakeHost):
-    """A data host that needs the DataModule first."""
+    """A data host that needs the dataset first."""
 
     def open(self, request):
         if self.loaded:
             return super().open(request)
-        return Missing([json.loads(request)["datamodule"]]).encode()
+        return OpeningsReply([], [one["source"] for one in json.loads(request)["openings"]]).encode()
 
 
-def test_a_datamodule_goes_to_nobody_who_has_taken_the_place_of_a_data_host():
+def test_a_dataset_goes_to_nobody_who_has_taken_the_place_of_a_data_host():
     """The call that would bring it has a proof of its own: that of an earlier call on the channel is not enough."""
     host = Lacking()
     with host.serving(guard=Impostor("guessed", only="Load")) as address:
         assert NOT_OF_THE_JOB in refusal(address)
     assert not host.loaded
-    with host.serving() as address, remote([address], data()):
+    with host.serving() as address, remote([address], data()) as module:
+        iter(module.train_dataloader())
         assert host.loaded
 
 
@@ -206,8 +207,8 @@ def stranger(address, metadata, body=b"{}"):
     """Return code and text of each method's answer to somebody with a gRPC client of his own."""
     answers = {}
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
-        for name in ("Open", "List", "Count", "Fetch", "Heartbeat", "Status", "Finish", "Stop"):
-            if name in ("List", "Fetch"):
+        for name in ("OpenSources", "Result", "Load", "Fetch", "Heartbeat", "Status", "Finish", "Stop"):
+            if name in ("Result", "Load", "Fetch"):
                 call = channel.stream_stream(method(name))(iter([body]), metadata=metadata, timeout=20)
             else:
                 call = channel.unary_unary(method(name)).future(body, metadata=metadata, timeout=20)
@@ -313,7 +314,7 @@ def test_a_data_host_that_starts_late_or_leaves_is_no_tls_mismatch(ours):
         address = f"127.0.0.1:{leaving.getsockname()[1]}"
         module = RemoteDataModule(data(), [address], settings=DataServiceSettings(**settings))
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(module.setup, "fit")
+            waiting = pool.submit(iter, module.train_dataloader())
             for _ in range(10):
                 leaving.accept()[0].close()
             leaving.close()
@@ -333,4 +334,4 @@ def test_a_wrong_tls_file_is_named_before_anything_starts(ours, tmp_path):
     with pytest.raises(DataSettingsError, match=expected), DataHost(settings=settings):
         pass
     with pytest.raises(DataSettingsError, match=expected):
-        RemoteDataModule(data(), ["localhost:1"], settings=settings).setup("fit")
+        next(iter(RemoteDataModule(data(), ["localhost:1"], settings=settings).train_dataloader()))

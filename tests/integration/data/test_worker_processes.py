@@ -2,7 +2,6 @@
 
 import os
 import re
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -11,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lightning_sm import DataHost, register_batch_type
-from lightning_sm.errors import DataServiceError, DataSettingsError, DataTimeoutError, RemoteTransformError
+from lightning_sm import DataHost
+from lightning_sm.errors import DataServiceError, DataTimeoutError, RemoteTransformError
 from tests.integration.data.cluster import Host, remote, running
 from tests.integration.data.datasets import Data
 from tests.integration.emulators import local
@@ -23,74 +22,40 @@ pytestmark = pytest.mark.processes
 THREADS = ThreadPoolExecutor(1)
 
 
-class Squares(Dataset):
-    """Squares that a library computes in a thread, which was already used in the process that made the dataset."""
+class Library:
+    """Uses its threads where it is unpickled: in the main process of a data host, or in a worker that is no fork."""
 
-    def __init__(self, length=8):
-        self.length = length
-        self.made_in = os.getpid()
+    def __init__(self):
+        self.made_in = None  # an object without a state is unpickled without __setstate__
+
+    def __setstate__(self, state):
+        vars(self).update(state, made_in=os.getpid())
         THREADS.submit(int).result()
 
+
+class Squares(Library, Dataset):
+    """Squares that a library computes in a thread."""
+
     def __len__(self):
-        return self.length
+        return 8
 
     def __getitem__(self, index):
         return THREADS.submit(pow, index, 2).result()
 
 
 class Origins(Squares):
-    """Whether a worker is a fork of the process that made its dataset: it then shares its memory."""
-
-    shared_with = None
-
-    def __init__(self):
-        super().__init__()
-        Origins.shared_with = self
+    """Whether a worker is a fork of the process that unpickled its dataset: it then shares its memory."""
 
     def __getitem__(self, index):
-        return {"is_fork": Origins.shared_with is self, "worker": get_worker_info().id, "workers": len(self)}
+        return {"is_fork": self.made_in != os.getpid(), "worker": get_worker_info().id}
 
 
-class Point:
-    """A sample of a class of the user's."""
-
-    def __init__(self, x):
-        self.x = x
-
-
-def register_point():
-    """As a script does, on trainers and data hosts."""
-    register_batch_type(Point, lambda point: point.x, Point)
-
-
-class Points(Squares):
-    """Samples whose class is registered in the process that makes the dataset."""
-
-    def __init__(self):
-        self.length = 8
-        register_point()
-
-    def __getitem__(self, index):
-        return Point(index)
-
-
-class Lines(IterableDataset):
+class Lines(Library, IterableDataset):
     """Numbers of a stream, split by worker."""
-
-    def __init__(self):
-        THREADS.submit(int).result()
 
     def __iter__(self):
         info = get_worker_info()
         yield from (THREADS.submit(pow, number, 2).result() for number in range(info.id, 8, info.num_workers))
-
-
-class Locked(Squares):
-    """A dataset with an attribute that cannot be pickled."""
-
-    def __init__(self):
-        super().__init__()
-        self.cache = {"files": [threading.Lock()]}
 
 
 def loader(dataset, method, **options):
@@ -102,7 +67,7 @@ def loader(dataset, method, **options):
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_that_are_no_forks_use_what_does_not_survive_a_fork(method, pool):
     """The dataset's library has threads of its own in each; all samples arrive, of maps and streams."""
-    with remote(pool.serve(lambda: [loader(Squares, method), loader(Lines, method)])[1:2], virtual_shards=2) as module:
+    with remote(pool.serve(lambda: [loader(Squares, method), loader(Lines, method)])[1:2]) as module:
         squares, lines = module.train_dataloader()
         assert [batch.tolist() for batch in squares] == [[0, 1], [4, 9], [16, 25], [36, 49]]
         assert sorted(number for batch in lines for number in batch.tolist()) == [0, 1, 4, 9, 16, 25, 36, 49]
@@ -118,14 +83,6 @@ def test_workers_share_the_dataset_only_as_forks(method, is_fork, pool):
 
 
 @pytest.mark.proof
-def test_workers_that_are_no_forks_know_registered_types(pool):
-    """Also a class that no import registers, only the script on trainers and data hosts."""
-    register_point()
-    with remote(pool.serve(lambda: loader(Points, "spawn", collate_fn=list))[:1]) as module:
-        assert [point.x for point in next(iter(module.train_dataloader()))] == [0, 1]
-
-
-@pytest.mark.proof
 def test_functions_of_the_script_reach_workers_that_are_no_forks(pool):
     """Lambdas and nested classes are pickled by value, which multiprocessing cannot."""
     offset = 100
@@ -138,21 +95,6 @@ def test_functions_of_the_script_reach_workers_that_are_no_forks(pool):
 
     with remote(pool.serve(make)[:1]) as module:
         assert next(iter(module.train_dataloader())).tolist() == [100, 101]
-
-
-def test_what_cannot_be_pickled_is_named(pool):
-    """As a local DataLoader fails, but with the path of the object; the host goes on serving."""
-    expected = (
-        r"train_dataloader\(\)\['a'\]\.dataset\.cache\['files'\]\[0\] is a lock, which cannot be pickled: .*\. "
-        r"With multiprocessing_context='spawn', "
-    )
-    with (
-        pytest.raises(DataSettingsError, match=expected),
-        remote(pool.serve(lambda: {"a": loader(Locked, "spawn"), "b": loader(Squares, "fork")})[:1]) as module,
-    ):
-        module.train_dataloader()
-    with remote(pool.serve(lambda: DataLoader(range(4)))[:1]) as module:
-        assert len(list(module.train_dataloader())) == 4
 
 
 @pytest.mark.proof

@@ -14,7 +14,6 @@ import re
 import shlex
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -56,16 +55,9 @@ def test_every_block_has_a_language():
 )
 def test_python_runs(example, tmp_path, monkeypatch, restored_signals):
     """Each block by itself, beside the reader's model and data."""
-    from lightning_sm.data.batch import types as batch_types
-    from tests.fakes.batches import Volume
     from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
     monkeypatch.chdir(tmp_path)
-    # Libraries that only readers have, and what a block registers for the process.
-    monkeypatch.setitem(sys.modules, "monai.data", types.ModuleType("monai.data"))
-    sys.modules["monai.data"].MetaTensor = Volume
-    monkeypatch.setattr(batch_types, "_by_class", dict(batch_types._by_class))
-    monkeypatch.setattr(batch_types, "_by_name", dict(batch_types._by_name))
     example.namespace.clear()
     example.namespace.update(
         __name__="page",

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from lightning_sm import DataHost, RemoteDataModule
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.errors import DataServiceError
-from tests.integration.data.datasets import Augmented, Data, reference, stream_hash
+from tests.integration.data.cluster import seeded, undisturbed
+from tests.integration.data.datasets import Augmented, Data, stream_hash
 
 NUM_SAMPLES, BATCH_SIZE, BATCH_TIMEOUT_S = 800, 4, 6.0
 CUT, HEAL, END = 20, 100, 200
@@ -29,11 +30,13 @@ def make():
 
 def train(addresses):
     settings = DataServiceSettings(batch_timeout_s=BATCH_TIMEOUT_S, window_batches=8)
+    wanted = undisturbed(addresses, make)[0]
     module = RemoteDataModule(Data(make), addresses, settings=settings)
-    module.setup("fit")
+    loader = seeded(module.train_dataloader())
+    batches, kept, longest = iter(loader), [], 0.0
     wait_for(module, "up")
-    loader, kept, longest, began = module.train_dataloader(), [], 0.0, time.monotonic()
-    for step, batch in enumerate(loader):
+    began = time.monotonic()
+    for step, batch in enumerate(batches):
         longest = max(longest, time.monotonic() - began)
         kept.append({name: value.clone() if hasattr(value, "clone") else value for name, value in batch.items()})
         if step == CUT:
@@ -46,10 +49,8 @@ def train(addresses):
             adoption = time.monotonic() - mended
             before = last_host(module).num_received
         began = time.monotonic()
-    wanted = stream_hash(reference(Augmented(NUM_SAMPLES), NUM_SAMPLES, BATCH_SIZE))
     say(f"same {stream_hash(kept) == wanted} steps {len(kept)}")
     say(f"longest {longest:.2f} adopted in {adoption:.2f} taken {last_host(module).num_received - before}")
-    loader.set_epoch(1)
     batches = iter(loader)
     next(batches)
     ask("cut all")
@@ -63,13 +64,13 @@ def train(addresses):
 
 def refused(address):
     try:
-        RemoteDataModule(Data(make), [address]).setup("fit")
+        next(iter(RemoteDataModule(Data(make), [address]).train_dataloader()))
     except DataServiceError as error:
         say(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def last_host(module):
-    return module._hosts.connection.feeder.snapshot().hosts[-1]
+    return module._connection.feeder.snapshot().hosts[-1]
 
 
 def wait_for(module, *states):

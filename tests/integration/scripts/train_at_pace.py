@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import RemoteDataModule
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.trainer.remote_loader import is_chosen
 from lightning_sm.training.callbacks.line_progress import LineProgress
 from tests.integration.data.datasets import HOST_VARIABLE, Data
 
@@ -111,8 +110,7 @@ def main():
     folder, addresses = Path(sys.argv[1]), sys.argv[2:]
     show_log_lines()
     module = RemoteDataModule(Data(partial(make, folder)), addresses)
-    connection = module._connection if is_chosen() else module._hosts.connection
-    connection.closes_on_teardown = False
+    module._connection.closes_on_teardown = False
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     for name, situation in SITUATIONS.items():
         if is_main:

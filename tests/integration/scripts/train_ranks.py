@@ -1,4 +1,4 @@
-"""Trains and tests; every rank writes what it saw to a file. Also by hand: with ADDRESSES, two ranks of this host."""
+"""Trains and tests on data hosts in two ranks of this machine; every rank writes what it saw to a file."""
 
 import json
 import os
@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer, seed_everything
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_sm import RemoteDataModule, SageMakerCLI
+from lightning_sm import RemoteDataModule
 
 NUM_TRAIN, NUM_TEST = 103, 17
 
@@ -36,27 +36,19 @@ class Augmented(Dataset):
 
 
 class Data(LightningDataModule):
-    """Shuffled training data, and data in order; split over the ranks by Lightning's hands or by its own."""
+    """Shuffled training data, and data in order."""
 
-    def __init__(self, batch_size: int = 5, deadly: Path | None = None, is_split: bool = False):
+    def __init__(self, deadly: Path | None = None):
         super().__init__()
-        self.batch_size, self.deadly, self.is_split = batch_size, deadly, is_split
+        self.deadly = deadly
 
     def train_dataloader(self):
-        return self.loader(Augmented(NUM_TRAIN, self.deadly), shuffle=True)
+        return DataLoader(Augmented(NUM_TRAIN, self.deadly), batch_size=5, shuffle=True)
 
     def val_dataloader(self):
-        return self.loader(Augmented(NUM_TEST), shuffle=False)
+        return DataLoader(Augmented(NUM_TEST), batch_size=5)
 
-    def loader(self, dataset, *, shuffle):
-        if not self.is_split:
-            return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle)
-        places = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
-        return DataLoader(
-            dataset, batch_size=self.batch_size, sampler=DistributedSampler(dataset, shuffle=shuffle, **places)
-        )
-
-    test_dataloader = predict_dataloader = val_dataloader
+    test_dataloader = val_dataloader
 
 
 class Model(LightningModule):
@@ -93,19 +85,15 @@ class Model(LightningModule):
 def main():
     settings = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
     settings |= {"enable_checkpointing": False, "enable_model_summary": False, "accelerator": "cpu"}
-    if "ADDRESSES" in os.environ:
-        trainer, model = Trainer(devices=2, strategy="ddp", use_distributed_sampler=False, **settings), Model()
-        deadly = Path(os.environ["DEADLY"]) if "DEADLY" in os.environ else None
-        datamodule = RemoteDataModule(Data(deadly=deadly, is_split=deadly is not None), os.environ["ADDRESSES"].split())
-        trainer.fit(model, datamodule=datamodule)
-    else:
-        cli = SageMakerCLI(Model, Data, trainer_defaults=settings)
-        trainer, model, datamodule = cli.trainer, cli.model, cli.datamodule
-    trainer.test(model, datamodule=datamodule)
+    seed_everything(3, verbose=False)
+    trainer, model = Trainer(devices=2, strategy="ddp", **settings), Model()
+    deadly = Path(os.environ["DEADLY"]) if "DEADLY" in os.environ else None
+    data = RemoteDataModule(Data(deadly), os.environ["ADDRESSES"].split())
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data, verbose=False)
     model.write()
-    if "ADDRESSES" in os.environ:
-        # As the CLI does: a Gloo thread that outlives the interpreter aborts the process.
-        torch.distributed.destroy_process_group()
+    # As the CLI does: a Gloo thread that outlives the interpreter aborts the process.
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

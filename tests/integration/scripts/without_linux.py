@@ -68,7 +68,9 @@ def serve():
 
 
 def read_remotely():
-    RemoteDataModule(Points(), addresses=["127.0.0.1:1"]).setup("fit")
+    points = RemoteDataModule(Points(), addresses=["127.0.0.1:1"])
+    points.setup("fit")
+    next(iter(points.train_dataloader()))
 
 
 if __name__ == "__main__":

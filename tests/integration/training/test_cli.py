@@ -7,7 +7,6 @@ from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_sm import SageMakerEnvironment
-from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.training.callbacks.line_progress import LineProgress
 from lightning_sm.training.cli import SageMakerCLI
@@ -245,7 +244,6 @@ class TestCluster:
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
         host.channels_of_data_hosts = ["training"]
         cli = host.make(data=RootData, channels={"training": "root"})
-        assert isinstance(cli.datamodule, RemoteDataModule)
         assert cli.datamodule.root == str(host.channel("training"))
 
     @pytest.mark.matrix

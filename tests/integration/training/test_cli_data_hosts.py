@@ -8,7 +8,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import CSVLogger
 
 from lightning_sm import SageMakerCLI, SageMakerTrainer
-from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.data.trainer.remote_trainer import DataHostLoaders
 from lightning_sm.job.topology import Role
 from lightning_sm.training import cli as cli_module
 from tests.fakes.small_app import SmallData, SmallModel
@@ -145,8 +145,8 @@ class WithLoaders(SmallModel):
 
 
 @pytest.mark.parametrize("kind", [Trainer, OwnTrainer, SageMakerTrainer, make_trainer])
-def test_what_the_script_hands_over_is_fetched(host, monkeypatch, kind):
-    """With ``run=False``: loaders, other DataModules, the loaders of the model, and the CLI's own DataModule."""
+def test_what_the_script_hands_over_stays_as_it_is(host, monkeypatch, kind):
+    """With ``run=False``: Lightning gets it, and its Trainer gives the loaders of each their workers on data hosts."""
     cli = host.configure(GROUPS, "algo-1").make("--trainer.logger=false", trainer_class=kind)
     got = []
     monkeypatch.setattr(cli.trainer, "_fit_impl", lambda *arguments: got.append(arguments[1:4]))
@@ -159,10 +159,8 @@ def test_what_the_script_hands_over_is_fetched(host, monkeypatch, kind):
     ):
         batches = given.pop("batches")
         cli.trainer.fit(first, batches, **given)
-    assert [(train, val) for train, val, _ in got] == [(None, None)] * 4
-    assert all(isinstance(datamodule, RemoteDataModule) for _, _, datamodule in got)
-    assert got[1][2]._datamodule is other
-    assert got[3][2] is cli.datamodule
+        assert got.pop() == (batches, None, given.get("datamodule"))
+        assert sum(isinstance(callback, DataHostLoaders) for callback in cli.trainer.callbacks) == 1
 
 
 @pytest.mark.parametrize("kind", [Trainer, OwnTrainer])

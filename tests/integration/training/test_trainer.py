@@ -15,6 +15,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_sm import DataServiceSettings, SageMakerEnvironment, SageMakerFabric, SageMakerTrainer
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.data.trainer.remote_trainer import DataHostLoaders
 from lightning_sm.errors import DataSettingsError, TopologyError
 from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.variables import CONTROL_DIR
@@ -200,7 +201,6 @@ class TestInAJob:
         cli = host.configure(WITH_DATA).make(trainer_class=SageMakerTrainer)
         names = [type(callback).__name__ for callback in cli.trainer.callbacks]
         assert len(names) == len(set(names))
-        assert isinstance(cli.datamodule, RemoteDataModule)
         assert inspect.signature(SageMakerTrainer.fit) == inspect.signature(Trainer.fit)
         assert "ckpt_path" in host.start("validate", trainer_class=SageMakerTrainer, cli=_Parses).config.validate
 
@@ -233,44 +233,27 @@ class TestDataHosts:
         ((_, topology, used),) = served
         assert (topology.current_host, used) == ("algo-2", settings)
 
-    def test_a_trainer_fetches(self, host, monkeypatch):
-        """Each DataModule, in whichever place, becomes one that fetches: the same for each call."""
-        host.configure(WITH_DATA)
-        trainer = SageMakerTrainer(**QUIET)
-        got = []
-        monkeypatch.setattr(trainer, "_fit_impl", lambda *arguments: got.append(arguments[3]))
-        data, other = SmallData(), SmallData()
-        for given in ({"train_dataloaders": data}, {"datamodule": data}, {"datamodule": other}):
-            trainer.fit(SmallModel(), **given)
-        assert [type(one).__mro__[1] for one in got] == [RemoteDataModule] * 3
-        assert got[0] is got[1] is not got[2]
-        assert got[2]._datamodule is other
-
-    def test_loaders_without_a_datamodule_are_fetched_too(self, host, monkeypatch):
-        """Those that fit() gets, or those of the model; without any, Lightning says what is missing."""
-
-        class WithLoaders(SmallModel):
-            def train_dataloader(self):
-                return SmallData().train_dataloader()
-
+    def test_a_trainer_gets_what_the_script_hands_over(self, host, monkeypatch):
+        """The loaders of whatever that is get their workers on data hosts, by one callback."""
         host.configure(WITH_DATA)
         trainer = SageMakerTrainer(**QUIET)
         got = []
         monkeypatch.setattr(trainer, "_fit_impl", lambda *arguments: got.append(arguments[1:4]))
-        trainer.fit(SmallModel(), SmallData().train_dataloader())
-        trainer.fit(WithLoaders())
+        data, loader = SmallData(), SmallData().train_dataloader()
+        trainer.fit(SmallModel(), loader)
+        trainer.fit(SmallModel(), datamodule=data)
         trainer.fit(SmallModel())
-        assert [(train, val) for train, val, _ in got] == [(None, None)] * 3
-        assert [isinstance(datamodule, RemoteDataModule) for _, _, datamodule in got] == [True, True, False]
+        assert got == [(loader, None, None), (None, None, data), (None, None, None)]
+        assert sum(isinstance(callback, DataHostLoaders) for callback in trainer.callbacks) == 1
 
     def test_without_addresses_it_is_that_of_the_job(self, host):
-        """A script with a Trainer of its own needs no addresses; its repr says what it is."""
+        """A script with a Trainer of its own needs no addresses; the DataModule stays the same object."""
         data = SmallData()
         assert RemoteDataModule(data) is data
         host.configure(WITH_DATA)
-        remote = RemoteDataModule(data)
-        assert remote._hosts.connection.is_of_job
-        assert repr(remote) == f"RemoteDataModule(SmallData, {remote._hosts.connection.addresses})"
+        assert RemoteDataModule(data) is data
+        assert isinstance(data, RemoteDataModule)
+        assert data._connection.is_of_job
         with pytest.raises(DataSettingsError, match="empty list of addresses"):
             RemoteDataModule(data, [])
 

@@ -12,17 +12,11 @@ from lightning_sm.job.variables import JOB_SECRET
     [
         ({"workers": 0}, r"data_service.workers=0 must be at least 1, or left out"),
         ({"window_batches": -1}, r"window_batches=-1 must be at least 1"),
-        ({"batches_per_epoch": 0}, r"batches_per_epoch=0 must be at least 1"),
-        ({"virtual_shards": 0}, r"virtual_shards=0 must be at least 1"),
-        ({"virtual_shards": 2**20 + 1}, r"virtual_shards=1048577 must be at most 1048576"),
         ({"window_bytes": 0}, r"window_bytes=0 must be positive"),
         ({"max_batch_bytes": -5}, r"max_batch_bytes=-5 must be positive"),
         ({"batch_timeout_s": 0.0}, r"batch_timeout_s=0.0 must be positive"),
-        ({"local_workers": -1}, r"local_workers=-1 must not be negative"),
+        ({"hooks": "yes"}, r"hooks='yes' must be one of 'auto', 'trainers', 'data'"),
         ({"hedge_factor": 0.5}, r"hedge_factor=0.5 must be at least 1, or 0 to turn hedging off"),
-        ({"verify": "no"}, r"verify='no' must be one of 'error', 'warn', 'off'"),
-        ({"verify_share": 1.5}, r"verify_share=1.5 must be between 0 and 1"),
-        ({"verify_share": float("nan")}, r"verify_share=nan must be between 0 and 1"),
         (
             {"trust": ["10.0.0.1", "10.0.0.1/8"]},
             r"trust has '10.0.0.1/8' \(10.0.0.1/8 has host bits set\). Expected an addr",

@@ -30,23 +30,9 @@ LIGHTNING = [
     (f"{FABRIC}.utilities.distributed", ["_InfiniteBarrier", "_destroy_dist_connection"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.logger", ["_convert_params", "_flatten_dict"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.types", ["_PATH"], ["training/checkpoints/durable_io.py"]),
-    (f"{DISTRIBUTION}.overrides.distributed", ["_IndexBatchSamplerWrapper"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.plugins.io.wrapper", ["_WrappingCheckpointIO"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.strategies.launchers", ["_MultiProcessingLauncher"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.trainer.connectors.data_connector", ["_InfiniteBarrier"], ["training/strategies/smddp.py"]),
-    (_RESULT, ["_ResultMetric"], ["_lightning.py", "data/trainer/last_step.py"]),
-    # Their names are public, but their classes are not.
-    (
-        f"{_RESULT}:_ResultMetric",
-        ["compute", "cumulated_batch_size", "is_tensor", "meta", "update", "value"],
-        ["data/trainer/logged_values.py"],
-    ),
-    (
-        f"{_RESULT}:_Metadata",
-        ["is_max_reduction", "is_mean_reduction", "is_min_reduction", "on_epoch", "on_step", "sync"],
-        ["data/trainer/logged_values.py"],
-    ),
-    (f"{_RESULT}:_Sync", ["group", "rank_zero_only", "should"], ["data/trainer/logged_values.py"]),
     (_RESULT, ["_Metadata", "_ResultMetric", "_Sync"], ["training/checkpoints/epoch_metrics.py"]),
     (f"{_RESULT}:_Sync", ["_should"], ["training/checkpoints/epoch_metrics.py"]),
     (f"{DISTRIBUTION}:Trainer", ["_logger_connector"], ["training/checkpoints/epoch_metrics.py"]),
@@ -66,7 +52,6 @@ LIGHTNING = [
         ["_checkpoint_io"],
         ["training/checkpoints/durable_io.py"],
     ),
-    (f"{DISTRIBUTION}:Trainer", ["_accelerator_connector"], ["data/trainer/data_hosts.py"]),
     (
         f"{DISTRIBUTION}:Trainer",
         ["_checkpoint_connector"],
@@ -103,16 +88,6 @@ LIGHTNING = [
     ),
     (
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
-        ["_combined_loader", "_last_train_dl_reload_epoch"],
-        ["data/trainer/data_hosts.py"],
-    ),
-    (
-        f"{DISTRIBUTION}.loops.evaluation_loop:_EvaluationLoop",
-        ["_combined_loader", "_last_val_dl_reload_epoch"],
-        ["data/trainer/data_hosts.py"],
-    ),
-    (
-        f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader", "_data_fetcher", "_restarting"],
         ["training/callbacks/spot_checkpoint.py"],
     ),
@@ -120,16 +95,20 @@ LIGHTNING = [
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader"],
         [
-            *("data/trainer/position.py", "data/trainer/remote_loader.py"),
-            *("training/callbacks/keep_last_step.py", "training/callbacks/step_times.py"),
+            *("data/trainer/remote_loader.py", "training/callbacks/keep_last_step.py"),
+            *("training/callbacks/step_times.py", "training/strategies/pipeline/loaders.py"),
         ],
     ),
     (
         f"{DISTRIBUTION}.loops.evaluation_loop:_EvaluationLoop",
         ["_combined_loader"],
-        ["data/trainer/position.py", "training/callbacks/spot_checkpoint.py"],
+        ["training/callbacks/spot_checkpoint.py", "training/strategies/pipeline/loaders.py"],
     ),
-    (f"{DISTRIBUTION}.loops.prediction_loop:_PredictionLoop", ["_combined_loader"], ["data/trainer/position.py"]),
+    (
+        f"{DISTRIBUTION}.loops.prediction_loop:_PredictionLoop",
+        ["_combined_loader"],
+        ["training/strategies/pipeline/loaders.py"],
+    ),
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
         ["_batches_that_stepped"],
@@ -147,10 +126,10 @@ LIGHTNING = [
     ),
     (
         f"{DISTRIBUTION}.utilities:CombinedLoader",
-        ["_iterator", "_mode"],
-        ["data/trainer/position.py", "training/callbacks/local_position.py"],
+        ["_iterator"],
+        ["training/callbacks/local_position.py", "training/strategies/pipeline/loaders.py"],
     ),
-    (f"{DISTRIBUTION}.utilities:CombinedLoader", ["_mode"], ["data/host/loader.py"]),
+    (f"{DISTRIBUTION}.utilities:CombinedLoader", ["_mode"], ["training/callbacks/local_position.py"]),
     (
         f"{DISTRIBUTION}.utilities:CombinedLoader",
         ["_state_dicts"],
@@ -189,15 +168,18 @@ LIGHTNING = [
 JSONARGPARSE = {"_action_groups", "_actions", "_group_actions", "_links_group", "_skip_validation"}
 # Private names of others in the same files.
 OF_OTHERS = {
-    "data/host/iterable.py": {"_worker_info"},  # torch's DataLoader
     "data/host/source.py": {"_DatasetKind", "_auto_collation", "_dataset_kind"},  # torch's DataLoader
-    "data/host/source_builder.py": {"_DatasetKind", "_exit", "_generate_state", "_utils"},  # the same; Python
+    "data/host/source_builder.py": {
+        "_DatasetKind",
+        "_exit",
+        "_generate_state",
+        "_utils",
+        "_worker_info",
+    },  # the same; Python
     "data/host/rank_reads.py": {"_getframe"},  # Python
-    "data/host/trainer_stand_in.py": {"_getframe"},  # Python
     "data/host/trainer_view.py": {"_getframe"},  # Python
     "data/host/world.py": {"_world"},  # torch
     "data/host/spawned_worker.py": {"_inheriting"},  # multiprocessing's Process
-    "data/trainer/last_step.py": {"_getframe"},  # Python
     "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
     "data/trainer/remote_iterator.py": {  # torch's DataLoader
         *("_BaseDataLoaderIter", "_DatasetKind", "_base_seed", "_dataset_kind", "_next_index", "_num_workers"),
@@ -277,8 +259,7 @@ def test_the_table_is_complete():
     files += (PACKAGE / "data" / "host").glob("*.py")
     sources = {file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8") for file in files}
     trees = {file: ast.parse(source) for file, source in sources.items()}
-    # RemoteDataModule's, which data/trainer/position.py reads, and those of Stage, which PretrainedStage reads.
-    ours = {"_hosts", "_is_first", "_names"}
+    ours = {"_is_first", "_names"}  # those of Stage, which PretrainedStage reads
     listed = {(file, name) for _, names, of in LIGHTNING for file in of for name in names}
     listed |= {(file, name) for file, names in OF_OTHERS.items() for name in names}
     listed |= {("training/cli.py", name) for name in JSONARGPARSE}

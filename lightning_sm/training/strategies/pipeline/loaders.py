@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_sm.data.trainer.position import combined_loader_of
-
 
 class FollowingLoader:
     """A stand-in for a loader, which gives the Trainer's loops a placeholder, None, for each of its batches.
@@ -44,6 +42,19 @@ class _FollowingPass(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._batches is None:
-            is_trainers = combined_loader_of(self, self._trainer) is not None
+            is_trainers = _is_of_trainer(self, self._trainer)
             self._batches = iter([None] * len(self._loader)) if is_trainers else iter(self._loader)
         return next(self._batches)
+
+
+def _is_of_trainer(iterator: Iterator[Any], trainer: Any) -> bool:
+    """Return whether one of the Trainer's loops iterates, rather than the user, over a loader that both have."""
+    fit_loop = trainer.fit_loop
+    loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    return any(_iterates(loop._combined_loader, iterator) for loop in loops)
+
+
+def _iterates(combined: Any, iterator: Iterator[Any]) -> bool:
+    mode = getattr(combined, "_iterator", None)
+    iterators = () if mode is None else mode.iterators
+    return any(one is iterator or _iterates(one, iterator) for one in iterators)

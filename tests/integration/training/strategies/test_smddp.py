@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
 from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S, Hosts, script
@@ -65,12 +66,16 @@ def test_a_run_on_smddp_ends_with_the_weights_of_one_process(seen):
     ] * 2
     model = Model()
     optimizer = model.configure_optimizers()
-    # Data hosts deal a loader that does not shuffle in its order: a step of both ranks is four samples in a row.
-    points, sums = Points(FEW).train_dataloader().dataset.tensors
-    for batch in [*zip(points.split(4), sums.split(4), strict=True)] * 2:
-        optimizer.zero_grad()
-        model.loss(batch).backward()
-        optimizer.step()
+    dataset = Points(FEW).train_dataloader().dataset
+    samplers = [DistributedSampler(dataset, 2, rank) for rank in range(2)]
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        indices = torch.tensor([list(sampler) for sampler in samplers])
+        for step in indices.split(2, dim=1):
+            optimizer.zero_grad()
+            model.loss(dataset[step.flatten()]).backward()
+            optimizer.step()
     for rank in seen:
         for name, weight in model.state_dict().items():
             torch.testing.assert_close(torch.tensor(rank["weights"][name]), weight, rtol=0, atol=1e-6)

@@ -17,8 +17,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.collate import collate_into
-from lightning_sm.data.batch.decode import decode
-from lightning_sm.data.batch.encode import encode
+from lightning_sm.data.batch.pickled import pickle_batch, unpickle_batch
 from lightning_sm.errors import BatchTooLargeError
 
 Pair = namedtuple("Pair", "left right")
@@ -116,8 +115,8 @@ def test_result_equals_that_of_torch(make, num_samples, seed):
     received = outcome(lambda samples: collate_into(default_collate, samples, arena), samples)
     assert_same(received, expected)
     if not isinstance(expected, tuple):
-        header = encode(received, arena)
-        assert_same(decode(header, np.frombuffer(arena._memory, np.uint8)), expected)
+        structure = pickle_batch(received, arena)
+        assert_same(unpickle_batch(structure, np.frombuffer(arena._memory, np.uint8)), expected)
 
 
 def odd_samples():
@@ -166,14 +165,14 @@ def test_result_is_contiguous_as_in_a_worker():
 
 
 def test_tensors_lie_in_the_arena():
-    """Stacked tensors and arrays lie in the arena, so that encoding copies only the small rest."""
+    """Stacked tensors and arrays lie in the arena, so that pickling copies only the small rest."""
     arena = make_arena()
     batch = collate_into(default_collate, [(torch.ones(10, 10), np.ones(5), 3)] * 8, arena)
     used = arena.used
     assert used >= 8 * (400 + 40)
     assert arena.offset_of(batch[0].data_ptr(), batch[0].nbytes) == 0
-    encode(batch, arena)
-    assert arena.used <= used + 128
+    pickle_batch(batch, arena)
+    assert arena.used <= used + 1024
 
 
 def test_user_function_runs_as_it_is():

@@ -5,9 +5,10 @@ import threading
 from lightning_sm.data.feeder import host_link
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport
-from tests.integration.data.fakes import credentials
+from lightning_sm.data.settings import Credentials
 
 TIMEOUT_S = 60.0
+CREDENTIALS = Credentials("job", "token")
 
 
 class SlowHost:
@@ -46,7 +47,7 @@ class Owner:
 def test_a_host_takes_no_heartbeat_after_the_end_of_a_training(monkeypatch):
     """It would wait for this rank until its lease has ended, and say that the connection was lost."""
     monkeypatch.setattr(host_link, "GrpcChannel", SlowHost)
-    link = HostLink("algo-3:1", credentials(), HeartbeatRequest("rank 0", 1), Owner())
+    link = HostLink("algo-3:1", CREDENTIALS, HeartbeatRequest("rank 0", 1), Owner())
     host = link._channel
     assert host.has_heartbeat.wait(TIMEOUT_S)
     ends = threading.Thread(target=link.finish, args=("finished",), kwargs={"is_success": True})

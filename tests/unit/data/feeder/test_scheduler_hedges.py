@@ -229,12 +229,11 @@ def test_the_median_is_that_of_the_last_64_answers(latencies_s, median_s):
     assert scheduler.next_wakeup(now) == pytest.approx(now + 3.0 * median_s)
 
 
-def test_shards_are_never_hedged_on_the_only_host():
-    """It would read the shard a second time from its beginning, behind the first."""
-    scheduler = make(window=1)
-    scheduler.host_up("a", 4)
+def test_streams_are_never_hedged():
+    """A second host would read the stream from its beginning."""
+    scheduler = make("a", "b")
     scheduler.close_pass(1)
-    scheduler.open_pass(1, 0, NO_END, 1, shard_of=lambda step: step % 4)
+    scheduler.open_pass(1, 0, NO_END, 1, may_hedge=False)
     now = answer_one_by_one(scheduler, 0.0, 1.0, 5)
     scheduler.next_requests(now)
     assert scheduler.next_wakeup(now) is None

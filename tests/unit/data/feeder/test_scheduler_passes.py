@@ -212,3 +212,28 @@ def test_a_step_at_the_end_of_a_pass_is_beyond_it():
     scheduler.completed(1, 1.0)
     assert asked(scheduler.set_stop(1, 1)) == [("a", 2)]
     assert scheduler.passes()[0].num_ready == 0
+
+
+def test_only_hosts_that_have_the_source_are_asked():
+    """Others keep their credits, also for a step that has failed on the only one that has it."""
+    scheduler, having = make("a", "b", num_credits=3), {"b"}
+    scheduler.close_pass(1)
+    scheduler.open_pass(1, 0, 3, 4, can_take=having.__contains__)
+    requests = scheduler.next_requests(0.0)
+    assert asked(requests) == [("b", 0), ("b", 1), ("b", 2)]
+    scheduler.failed(requests[0].request_id, 0.0, retry=Retry.LIMITED)
+    assert asked(scheduler.next_requests(9.0)) == [("b", 0)]
+    scheduler.failed(requests[1].request_id, 9.0, retry=Retry.LIMITED)
+    having.add("a")
+    assert asked(scheduler.next_requests(9.0)) == [("a", 1)]
+
+
+def test_steps_that_are_not_known_yet_wait():
+    """The indices of a batch come after those of the batches before it."""
+    scheduler = make("a", num_credits=9)
+    scheduler.close_pass(1)
+    scheduler.open_pass(1, 0, NO_END, 4, known=1)
+    assert asked(scheduler.next_requests(0.0)) == [("a", 0)]
+    scheduler.set_known(1, 3)
+    assert asked(scheduler.next_requests(0.0)) == [("a", 1), ("a", 2)]
+    assert scheduler.next_wakeup(0.0) is None

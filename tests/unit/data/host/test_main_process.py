@@ -8,9 +8,9 @@ import pytest
 
 from lightning_sm.data.host.main_process import MainProcess
 from lightning_sm.data.ipc.messages import MessageSocket
-from lightning_sm.data.settings import HostSettings
-from tests.integration.data.fakes import credentials
+from lightning_sm.data.settings import Credentials, HostSettings
 
+CREDENTIALS = Credentials("job", "token")
 SIGKILL = -9
 
 
@@ -18,7 +18,7 @@ class Main(MainProcess):
     """A main process whose server processes die at a certain age, in seconds."""
 
     def __init__(self, age_s):
-        super().__init__(HostSettings("127.0.0.1:0", 1, 1 << 20, None, None, "algo-3", credentials()), print)
+        super().__init__(HostSettings("127.0.0.1:0", 1, 1 << 20, None, None, "algo-3", CREDENTIALS), print)
         self.age_s = age_s
         self._start_server()
 

@@ -2,20 +2,15 @@
 
 import logging
 import random
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_sm.data.host.generators import GLOBALS, get_state, seed_all, set_state
-from lightning_sm.data.host.iterable import OpenShards, UserCodeError
+from lightning_sm.data.host.generators import seed_all
 from lightning_sm.data.host.seeding import Seeding
-from lightning_sm.data.plan.seeds import SampleSeeds
-from lightning_sm.data.protocol.spec import BatchSpec
 
 
 def isolated():
@@ -66,10 +61,11 @@ LOOKS = {
 @pytest.fixture(autouse=True, scope="module")
 def _restored():
     """Leave all generators as they were."""
-    states = [get_state(generator) for generator in GLOBALS]
-    yield
-    for generator, state in zip(GLOBALS, states, strict=True):
-        set_state(generator, state)
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
 
 
 def result(batch, seed):
@@ -158,125 +154,3 @@ def test_a_request_that_failed_is_not_taken_for_that_of_another_loader(caplog):
     build(other, [["nothing"]])
     assert other.start(5) is None
     assert not caplog.text
-
-
-class Stream(IterableDataset):
-    """Yields what the actions of a batch draw, and the actions that collating it takes."""
-
-    def __init__(self, batches):
-        self.batches = batches
-        self.opened = []
-
-    def __iter__(self):
-        self.opened.append(get_worker_info().id)
-        yield from ([result([drawn], None), collated] for drawn, collated in self.batches)
-
-
-def collated(sample):
-    """Take a sample apart, which can be done once."""
-    return sample.pop(0), result([sample.pop()], None)
-
-
-def in_turn(num_batches, batch):
-    """Return the batches of two shards that take turns."""
-    return [batch(shard, offset) for offset in range(num_batches) for shard in range(2)]
-
-
-def batch_of(shards, shard, offset):
-    """Return a batch of one of two shards, or raise the error of the user's code."""
-    try:
-        return shards.batch(BatchSpec(7, 0, 0, 0, 0, np.array([2, shard, offset, 1])))
-    except UserCodeError as error:
-        raise error.__cause__ from None
-    finally:
-        shards.seeding.check()
-
-
-def opened(batches, trial_seeds=1024):
-    """Return the shards of such a stream, and the stream."""
-    dataset = Stream(batches)
-    shards = OpenShards(DataLoader(dataset, batch_size=None, collate_fn=collated), "train_dataloader()", "train", 0)
-    shards.seeding._seeds_left = trial_seeds
-    return shards, dataset
-
-
-def alone(batches, shard, offset):
-    """Return what a batch draws if everything is seeded: the samples go on, and the collate function begins anew."""
-    seeds = SampleSeeds(7, "train", 0, 0, 0)
-    seed_all(seeds.of("shard", shard))
-    samples = [[result([drawn], None), collated] for drawn, collated in batches[: offset + 1]]
-    seed_all(seeds.of("batch of shard", shard, offset))
-    return collated(samples[-1])
-
-
-@given(st.lists(st.tuples(SAMPLES, SAMPLES), min_size=1, max_size=6))
-def test_streams_of_one_worker_draw_as_if_they_were_alone(batches):
-    """Whatever a stream and its collate function draw: the one from the shard's seed on, the other from the batch's."""
-    shards, dataset = opened(batches)
-    expected = in_turn(len(batches), partial(alone, batches))
-    assert in_turn(len(batches), partial(batch_of, shards)) == expected
-    assert dataset.opened == [0, 1]
-
-
-@given(SAMPLES, SAMPLES, st.integers(1, 6))
-def test_streams_after_the_trial_draw_the_same(drawn, collated_draws, length):
-    """What the trial has seen goes on, whether the stream or its collate function draws."""
-    batches = [(drawn, collated_draws)] * length
-    shards, _ = opened(batches, trial_seeds=2)
-    assert in_turn(length, partial(batch_of, shards)) == in_turn(length, partial(alone, batches))
-
-
-def test_a_late_draw_in_a_stream_is_told(caplog):
-    """It counts as in other datasets."""
-    batches = [([drawn], ["nothing"]) for drawn in ("nothing", "nothing", "random", "random")]
-    shards, dataset = opened(batches, trial_seeds=1)
-    in_turn(len(batches), partial(batch_of, shards))
-    assert caplog.text.count("train_dataloader() has drawn from the global generator of random") == 1
-    assert dataset.opened == [0, 1]
-
-
-class Shuffled(IterableDataset):
-    """Shuffles by a generator of its own, takes its part, and adds noise by one that it shares with others.
-
-    Args:
-        noise: Holds a generator.
-    """
-
-    def __init__(self, noise):
-        self.rng = np.random.default_rng(3)
-        self.noise = noise
-
-    def __iter__(self):
-        info = get_worker_info()
-        for number in self.rng.permutation(24)[info.id :: info.num_workers].tolist():
-            yield number, self.noise.rng.random()
-
-
-class Noise:
-    """A transform with a generator."""
-
-    def __init__(self):
-        self.rng = random.Random(1)
-
-    def __call__(self, samples):
-        return [*samples, self.rng.random()]
-
-
-def test_generators_of_streams_go_on_in_each_shard():
-    """All shards shuffle alike, so that each sample comes once, and no other shard or collate function shows."""
-    noise = Noise()
-    dataset = Shuffled(noise)
-
-    def batches(epoch, turns):
-        shards = OpenShards(DataLoader(dataset, batch_size=2, collate_fn=noise), "train_dataloader()", "train", 0)
-        return {
-            (shard, offset): shards.batch(BatchSpec(7, epoch, 0, 0, 0, np.array([2, shard, offset, 1])))
-            for shard, offset in turns
-        }
-
-    one_by_one = [(shard, offset) for shard in range(2) for offset in range(6)]
-    first = batches(0, one_by_one)
-    assert sorted(sample[0] for batch in first.values() for sample in batch[:2]) == list(range(24))
-    assert batches(0, sorted(one_by_one, key=lambda turn: turn[1])) == first
-    assert batches(0, [(1, 4)])[1, 4] == first[1, 4]
-    assert batches(1, one_by_one) != first

@@ -149,7 +149,7 @@ def test_memory_of_a_connection_that_is_lost_is_given_back_once():
 
 def test_a_header_survives_the_wire():
     """Size, times, batches and the number of the worker come out as they went in."""
-    header = StepRangeHeader(24, 0.25, 0.5, pack_batches([EncodedBatch(0, 24, b"structure")]), worker=3)
+    header = StepRangeHeader(24, 0.25, 0.5, pack_batches([EncodedBatch(0, 24, b"structure")]))
     assert StepRangeHeader.decode(memoryview(header.encode())) == header
 
 

@@ -14,7 +14,7 @@ from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.server.worker_pool import ServedRange, Task, WorkerPool, _Work
 
 TIMEOUT_S = 60.0
-OPENING = "1/fit/train/0"
+OPENING = "train"
 NUM_SLOTS = 2
 
 
@@ -26,8 +26,8 @@ class FakeWorker:
         worker_id: Its id.
         number: Its number on the host.
         is_ready: Whether it says that it is.
-        opening: Whose loaders it has.
-        live: Openings whose loaders are still needed; its own without this.
+        opening: What it works for.
+        live: Openings that are wanted beside its own.
     """
 
     def __init__(self, pool, worker_id, number=0, is_ready=True, opening=OPENING, live=()):
@@ -99,10 +99,10 @@ def worker(pool, workers):
     return workers[0]
 
 
-def submit(pool, encoded_spec, client="rank 0", opening=OPENING, avoided_worker=None):
+def submit(pool, encoded_spec, client="rank 0", opening=OPENING, is_stream=False):
     """Submit a task; return it, and the queue of its answers."""
     answers = queue.Queue()
-    task = Task(client, opening, encoded_spec, answers.put, avoided_worker=avoided_worker)
+    task = Task(client, opening, encoded_spec, answers.put, is_stream=is_stream)
     pool.submit(task)
     return task, answers
 
@@ -133,26 +133,6 @@ def test_a_worker_fills_one_slot_while_the_other_is_sent(pool, worker):
     worker.done(slot, 3)
     assert answers[2].get(timeout=TIMEOUT_S).data[0] == 3
     assert produced[1].data[0] == 1
-
-
-def test_a_batch_is_built_again_by_another_worker(pool, workers):
-    """A task that is to avoid a worker waits for another one; that of another loader is none."""
-    workers += [FakeWorker(pool, number, number, live=["other"]) for number in (1, 2)]
-    workers.append(FakeWorker(pool, 3, 3, opening="other", live=[OPENING]))
-    _, busy = submit(pool, b"a", avoided_worker=1)
-    assert workers[1].next_request()[0] == b"a"
-    submit(pool, b"b", avoided_worker=1)
-    submit(pool, b"c")
-    assert workers[0].next_request()[0] == b"c"
-    workers[1].done(0, 1)
-    assert isinstance(busy.get(timeout=TIMEOUT_S), ServedRange)
-    assert workers[1].next_request()[0] == b"b"
-
-
-def test_the_only_worker_builds_a_batch_again(pool, worker):
-    """If no other worker has the loaders open, the one that should be avoided gets the task."""
-    submit(pool, b"a", avoided_worker=0)
-    assert worker.next_request()[0] == b"a"
 
 
 def test_clients_take_turns(pool, workers):
@@ -192,6 +172,19 @@ def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
     assert encoded_spec == b"b"
     workers[-1].done(slot, 1)
     assert isinstance(kept.get(timeout=TIMEOUT_S), ServedRange)
+
+
+def test_the_batches_of_a_stream_go_back_with_a_dead_worker(pool, worker, workers):
+    """The worker that replaces it begins again: a later batch before the lost one would take it too far."""
+    _, lost = submit(pool, b"a", is_stream=True)
+    _, waiting = submit(pool, b"b", is_stream=True)
+    worker.next_request()
+    pool.lose(1, "was killed by SIGKILL")
+    assert lost.get(timeout=TIMEOUT_S).error == "WorkerLost"
+    moved = waiting.get(timeout=TIMEOUT_S)
+    assert moved == Failure("StreamMoved", "worker 0, which had the stream open, was killed by SIGKILL")
+    workers.append(FakeWorker(pool, 2))
+    assert workers[-1].is_idle()
 
 
 def test_a_worker_that_dies_before_it_is_ready_fails_a_task(pool, workers):
@@ -306,14 +299,14 @@ def test_a_waiting_task_that_is_cancelled_is_forgotten(pool, worker):
     assert worker.next_request()[0] == b"c"
 
 
-def test_workers_whose_loaders_were_replaced_are_closed(pool, worker, workers):
+def test_workers_whose_opening_is_closed_are_closed(pool, worker, workers):
     """An old worker finishes its task, its batches are sent, and then its socket is closed."""
     _, answers = submit(pool, b"a")
     _, slot = worker.next_request()
-    workers.append(FakeWorker(pool, 2, opening="1/fit/train/1"))
+    workers.append(FakeWorker(pool, 2, opening="other"))
     worker.done(slot, 1)
     produced = answers.get(timeout=TIMEOUT_S)
-    _, more = submit(pool, b"b", opening="1/fit/train/1")
+    _, more = submit(pool, b"b", opening="other")
     workers[-1].done(workers[-1].next_request()[1], 2)
     more.get(timeout=TIMEOUT_S)
     assert produced.data[0] == 1
@@ -321,9 +314,9 @@ def test_workers_whose_loaders_were_replaced_are_closed(pool, worker, workers):
     assert worker.socket.receive(TIMEOUT_S) is None
 
 
-def test_workers_of_other_loaders_stay_and_take_turns(pool, worker, workers):
+def test_workers_of_other_openings_stay_and_take_turns(pool, worker, workers):
     """Validation has workers of its own, but no more work at a time than there are CPUs for."""
-    validation = "1/fit/val/0"
+    validation = "val"
     workers.append(FakeWorker(pool, 2, opening=validation, live=[OPENING]))
     submit(pool, b"a")
     _, slot = worker.next_request()
@@ -340,10 +333,10 @@ def test_workers_of_other_loaders_stay_and_take_turns(pool, worker, workers):
     assert worker.next_request()[0] == b"b"
 
 
-def test_a_task_waits_for_a_worker_with_its_loaders(pool, workers):
-    """Workers that were forked before the loaders were opened get no request."""
-    workers.append(FakeWorker(pool, 1, live=("2/test/test/0",)))
-    submit(pool, b"a", opening="2/test/test/0")
+def test_a_task_waits_for_a_worker_of_its_opening(pool, workers):
+    """Workers of others get no request."""
+    workers.append(FakeWorker(pool, 1, live=("test",)))
+    submit(pool, b"a", opening="test")
     assert workers[0].is_idle()
     assert pool.report("algo-3").queued == 1
 
@@ -418,16 +411,16 @@ def test_a_busy_worker_counts_while_others_wait_for_it(pool, worker):
     assert report.built_s > report.busy_s
 
 
-def test_tasks_for_loaders_that_are_gone_fail_at_once(pool, worker, workers):
-    """Those that wait when the loaders go, and those that come later: no worker would ever take them."""
+def test_tasks_of_what_is_closed_fail_at_once(pool, worker, workers):
+    """Those that wait when it is closed, and those that come later: no worker would ever take them."""
     submit(pool, b"running")
     worker.next_request()
     _, waiting = submit(pool, b"waiting")
-    workers.append(FakeWorker(pool, 2, number=1, opening="1/fit/train/3"))
+    workers.append(FakeWorker(pool, 2, number=1, opening="other"))
     _, late = submit(pool, b"late")
     for answers in (waiting, late):
         failure = answers.get(timeout=TIMEOUT_S)
-        assert (failure.error, failure.text) == ("NotOpen", f"the loaders of {OPENING} are no longer open")
+        assert (failure.error, failure.text) == ("NotOpen", f"{OPENING} is not open")
 
 
 def test_tasks_may_come_before_the_workers(pool, workers):

@@ -7,6 +7,7 @@ import torch
 from pytorch_lightning import LightningDataModule
 
 from lightning_sm import PipelineParallelStrategy, RemoteDataModule
+from lightning_sm.data.trainer.remote_loader import _copies_batches
 from lightning_sm.errors import StrategyError
 
 
@@ -63,9 +64,8 @@ def test_the_batches_of_data_hosts_stay_page_locked():
     """The strategy's batch_to_device copies as Lightning does: it is no reason to copy without page-locked memory."""
 
     class Trainer:
+        datamodule = RemoteDataModule(LightningDataModule(), ["127.0.0.1:1"])
         lightning_module = None
         strategy = PipelineParallelStrategy()
 
-    module = RemoteDataModule(LightningDataModule(), ["127.0.0.1:1"])
-    module.trainer = Trainer()
-    assert not module._hosts._copies_batches()
+    assert not _copies_batches(Trainer())

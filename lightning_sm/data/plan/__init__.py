@@ -1,1 +1,0 @@
-"""The plan: which samples each step has on each rank."""

@@ -1,0 +1,184 @@
+"""Which data host opens what, and what becomes of it when a host is lost, fails, or has other data."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sm.data.feeder.host_link import LinkState
+from lightning_sm.data.feeder.source_openings import SourceOpenings
+from lightning_sm.data.protocol.calls import Problem
+from lightning_sm.data.protocol.openings import CallResult, Opening, StreamWorker
+from lightning_sm.errors import DataHostMismatchError, RemoteTransformError
+
+INDEXED = Opening("train", "digest")
+CALL = Opening("setup", "module", is_call=True)
+PROBLEM = Problem("RemoteTransformError", "KeyError: 3\nmore", "the unpickling of the dataset")
+
+
+class Link:
+    """The connection to a data host.
+
+    Args:
+        address: Where it is.
+    """
+
+    def __init__(self, address):
+        self.address = self.name = address
+        self.state = LinkState.UP
+        self.wanted = []
+
+    def join(self):
+        """Come up."""
+
+    def want_source(self, opening):
+        """Open a source."""
+        self.wanted.append(opening.name)
+
+    def release_source(self, name):
+        """Close a source."""
+        self.wanted = [other for other in self.wanted if other != name]
+
+
+@pytest.fixture
+def links():
+    """Three data hosts."""
+    return {name: Link(name) for name in "abc"}
+
+
+@pytest.fixture
+def told():
+    """The messages to the training process."""
+    return []
+
+
+@pytest.fixture
+def dropped():
+    """The digests of sources whose memory was released."""
+    return []
+
+
+@pytest.fixture
+def sources(links, told, dropped):
+    """The openings of a rank."""
+    return SourceOpenings(links, told.append, dropped.append)
+
+
+def stream(number, rank=0, num_workers=4):
+    """Return the opening of a worker of a stream."""
+    return Opening(f"{rank}/{number}", "digest", StreamWorker(rank, 2, number, num_workers, seed=0))
+
+
+def wanted(links):
+    """Return what each host has."""
+    return [link.wanted for link in links.values()]
+
+
+def test_an_indexed_source_is_opened_everywhere(sources, links, dropped):
+    """Its memory is kept as long as another opening needs it."""
+    sources.open(INDEXED)
+    sources.open(Opening("val", "digest"))
+    assert wanted(links) == [["train", "val"]] * 3
+    sources.close("train")
+    assert (wanted(links), dropped, sources.is_wanted("train")) == ([["val"]] * 3, [], False)
+    sources.close("val")
+    assert (wanted(links), dropped) == ([[]] * 3, ["digest"])
+
+
+def test_what_one_host_does_for_all_is_opened_on_the_first(sources, links):
+    """As prepare_data()."""
+    sources.open(Opening("prepare", "module", is_call=True, is_alone=True))
+    assert wanted(links) == [["prepare"], [], []]
+
+
+def test_each_worker_of_a_stream_is_opened_on_one_host(sources, links):
+    """Equally many on each; ranks begin with different hosts."""
+    for number in range(4):
+        sources.open(stream(number))
+    assert wanted(links) == [["0/0", "0/3"], ["0/1"], ["0/2"]]
+    other = {name: Link(name) for name in "abc"}
+    SourceOpenings(other, print, print).open(stream(0, rank=1))
+    assert wanted(other) == [[], ["1/0"], []]
+
+
+def test_the_streams_of_a_lost_host_go_to_others(sources, links):
+    """At once, to those that have the fewest; without any other, they wait."""
+    for number in range(4):
+        sources.open(stream(number))
+    links["a"].state = LinkState.CONNECTING
+    sources.host_lost(links["a"])
+    assert wanted(links) == [[], ["0/1", "0/0"], ["0/2", "0/3"]]
+    links["b"].state = LinkState.SILENT
+    sources.host_lost(links["b"])
+    links["c"].state = LinkState.SILENT
+    sources.host_lost(links["c"])
+    assert wanted(links) == [[], [], ["0/2", "0/3", "0/0", "0/1"]]
+
+
+def test_streams_leave_a_host_that_does_not_come_up(sources, links):
+    """After some seconds, in which it may: a host that was never reached is not lost."""
+    links["a"].state = LinkState.CONNECTING
+    sources.open(stream(0))
+    sources.tick(100.0)
+    sources.tick(104.9)
+    assert wanted(links) == [["0/0"], [], []]
+    links["a"].state = LinkState.UP
+    sources.tick(104.95)
+    links["a"].state = LinkState.CONNECTING
+    sources.tick(105.0)
+    assert wanted(links) == [["0/0"], [], []]
+    sources.tick(110.0)
+    assert wanted(links) == [[], ["0/0"], []]
+
+
+def test_the_training_process_is_told_what_is_open(sources, links, told):
+    """With the result of a call; what it has closed meanwhile is nothing to it."""
+    sources.open(INDEXED)
+    sources.open(CALL)
+    sources.opened(links["a"], "train", None)
+    sources.opened(links["a"], "setup", CallResult(b"loaders", {}))
+    sources.close("train")
+    sources.opened(links["b"], "train", None)
+    assert [(one.name, one.error, one.result) for one in told] == [("train", "", b""), ("setup", "", b"loaders")]
+
+
+def test_a_failure_counts_once_all_hosts_have_it(sources, links, told, caplog):
+    """Others may do without one whose disk is broken; one that succeeds later has not failed."""
+    sources.open(INDEXED)
+    sources.opened(links["a"], "train", PROBLEM)
+    sources.opened(links["b"], "train", PROBLEM)
+    assert not told
+    assert "Continuing without data host a, which failed in the unpickling of the dataset: KeyError: 3" in caplog.text
+    sources.opened(links["a"], "train", None)
+    sources.opened(links["c"], "train", PROBLEM)
+    assert [one.error for one in told] == [""]
+    sources.opened(links["a"], "train", PROBLEM)
+    assert isinstance(told[-1].exception(), RemoteTransformError)
+    assert "KeyError: 3\nmore\non data host a, the unpickling of the dataset" in told[-1].text
+
+
+def test_the_failure_of_the_only_host_of_a_stream_counts(sources, links, told):
+    """No other opens it."""
+    sources.open(stream(0))
+    sources.opened(links["a"], "0/0", PROBLEM)
+    assert told[0].error == "RemoteTransformError"
+
+
+def test_hosts_with_other_data_are_an_error(sources, links, told):
+    """It names what differs, and where; another call is compared anew."""
+    sources.open(CALL)
+    sources.opened(links["b"], "setup", CallResult(b"1", {"dataset": "Numbers of 3", "package x": "1.0"}))
+    sources.opened(links["a"], "setup", CallResult(b"2", {"dataset": "Numbers of 3", "package x": "1.0"}))
+    assert len(told) == 2
+    with pytest.raises(DataHostMismatchError) as caught:
+        sources.opened(links["c"], "setup", CallResult(b"3", {"dataset": "Numbers of 4", "missing": "y"}))
+    assert str(caught.value).splitlines()[:4] == [
+        "Data hosts b and c have different data or packages:",
+        "  dataset: Numbers of 3 on b, Numbers of 4 on c",
+        "  missing: none on b, y on c",
+        "  package x: 1.0 on b, none on c",
+    ]
+    assert len(told) == 2
+    sources.close("setup")
+    sources.open(CALL)
+    sources.opened(links["c"], "setup", CallResult(b"3", {"dataset": "Numbers of 4"}))
+    assert len(told) == 3
