@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve(job: SageMakerJob, topology: Topology, settings: DataServiceSettings) -> None:
-    """Serve the DataModules of rank 0 from this data host until the trainers have finished.
+    """Build batches on this data host until the trainers have finished.
 
     Raises:
         DataServiceError: The port is in use, or no trainer connected in time.

@@ -37,7 +37,7 @@ from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DATA_CHANNELS, HIDDEN_OPTIONS
+from lightning_sm.job.variables import HIDDEN_OPTIONS
 from lightning_sm.training.argument_parser import DATA_SERVICE, ScriptArgumentParser
 from lightning_sm.training.config_overlay import JobOverlay
 from lightning_sm.training.environment import SageMakerEnvironment
@@ -255,10 +255,8 @@ class SageMakerCLI(LightningCLI):
 
     def _with_channels_of_data_hosts(self, job: SageMakerJob, settings: Namespace) -> SageMakerJob:
         """Return the job with the channels that only the data hosts have: rank 0 makes the DataModule for them."""
-        names = DATA_CHANNELS.read(os.environ)
-        if names is None:
-            connection = ServiceConnection.of_job(job, self.topology, DataServiceSettings(**vars(settings)))
-            names = connection.host_channels(is_quiet=self.environment.local_rank() != 0)
+        connection = ServiceConnection.of_job(job, self.topology, DataServiceSettings(**vars(settings)))
+        names = connection.host_channels(is_quiet=self.environment.local_rank() != 0)
         folder = job.base_dir / "input" / "data"
         theirs = {name: Channel(name, folder / name) for name in names if name not in job.channels}
         return replace(job, channels={**job.channels, **theirs})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_sm._lightning import LightningDataModule, Trainer, check_same_distribution
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.remote_trainer import use_data_hosts
+from lightning_sm.data.trainer.same_name import named_as
 
 
 def _fetching(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,10 +64,8 @@ def _fetching_class(own: type[Trainer]) -> type[Trainer]:
         return own
     if own is Trainer:
         return FetchingTrainer
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     # Pickle, as for ddp_spawn, finds classes by name, and under this name it finds the script's own.
-    reduce = {"__reduce__": lambda trainer: (_new, (own,), vars(trainer))}
-    return type(own.__name__, (own, FetchingTrainer), {**names, **reduce})
+    return named_as(own, own, FetchingTrainer, __reduce__=lambda trainer: (_new, (own,), vars(trainer)))
 
 
 def _new(own: type[Trainer]) -> Trainer:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sm.data.batch.compression import codec_of
+from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
 from lightning_sm.errors import WireError
@@ -17,24 +18,30 @@ _NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, b"")
 
 
 @dataclass(eq=False)
-class Answer:
-    """The answer to a request.
+class InFlightRange:
+    """The answer to the request for a step range.
 
     Attributes:
+        step_range: The steps.
+        slot: Slot for the bytes of the batches.
         memory: Memory for its bytes, uint8.
         compression: Name of the codec that its pieces may be compressed with; empty: none.
         header: Its header.
         received: Bytes received so far.
         is_written: Whether a piece is being written to the memory.
         is_dropped: Whether the request was cancelled: the memory is free once that piece is written.
+        transfer_s: Seconds from request to the last byte, without those in queue and worker.
     """
 
+    step_range: StepRange
+    slot: int
     memory: npt.NDArray[np.uint8]
     compression: str
     header: StepRangeHeader = _NOT_ARRIVED
     received: int = 0
     is_written: bool = False
     is_dropped: bool = False
+    transfer_s: float = 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -91,13 +98,13 @@ class Piece:
         answer: The answer.
         place: Its place in the memory of the answer, uint8.
         arriving: Where the bytes go: the place, unless they are compressed.
-        ended: See ``Answer.begin_piece``.
+        ended: See ``InFlightRange.begin_piece``.
         is_compressed: Whether they are.
     """
 
     def __init__(
         self,
-        answer: Answer,
+        answer: InFlightRange,
         place: npt.NDArray[np.uint8],
         arriving: memoryview,
         ended: Callable[[Piece, bool], None],

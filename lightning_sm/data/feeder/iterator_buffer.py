@@ -6,7 +6,8 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_sm.data.feeder.range_buffer import InFlightRange, RangeBuffer
+from lightning_sm.data.feeder.answer import InFlightRange
+from lightning_sm.data.feeder.range_buffer import RangeBuffer
 from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, StartIterator
 from lightning_sm.data.ipc.ring import Ring
@@ -27,14 +28,12 @@ class IteratorBuffer(RangeBuffer):
         largest: Bytes of the largest batch of earlier iterators; 0: unknown.
 
     Attributes:
-        request: The iterator.
         next_step: The next batch to deliver.
         stop_step: The batch after the last, as far as it is known.
     """
 
     def __init__(self, request: StartIterator, ring: Ring, free: list[int], *, largest: int = 0) -> None:
-        super().__init__(request, ring, free, largest=largest, may_end=request.is_stream)
-        self.request = request
+        super().__init__(request, ring, free, largest=largest)
         self.next_step = 0
         self.stop_step = _NO_END
         self._indices: dict[int, bytes] = {}  # by batch: those that are not delivered
@@ -46,11 +45,6 @@ class IteratorBuffer(RangeBuffer):
     def pass_id(self) -> int:
         """Number of the iterator."""
         return self.request.pass_id
-
-    @property
-    def loader(self) -> str:
-        """What shares the sizes of batches."""
-        return self.request.source
 
     @property
     def known(self) -> int:

@@ -5,21 +5,18 @@ It has an interpreter of its own, so that receiving and the training loop never 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from lightning_sm.data.feeder.answer import Piece
+from lightning_sm.data.feeder.answer import InFlightRange, Piece
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.iterator_buffer import IteratorBuffer
-from lightning_sm.data.feeder.range_buffer import InFlightRange
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.source_openings import SourceOpenings
 from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
@@ -187,13 +184,8 @@ class Feeder:
     # Messages to the training process
 
     def _notify(self, message: Message) -> None:
-        with self._unless_gone():
-            self._trainer.send(message)
-
-    @contextlib.contextmanager
-    def _unless_gone(self) -> Iterator[None]:
         try:
-            yield
+            self._trainer.send(message)
         except OSError:
             logger.debug("The training process has exited; this process exits, too.")
 
@@ -324,7 +316,8 @@ class Feeder:
         before = buffer.largest
         buffer.take_header(request.request_id, header)
         if buffer.largest != before:
-            self._largest[buffer.loader] = max(self._largest.get(buffer.loader, 0), buffer.largest)
+            source = buffer.request.source
+            self._largest[source] = max(self._largest.get(source, 0), buffer.largest)
             self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.range_length)
             self._send_requests()
 

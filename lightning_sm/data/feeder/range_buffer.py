@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
-from lightning_sm.data.feeder.answer import Answer, Piece
+from lightning_sm.data.feeder.answer import InFlightRange, Piece
 from lightning_sm.data.feeder.scheduler import StepRange
+from lightning_sm.data.ipc.feeder_messages import StartIterator
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
@@ -23,55 +21,17 @@ _MIN_RANGES = 8
 _SLOT_PART = 1 / 2
 
 
-@dataclass(eq=False, kw_only=True)
-class InFlightRange(Answer):
-    """The answer to the request for a step range.
-
-    Attributes:
-        step_range: The steps.
-        slot: Slot for the bytes of the batches.
-        transfer_s: Seconds from request to the last byte, without those in queue and worker.
-    """
-
-    step_range: StepRange
-    slot: int
-    transfer_s: float = 0.0
-
-
-class BufferLimits(Protocol):
-    """The limits of a buffer.
-
-    Attributes:
-        window_batches: Limit of requests in flight or buffered.
-        is_window_fixed: Whether it limits the batches, too, although one request may ask for several small ones.
-        window_bytes: Limit of their bytes.
-        compression: Codec of batches on the network; empty: none.
-    """
-
-    @property
-    def window_batches(self) -> int: ...  # noqa: D102  # see above
-
-    @property
-    def is_window_fixed(self) -> bool: ...  # noqa: D102
-
-    @property
-    def window_bytes(self) -> int: ...  # noqa: D102
-
-    @property
-    def compression(self) -> str: ...  # noqa: D102
-
-
 class RangeBuffer:
     """The requested and received ranges of one pass.
 
     Args:
-        limits: Its limits.
+        request: The iterator, with its limits.
         ring: Memory for the batches.
         free: Unused slots of the ring; shared by all passes over the loader.
         largest: Bytes of the largest batch of earlier passes; 0: unknown.
-        may_end: Whether the last answer may have fewer batches than requested.
 
     Attributes:
+        request: The iterator.
         ring: Memory for the batches.
         free: Unused slots of the ring.
         range_length: Batches per future request.
@@ -80,15 +40,14 @@ class RangeBuffer:
         ready: Complete ranges by their first step.
     """
 
-    def __init__(self, limits: BufferLimits, ring: Ring, free: list[int], *, largest: int, may_end: bool) -> None:
+    def __init__(self, request: StartIterator, ring: Ring, free: list[int], *, largest: int) -> None:
+        self.request = request
         self.ring = ring
         self.free = free
         self.range_length = 1
         self.largest = largest
         self.in_flight: dict[int, InFlightRange] = {}
         self.ready: dict[int, InFlightRange] = {}
-        self._limits = limits
-        self._may_end = may_end
         self._produce_s = 0.0  # moving average of the seconds that a worker takes for a batch
 
     @property
@@ -97,7 +56,7 @@ class RangeBuffer:
 
         No more than 2 while no size is known: any number of them could exceed ``window_bytes``.
         """
-        limits = self._limits
+        limits = self.request
         if not self.largest:
             return min(2, limits.window_batches)
         num_steps = limits.window_batches * (1 if limits.is_window_fixed else self.range_length)
@@ -108,9 +67,7 @@ class RangeBuffer:
         if not self.free:
             return False
         slot = self.free.pop()
-        self.in_flight[request_id] = InFlightRange(
-            self.ring.slot(slot), self._limits.compression, step_range=step_range, slot=slot
-        )
+        self.in_flight[request_id] = InFlightRange(step_range, slot, self.ring.slot(slot), self.request.compression)
         return True
 
     def drop(self, request_id: int) -> None:
@@ -131,7 +88,7 @@ class RangeBuffer:
             WireError: It is a second header, or announces a wrong number of batches.
         """
         answer = self.in_flight[request_id]
-        least = 1 if self._may_end else answer.step_range.num_steps
+        least = 1 if self.request.is_stream else answer.step_range.num_steps
         if not least <= header.num_batches <= answer.step_range.num_steps:
             raise WireError(f"{header.num_batches} batches arrived for a request for {answer.step_range.num_steps}")
         if header.num_bytes > self.ring.slot_bytes:
@@ -167,7 +124,7 @@ class RangeBuffer:
 
     def _choose_range_length(self, header: StepRangeHeader) -> None:
         """Choose how many batches a request asks for: as many as the limits allow, at most twice as many as before."""
-        limits = self._limits
+        limits = self.request
         produce_s = header.produce_s / header.num_batches
         self._produce_s += (produce_s - self._produce_s) * (1 / 8 if self._produce_s else 1)
         num_bytes = (header.num_bytes + len(header.encoded_batches)) / header.num_batches

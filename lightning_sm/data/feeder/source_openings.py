@@ -120,14 +120,13 @@ class SourceOpenings:
             failed.discard(link.address)
             self._notify(SourceOpened(name, result=b"" if outcome is None else outcome.pickled))
             return
-        problem = outcome
         failed.add(link.address)
         if len(failed) == len(self._links_for(self._wanted[name])):
-            error = problem.exception(link.name)
+            error = outcome.exception(link.name)
             self._notify(SourceOpened(name, type(error).__name__, str(error)))
         else:
-            what = first_line(problem.text)
-            logger.warning("Continuing without data host %s, which failed in %s: %s", link.name, problem.where, what)
+            what = first_line(outcome.text)
+            logger.warning("Continuing without data host %s: %s failed: %s", link.name, outcome.where, what)
 
     def _compare(self, link: HostLink, name: str, fields: dict[str, str]) -> None:
         first, expected = self._results.setdefault(name, (link.name, fields))

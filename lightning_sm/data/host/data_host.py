@@ -46,8 +46,8 @@ class DataHost:
         with DataHost(workers=4) as host:
             trainer.fit(model, RemoteDataModule(MyDataModule("data"), addresses=[host.address]))
 
-    It gets the DataModule from rank 0, pickled, with each ``fit``, ``validate``, ``test`` and ``predict``. Classes and
-    functions of the script travel by value; what they look up in ``globals()`` by a name in a string is not there.
+    It gets the datasets of loaders, pickled, as the workers of ``DataLoader`` do. Classes and functions of the script
+    travel by value; what they look up in ``globals()`` by a name in a string is not there.
 
     Its processes import torch and Lightning, which takes as long as in the script. See ``preload``.
 

@@ -3,11 +3,66 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
+
+from lightning_sm.data.host.parts import length_of
+
+
+def compared_fields(call: str, loaders: Sequence[DataLoader[Any]], missing: Sequence[str]) -> dict[str, str]:
+    """Return texts that are equal on data hosts that have the same data and the same packages.
+
+    Args:
+        call: The call of a hook.
+        loaders: The loaders that it has returned.
+        missing: Names of the attributes that it has set, and that trainers do not get.
+    """
+    fields = {f"attributes after {call}": ", ".join(missing)} if missing else {}
+    packages: set[str] = set()
+    for number, loader in enumerate(loaders):
+        of = f"{call}[{number}]" if len(loaders) > 1 else call
+        sampler = type(loader.sampler if loader.batch_sampler is None else loader.batch_sampler).__name__
+        fields[f"{of} batches"] = f"batch_size={loader.batch_size}, {sampler}, length {length_of(loader)}"
+        own = describe_data(loader.dataset, loader.sampler)
+        name = type(loader.dataset).__name__
+        fields[f"{of} dataset"] = f"{name}, length {length_of(loader.dataset)} ({_digest_of_json(own)})"
+        for dataset in datasets_in(loader.dataset):
+            packages.add(type(dataset).__module__.partition(".")[0])
+            fields.update({f"{of} dataset.{name}": text for name, text in _listings(dataset)})
+    installed = metadata.packages_distributions() if packages else {}
+    return fields | {f"package {one}": metadata.version(installed[one][0]) for one in packages & installed.keys()}
+
+
+def _listings(dataset: Any) -> Iterator[tuple[str, str]]:
+    """Yield the lists of names, numbers, or tuples of these, in a dataset that does not say what must be equal."""
+    if callable(getattr(dataset, "fingerprint", None)):
+        return
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if not isinstance(value, (list, tuple)) or not value:
+            continue
+        first = value[0] if isinstance(value[0], tuple) else value[:1]
+        if not all(isinstance(part, (str, int, Path)) for part in first):
+            continue
+        try:
+            yield name, f"{len(value)} items ({_digest_of_json(value)})"
+        except (TypeError, ValueError):  # other items are no names
+            continue
+
+
+def _digest_of_json(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, default=_path).encode(), digest_size=8).hexdigest()
+
+
+def _path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} is no name")
 
 
 def describe_data(dataset: Any, sampler: Any = None) -> list[str]:

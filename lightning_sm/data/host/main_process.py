@@ -276,7 +276,7 @@ class MainProcess:
                 self._start_workers([opening.name])
             except DataSettingsError as error:  # of a source for new processes that cannot be pickled
                 self._sources.openings.pop(opening.name)
-                outcome = Problem.of(error, "the start of workers")
+                outcome = Problem.of(error, "starting the workers")
         problem = outcome if isinstance(outcome, Problem) else None
         if problem is not None:
             logger.warning("%s failed; trainers get the error: %s", problem.where, first_line(problem.text))

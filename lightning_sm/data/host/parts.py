@@ -147,7 +147,7 @@ class Parts:
             self.found.append(value)
         kind = "stream" if isinstance(value, IterableDataset) else "dataset" if is_dataset else "function"
         name = getattr(value, "__qualname__", type(value).__qualname__)
-        length = _length(value) if is_dataset else None
+        length = length_of(value) if is_dataset else None
         sees_trainer = not self._by_id and any(isinstance(item, TrainerView) for item in reachable(value))
         return kind, self._numbers[id(value)], name, length, sees_trainer
 
@@ -179,9 +179,10 @@ class ResultUnpickler(pickle.Unpickler):
         return self._known[number]
 
 
-def _length(dataset: Any) -> int | None:
+def length_of(value: Any) -> int | None:
+    """Return the length of a dataset or loader; None: it has none."""
     size: Callable[[Any], int] = len
     try:
-        return size(dataset)
+        return size(value)
     except (TypeError, NotImplementedError):
         return None

@@ -58,10 +58,10 @@ class Sources:
             Why that is not possible, if so; else the result of the call, if it is one.
         """
         result = None
-        where = "the unpickling of the dataset"
+        where = "unpickling the dataset"
         try:
             if opening.is_call:
-                where = "the unpickling of the DataModule"
+                where = "unpickling the DataModule"
                 call: HookCall = load_from_trainers(self._snapshots[opening.source], "the DataModule of rank 0")
                 where = str(call)
                 result = self._calls.run(opening.name, call)

@@ -1,4 +1,4 @@
-"""Openings: what trainers have data hosts start workers for, and how data hosts answer."""
+"""Openings: what trainers ask data hosts to open, datasets and calls of hooks, and how data hosts answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StreamWorker(Struct, frozen=True):
 
 
 class Opening(Struct, frozen=True):
-    """A source for which a data host has workers.
+    """A source that a data host has open: workers build its batches, or it is a call of a hook that has run.
 
     Attributes:
         name: Its name. Ranks that open the same source under the same name share its workers.

@@ -63,6 +63,7 @@ class ServiceConnection:
         self.closes_on_teardown = not is_of_job
         self.reporter = Reporter(lambda: self.feeder)
         self._channels = frozenset(channels)
+        self._host_channels: tuple[str, ...] | None = None
         self._feeder: FeederClient | None = None
         self._num_ranks = 1
         self._pools: weakref.WeakSet[SlotPool] = weakref.WeakSet()
@@ -126,11 +127,6 @@ class ServiceConnection:
         return _rebuild, (self.addresses, self.settings, self.job, self.is_of_job, self._channels)
 
     @property
-    def is_open(self) -> bool:
-        """Whether the feeder has started."""
-        return self._feeder is not None
-
-    @property
     def feeder(self) -> FeederClient:
         """The connection to the feeder process.
 
@@ -138,9 +134,7 @@ class ServiceConnection:
             DataServiceError: It has not started.
         """
         if self._feeder is None:
-            raise DataServiceError(
-                "RemoteDataModule was used before setup(). A Trainer calls setup(); without one, call it yourself."
-            )
+            raise DataServiceError("The connection to the data hosts is closed.")
         return self._feeder
 
     def open(self, trainer: Any) -> None:
@@ -174,14 +168,20 @@ class ServiceConnection:
     def host_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
         """Return the names of the data hosts' input channels, once the first of them has run the script.
 
+        They are asked once. Where a command line is checked before there are any, the environment has the names.
+
         Args:
             is_quiet: Whether another rank of this host logs what all of them would.
 
         Raises:
             DataServiceError: No data host answered in time, or they refuse this rank.
         """
-        credentials = Credentials.of(self.settings, self.job)
-        return host_channels(self.addresses, credentials, self.settings.startup_timeout_s, is_quiet=is_quiet)
+        if self._host_channels is None:
+            self._host_channels = DATA_CHANNELS.read(os.environ)
+        if self._host_channels is None:
+            credentials, timeout_s = Credentials.of(self.settings, self.job), self.settings.startup_timeout_s
+            self._host_channels = host_channels(self.addresses, credentials, timeout_s, is_quiet=is_quiet)
+        return self._host_channels
 
     def runs_hooks(self, *, is_quiet: bool) -> bool:
         """Return whether the data hosts run the hooks of DataModules.
@@ -194,10 +194,7 @@ class ServiceConnection:
         """
         if self.settings.hooks != "auto" or not self.is_of_job:
             return self.settings.hooks == "data"
-        names = DATA_CHANNELS.read(os.environ)
-        if names is None:
-            names = self.host_channels(is_quiet=is_quiet)
-        missing = sorted(set(names) - self._channels)
+        missing = sorted(set(self.host_channels(is_quiet=is_quiet)) - self._channels)
         if missing and not is_quiet:
             logger.info(
                 "The data hosts run the DataModule's hooks: they have channels that the trainers lack (%s). See "

@@ -14,9 +14,10 @@ from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.host_hooks import STAGES, has_hook, run_hooks_on_data_hosts, users_class
+from lightning_sm.data.trainer.host_hooks import loader_hooks, run_hooks_on_data_hosts, users_class
 from lightning_sm.data.trainer.remote_loader import LoaderSource, remote_loader
 from lightning_sm.data.trainer.remote_trainer import use_data_hosts
+from lightning_sm.data.trainer.same_name import named_as
 
 
 class RemoteDataModule(UnlistedDataModule):
@@ -110,12 +111,7 @@ def _give_remote_loaders(datamodule: LightningDataModule, connection: ServiceCon
     own = type(datamodule)
     if issubclass(own, RemoteDataModule):  # of other data hosts before
         return
-    # Lightning looks at the class for the hooks that a DataModule has, and stores its state under the class's name.
-    hooks = {
-        f"{stage}_dataloader": _hook(f"{stage}_dataloader") for stage in STAGES if has_hook(own, f"{stage}_dataloader")
-    }
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    datamodule.__class__ = type(own.__name__, (RemoteDataModule, own), {**hooks, **names, "_own": own})
+    datamodule.__class__ = named_as(own, RemoteDataModule, own, **loader_hooks(own, _hook), _own=own)
 
 
 def _hook(name: str) -> Callable[[RemoteDataModule], Any]:

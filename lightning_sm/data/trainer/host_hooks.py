@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import copyreg
-import pickle
 import secrets
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DistributedSampler
-
-from lightning_sm._lightning import CombinedLoader, LightningDataModule
+from lightning_sm._lightning import LightningDataModule
+from lightning_sm._random_state import RandomState
 from lightning_sm._unlisted import UnlistedDataModule
 from lightning_sm.data.host.hook_call import (
     DATAMODULE,
     TRAINER,
     HookCall,
     HookResult,
-    random_states,
-    samplers_of,
+    distributed_samplers,
+    loaders_in,
     set_attribute,
-    set_random_states,
 )
 from lightning_sm.data.host.parts import REMEDIES, ResultUnpickler
 from lightning_sm.data.host.pickler import Attributes, PickledObject, pickle_object
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.same_name import named_as
 
-STAGES = ("train", "val", "test", "predict")
+_STAGES = ("train", "val", "test", "predict")
 
 # Of the calls of a hook, the last two stay open: those that a data host runs that joins late, or again. Iterators may
 # still read the loaders of the last but one.
@@ -56,25 +54,23 @@ def run_hooks_on_data_hosts(datamodule: LightningDataModule, connection: Service
         datamodule._host_hooks.connection = connection
         return
     own = type(datamodule)
-    hooks = {
-        f"{stage}_dataloader": _hook(f"{stage}_dataloader") for stage in STAGES if has_hook(own, f"{stage}_dataloader")
-    }
+    hooks = loader_hooks(own, _hook)
     if not hooks:  # LightningDataModule.from_datasets: the datasets are here
         return
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    datamodule.__class__ = type(own.__name__, (_HasHooksOnDataHosts, own), {**hooks, **names, "_own_class": own})
+    datamodule.__class__ = named_as(own, _HasHooksOnDataHosts, own, **hooks, _own_class=own)
     vars(datamodule)["_host_hooks"] = _HostHooks(datamodule, connection)
 
 
-def has_hook(owner: Any, name: str) -> bool:
-    """Return whether the class of a DataModule has a ``*_dataloader`` hook of its own.
+def loader_hooks(own: type[LightningDataModule], make: Callable[[str], Any]) -> dict[str, Any]:
+    """Return something for each ``*_dataloader`` hook of a user's DataModule: Lightning looks for it at the class.
 
     Args:
-        owner: The class.
-        name: Name of the hook.
+        own: The class of the DataModule.
+        make: Makes it, from the name of the hook.
     """
-    hook = getattr(owner, name, None)  # None: a script has switched it off
-    return callable(hook) and getattr(hook, "__func__", hook) is not getattr(LightningDataModule, name)
+    names = [f"{stage}_dataloader" for stage in _STAGES]
+    # None: a script has switched it off.
+    return {name: make(name) for name in names if getattr(own, name) not in (None, getattr(LightningDataModule, name))}
 
 
 def users_class(cls: type) -> type:
@@ -137,6 +133,29 @@ def _rebuild(connection: ServiceConnection, function: Callable[..., Any], argume
     return datamodule
 
 
+@dataclass
+class _OpenCall:
+    """A call of a hook, which data hosts run that join late, or again.
+
+    Attributes:
+        hook: Name of the hook.
+        key: What tells calls of the hook in one run of the Trainer apart.
+        opening: Its opening.
+        pickled: The call.
+        close: Ends that.
+        loaders: The result, as long as it is that of this run of the Trainer.
+        changes: Whether it has changed what later calls find.
+    """
+
+    hook: str
+    key: object
+    opening: Opening
+    pickled: PickledObject
+    close: Callable[[], object]
+    loaders: bytes = b""
+    changes: bool = True
+
+
 class _HostHooks:
     """The hooks of a DataModule, as a rank calls them.
 
@@ -157,10 +176,7 @@ class _HostHooks:
         self._run = ""
         self._known: Attributes | None = None  # as the data hosts have them
         self._feeder: object = None
-        # By name: the calls that are open, in their order.
-        self._calls: dict[str, tuple[Opening, PickledObject, Callable[[], object]]] = {}
-        self._results: dict[str, bytes] = {}
-        self._changeless: set[str] = set()  # calls that have changed no attribute
+        self._calls: list[_OpenCall] = []  # that are open, in their order
         self._num_calls = 0
 
     def call(self, hook: str, key: object, *, is_alone: bool = False, **arguments: Any) -> Any:
@@ -188,10 +204,10 @@ class _HostHooks:
             outcome = trainer.strategy.broadcast(outcome)
         if isinstance(outcome, Exception):
             raise outcome
-        self._run, opening, snapshot, before, result = outcome
-        if opening.name not in self._calls:
-            self._open(opening, PickledObject.of_snapshot(snapshot))
-        returned = self._take(opening.name, before, result)
+        self._run, opening, snapshot, before, data = outcome
+        if not self._calls or self._calls[-1].opening != opening:  # it is that of rank 0
+            self._open(hook, key, opening, PickledObject.of_snapshot(snapshot))
+        returned = self._take(self._calls[-1], before, data)
         if not is_alone:  # the other hosts get the DataModule with the next call
             self._known = self._attributes()
         return returned
@@ -200,16 +216,15 @@ class _HostHooks:
         """Return new loaders of an earlier call of this run of the Trainer; None: none has the same attributes."""
         if self._datamodule.trainer is None or self._known is None or self._attributes().changed(self._known):
             return None
-        name = f"{self._run}/{hook}/{key}"
-        found = next((one for one in self._results if one.rpartition("/")[0] == name), None)
-        return None if found is None else self._unpickled(found, self._results[found]).returned
+        found = next((one for one in self._calls if (one.hook, one.key) == (hook, key) and one.loaders), None)
+        return None if found is None else self._unpickled(found, found.loaders).returned
 
     def _call(self, hook: str, key: object, arguments: dict[str, Any], *, is_alone: bool) -> Any:
         """Let the data hosts run a hook, on rank 0."""
         datamodule, trainer = self._datamodule, self._datamodule.trainer
         by_name = self.connection.is_of_job
         self._run = self._run or secrets.token_hex(8)
-        before = random_states()
+        before = RandomState.now()
         changed: dict[str, Any] = {}
         own = self._attributes()
         if self._known is not None:
@@ -222,7 +237,7 @@ class _HostHooks:
             values=changed,
             removed=sorted((self._known or own).keys() - own.keys()),
             trainer=None if trainer is None else TrainerView.of(trainer),
-            random_states=before,
+            random_state=before,
             is_of_job=by_name,
         )
         self.travels = True
@@ -240,64 +255,69 @@ class _HostHooks:
         finally:
             self.travels = False
         self._num_calls += 1
-        name = f"{self._run}/{hook}/{key}/{self._num_calls}"
-        opening = Opening(name, pickled.digest, is_call=True, is_alone=is_alone)
-        self._open(opening, pickled)
-        settings = self.connection.settings
-        result = self.connection.feeder.wait_for_source(opening, f"run {call}", settings.startup_timeout_s)
+        opening = Opening(f"{self._run}/{hook}/{self._num_calls}", pickled.digest, is_call=True, is_alone=is_alone)
+        self._open(hook, key, opening, pickled)
+        timeout_s = self.connection.settings.startup_timeout_s
+        try:
+            result = self.connection.feeder.wait_for_source(opening, f"run {call}", timeout_s)
+        except Exception:
+            self._calls.pop().close()
+            raise
         return self._run, opening, pickled.joined(), before, result
 
-    def _open(self, opening: Opening, pickled: PickledObject) -> None:
+    def _open(self, hook: str, key: object, opening: Opening, pickled: PickledObject) -> None:
+        self._calls.append(_OpenCall(hook, key, opening, pickled, self._start(opening, pickled)))
+
+    def _start(self, opening: Opening, pickled: PickledObject) -> Callable[[], object]:
         feeder = self.connection.feeder
         feeder.open_source(opening, pickled)
         close = weakref.finalize(self, feeder.close_source, opening)
         close.atexit = False
-        self._calls[opening.name] = opening, pickled, close
+        return close
 
     def _close_older(self, hook: str) -> None:
         """Close the older calls of a hook for loaders, unless they have changed what later calls find."""
-        of_hook = [name for name in self._calls if name.split("/")[1] == hook and hook.endswith("_dataloader")]
-        for name in self._changeless.intersection(of_hook[:-_NUM_KEPT]):
-            self._changeless.discard(name)
-            self._results.pop(name, None)
-            self._calls.pop(name)[-1]()
+        of_hook = [call for call in self._calls if call.hook == hook]
+        for call in of_hook[:-_NUM_KEPT]:
+            if not call.changes:
+                self._calls.remove(call)
+                call.close()
 
     def _open_again(self) -> None:
         """Open all calls on a new connection: the old one has ended with a run of the Trainer, or with an exception."""
         if self._feeder is self.connection.feeder:
             return
         self._feeder = self.connection.feeder
-        for opening, pickled, _ in list(self._calls.values()):
-            self._open(opening, pickled)
+        for call in self._calls:
+            call.close = self._start(call.opening, call.pickled)
 
-    def _take(self, call: str, before: Any, data: bytes) -> Any:
+    def _take(self, call: _OpenCall, before: RandomState, data: bytes) -> Any:
         """Take over what a call has changed, and return what it returned."""
         datamodule = self._datamodule
         result = self._unpickled(call, data)
-        hook = call.split("/")[1]
-        self._close_older(hook)
-        if not result.attributes and not result.missing:
-            self._changeless.add(call)
-        if hook == "setup":  # another run of the Trainer, which makes its loaders itself
-            self._results.clear()
-        elif hook.endswith("_dataloader"):
-            self._results[call] = data
+        if call.hook.endswith("_dataloader"):
+            call.loaders, call.changes = data, bool(result.attributes or result.missing)
+            self._close_older(call.hook)
+        elif call.hook == "setup":  # another run of the Trainer, which makes its loaders itself
+            for earlier in self._calls:
+                earlier.loaders = b""
         self.missing = (self.missing | frozenset(result.missing)) - result.attributes.keys()
         for name in result.missing:
             vars(datamodule).pop(name, None)  # it must not look as if the hook had not run
         for name, value in result.attributes.items():
             set_attribute(datamodule, name, value)
         # A rank with random numbers of its own keeps them.
-        if pickle.dumps(before) == pickle.dumps(random_states()):
-            set_random_states(result.random_states)
+        if before.is_same(RandomState.now()):
+            result.random_state.restore()
         return result.returned
 
     def _attributes(self) -> Attributes:
         return Attributes(self._datamodule, (TRAINER, *_OURS), by_name=self.connection.is_of_job)
 
-    def _unpickled(self, call: str, data: bytes) -> HookResult:
+    def _unpickled(self, call: _OpenCall, data: bytes) -> HookResult:
         datamodule, trainer = self._datamodule, self._datamodule.trainer
-        result: HookResult = ResultUnpickler(data, call, {DATAMODULE: datamodule, TRAINER: trainer}).load()
+        others = {DATAMODULE: datamodule, TRAINER: trainer}
+        result: HookResult = ResultUnpickler(data, call.opening.name, others).load()
         if trainer is not None:
             _set_ranks(result.returned, trainer)
         return result
@@ -305,13 +325,9 @@ class _HostHooks:
 
 def _set_ranks(returned: Any, trainer: Any) -> None:
     """Give the samplers that split the data by rank the rank of this trainer: on data hosts they saw that of rank 0."""
-    leaves = returned.flattened if isinstance(returned, CombinedLoader) else tree_leaves(returned)
-    for leaf in leaves:
-        for sampler in samplers_of(leaf) if hasattr(leaf, "batch_sampler") else ():
-            if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) == (
-                0,
-                trainer.world_size,
-            ):
+    for loader in loaders_in(returned):
+        for sampler in distributed_samplers(loader):
+            if (sampler.rank, sampler.num_replicas) == (0, trainer.world_size):
                 sampler.rank = trainer.global_rank
 
 

@@ -95,6 +95,8 @@ class RemoteIterator(_BaseDataLoaderIter):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's own
         """Begin again: with ``persistent_workers``, ``DataLoader`` keeps its iterator."""
         super()._reset(loader, first_iter)
+        if isinstance(self._batches, _FailedAtStart):
+            return
         self._batches.close()
         self._num_resets += 1
         self._start(loader)

@@ -23,6 +23,7 @@ from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.remote_iterator import IteratorPosition, RemoteIterator
+from lightning_sm.data.trainer.same_name import named_as
 from lightning_sm.data.trainer.slots import SlotPool
 
 logger = logging.getLogger(__name__)
@@ -154,9 +155,9 @@ class LoaderSource:
         seconds = time.monotonic() - began
         if seconds >= _SLOW_PICKLE_S and self.rank == 0:
             logger.info(
-                "To pickle the dataset of %s (%.0f MB) took %.1f s, and does whenever an iterator begins, so that what "
-                "has changed is seen. persistent_workers=True keeps the iterator, and data_service.hooks=data keeps "
-                "the dataset on the data hosts.",
+                "Pickling the dataset of %s (%.0f MB) took %.1f s. It is pickled whenever an iterator starts, so that "
+                "data hosts see what has changed. persistent_workers=True keeps the iterator, and "
+                "data_service.hooks=data keeps the dataset on the data hosts.",
                 self.name,
                 pickled.num_bytes / 1e6,
                 seconds,
@@ -232,10 +233,9 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
         if source.rank == 0 and hasattr(own, "__iter__") and own.__module__ not in ("builtins", "torch"):
             _warn_once(f"{own.__module__}.{own.__qualname__}", source.name, why)
         return loader
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
     # A class of its own has the source: Lightning makes some loaders again from their class and their arguments.
-    remote: Any = object.__new__(type(own.__name__, bases, {**names, "_remote": source}))
+    remote: Any = object.__new__(named_as(own, *bases, _remote=source))
     remote.__dict__.update(loader.__dict__)
     return remote
 

@@ -86,8 +86,9 @@ def use_data_hosts(trainer: Any, connection: ServiceConnection, datamodules: Ite
         connection: The connection to the data hosts.
         datamodules: DataModules whose hooks run there, if the settings say so.
     """
-    for datamodule in datamodules:
-        if connection.runs_hooks(is_quiet=trainer.local_rank != 0):
+    found = list(datamodules)
+    if found and connection.runs_hooks(is_quiet=trainer.local_rank != 0):
+        for datamodule in found:
             run_hooks_on_data_hosts(datamodule, connection)
     if not any(isinstance(callback, DataHostLoaders) for callback in trainer.callbacks):
         trainer.callbacks[:0] = [DataHostLoaders(connection), connection.reporter]

@@ -51,10 +51,9 @@ class SlotPool:
         *,
         is_pinned: bool,
     ) -> None:
-        self.is_pinned = is_pinned and torch.cuda.is_available()
-        self.num_held = _HELD_SLOTS
-        self.num_slots = window_batches + _HEDGE_SLOTS + self.num_held + (MAX_COPYING if self.is_pinned else 0)
-        self.max_batch_bytes = max_batch_bytes
+        self._is_pinned = is_pinned and torch.cuda.is_available()
+        self._num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if self._is_pinned else 0)
+        self._max_batch_bytes = max_batch_bytes
         self._client = client
         self._name = name
         self._rings: list[SlotRing] = []
@@ -65,14 +64,7 @@ class SlotPool:
         try:
             return self._unused.pop()
         except IndexError:
-            ring = SlotRing(
-                self._client,
-                self._name,
-                self.num_slots,
-                self.num_held,
-                self.max_batch_bytes,
-                is_pinned=self.is_pinned,
-            )
+            ring = SlotRing(self._client, self._name, self._num_slots, self._max_batch_bytes, is_pinned=self._is_pinned)
             self._rings.append(ring)
             return ring
 
@@ -89,7 +81,7 @@ class SlotPool:
 class SlotRing:
     """One ring, and the batches in it that the training process holds.
 
-    Arguments are those of ``SlotPool``, the number of slots, and how many of them batches may alias at a time.
+    Arguments are those of ``SlotPool``, and the number of slots.
     """
 
     def __init__(
@@ -97,13 +89,11 @@ class SlotRing:
         client: FeederClient,
         name: str,
         num_slots: int,
-        num_held: int,
         max_batch_bytes: int,
         *,
         is_pinned: bool,
     ) -> None:
         self._name = name
-        self._num_held = num_held
         self._ring = Ring.create(num_slots, max_batch_bytes)
         self.number = client.add_ring(self._ring)
         self._ring.close()
@@ -132,7 +122,7 @@ class SlotRing:
 
     def _memory(self, slot: int, num_bytes: int) -> np.ndarray:
         array = self._ring.slot(slot)[:num_bytes]
-        if len(self._held) >= self._num_held:
+        if len(self._held) >= _HELD_SLOTS:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lightning_sm._lightning import LightningModule, Trainer
+from lightning_sm._random_state import RandomState
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.job.control_folder import announce
 from lightning_sm.job.facts import SageMakerJob
@@ -36,7 +37,6 @@ from lightning_sm.training.callbacks.spot_checkpoint import (
 from lightning_sm.training.checkpoints.host_copy import first_values
 from lightning_sm.training.checkpoints.periodic_states import PeriodicStates
 from lightning_sm.training.checkpoints.restart_files import RestartFiles
-from lightning_sm.training.random_state import RandomState
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer, rank_zero_only
+from lightning_sm._random_state import RandomState
 from lightning_sm.data.trainer.remote_iterator import IteratorPosition
 from lightning_sm.data.trainer.remote_loader import RemoteDataLoader, begin_at, position_of
 from lightning_sm.errors import ResumeError
 from lightning_sm.training.all_ranks import of_all_ranks
-from lightning_sm.training.random_state import RandomState
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 
 logger = logging.getLogger(__name__)

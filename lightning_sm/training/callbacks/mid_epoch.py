@@ -21,6 +21,7 @@ from lightning_sm._lightning import (
     Trainer,
     call,
 )
+from lightning_sm._random_state import RandomState
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.all_ranks import of_all_ranks
@@ -34,7 +35,6 @@ from lightning_sm.training.checkpoints.epoch_metrics import (
 from lightning_sm.training.checkpoints.gradients import accumulated_gradients, restore_gradients
 from lightning_sm.training.checkpoints.kept_state import keep_checkpointed_state
 from lightning_sm.training.checkpoints.newest import JOB_KEY
-from lightning_sm.training.random_state import RandomState
 
 logger = logging.getLogger(__name__)
 

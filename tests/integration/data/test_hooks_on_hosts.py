@@ -5,11 +5,12 @@ import threading
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer, seed_everything
+from pytorch_lightning import LightningDataModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, random_split
 
 from lightning_sm import DataServiceSettings, RemoteDataModule
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, DataSettingsError
+from tests.fakes.noting_model import NotingModel
 from tests.integration.data.cluster import Host, running
 from tests.integration.data.datasets import HOST_VARIABLE
 
@@ -103,26 +104,18 @@ class Data(LightningDataModule):
         return [DataLoader(self.val_set, 4), DataLoader(self.rows, 10)]
 
 
-class Model(LightningModule):
+class Model(NotingModel):
     """Notes its batches, and a random number after each."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
 
     def training_step(self, batch, batch_idx):
         self.seen.append([*(value.tolist() for value in batch.values()), torch.rand(()).item()])
-        return self.weight * 1.0
+        return self.loss()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.seen.append(batch.tolist())
 
     def on_train_epoch_end(self):
         self.trainer.datamodule.step += 1
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def trainer(**settings):
@@ -173,6 +166,22 @@ def test_trainers_say_what_they_lack(hosts, tmp_path):
     data.close()
 
 
+class Shared(Data):
+    """Its sampler holds the DataModule and the Trainer."""
+
+    def train_dataloader(self):
+        sampler = Shuffled(self.train_set)
+        sampler.owners = self, self.trainer
+        return {"rows": DataLoader(self.train_set, 4, sampler=sampler)}
+
+
+def test_samplers_see_the_datamodule_and_the_trainer_of_the_rank(hosts, tmp_path):
+    """Not copies: what a sampler reads of them, such as the epoch, changes."""
+    data, own = remote(hosts, Shared(tmp_path / "rows")), trainer(max_epochs=1)
+    own.fit(Model(), data)
+    assert own.train_dataloader["rows"].sampler.owners == (data, own)
+
+
 class ByHost(Data):
     """Data that differ between hosts."""
 
@@ -207,7 +216,7 @@ class Silent(Model):
     """Notes nothing."""
 
     def training_step(self, batch, batch_idx):
-        return self.weight * 1.0
+        return self.loss()
 
     def on_train_epoch_end(self):
         pass

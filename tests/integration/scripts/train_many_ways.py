@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule
+from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 from lightning_sm import DataServiceSettings, SageMakerCLI, SageMakerTrainer
+from tests.fakes.noting_model import NotingModel
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
 
@@ -50,17 +51,12 @@ def numbers(samples):
     return torch.tensor([sample.number for sample in samples])
 
 
-class Model(LightningModule):
+class Model(NotingModel):
     """Notes what it is trained and tested on."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
 
     def training_step(self, batch, batch_idx):
         self.seen.append(["train", self.current_epoch, batch.tolist()])
-        return self.weight * 1.0
+        return self.loss()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.seen.append([f"val {dataloader_idx}", self.current_epoch, batch.tolist()])
@@ -70,9 +66,6 @@ class Model(LightningModule):
 
     def predict_step(self, batch, batch_idx):
         return batch.tolist()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def trainer(**settings):

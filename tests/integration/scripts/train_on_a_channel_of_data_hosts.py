@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule
+from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import SageMakerCLI, SageMakerTrainer
 from lightning_sm.job.facts import SageMakerJob
+from tests.fakes.noting_model import NotingModel
 
 # The emulator gives channels to all hosts.
 if os.environ["SM_CURRENT_INSTANCE_GROUP"] == "trainer":
@@ -45,20 +46,12 @@ class Data(LightningDataModule):
         return DataLoader(self.files, 2, shuffle=True)
 
 
-class Model(LightningModule):
+class Model(NotingModel):
     """Notes what it is trained on."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
 
     def training_step(self, batch, batch_idx):
         self.seen += batch.tolist()
-        return self.weight * 1.0
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return self.loss()
 
 
 def main():

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_sm.training.random_state import RandomState
+from lightning_sm._random_state import RandomState
 
 
 def random_state() -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from lightning_sm.errors import DataHostMismatchError, RemoteTransformError
 
 INDEXED = Opening("train", "digest")
 CALL = Opening("setup", "module", is_call=True)
-PROBLEM = Problem("RemoteTransformError", "KeyError: 3\nmore", "the unpickling of the dataset")
+PROBLEM = Problem("RemoteTransformError", "KeyError: 3\nmore", "unpickling the dataset")
 
 
 class Link:
@@ -147,13 +147,13 @@ def test_a_failure_counts_once_all_hosts_have_it(sources, links, told, caplog):
     sources.opened(links["a"], "train", PROBLEM)
     sources.opened(links["b"], "train", PROBLEM)
     assert not told
-    assert "Continuing without data host a, which failed in the unpickling of the dataset: KeyError: 3" in caplog.text
+    assert "Continuing without data host a: unpickling the dataset failed: KeyError: 3" in caplog.text
     sources.opened(links["a"], "train", None)
     sources.opened(links["c"], "train", PROBLEM)
     assert [one.error for one in told] == [""]
     sources.opened(links["a"], "train", PROBLEM)
     assert isinstance(told[-1].exception(), RemoteTransformError)
-    assert "KeyError: 3\nmore\non data host a, the unpickling of the dataset" in told[-1].text
+    assert "KeyError: 3\nmore\non data host a, unpickling the dataset" in told[-1].text
 
 
 def test_the_failure_of_the_only_host_of_a_stream_counts(sources, links, told):

@@ -15,7 +15,7 @@ from lightning_sm.data.protocol.codec import decode
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import WireError
 
-PROBLEM = calls.Problem("RemoteTransformError", "no file 'a'", "the unpickling of the dataset")
+PROBLEM = calls.Problem("RemoteTransformError", "no file 'a'", "unpickling the dataset")
 REPLY = openings.OpeningsReply(["a"], ["d" * 32], {"b": PROBLEM})
 STREAM = openings.StreamWorker(rank=1, world_size=2, number=0, num_workers=3, seed=-5)
 OPENINGS = {"client": "rank 0 on algo-1", "openings": [openings.Opening("a", "d" * 32, STREAM, is_alone=True)]}

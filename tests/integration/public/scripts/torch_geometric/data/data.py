@@ -29,6 +29,9 @@ class Data(BaseData, FeatureStore):
             if value is not None:
                 setattr(self, key, value)
 
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+
     def __getattr__(self, key):
         return getattr(self.__dict__["_store"], key)
 

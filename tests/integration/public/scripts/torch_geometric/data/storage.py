@@ -10,6 +10,15 @@ class BaseStorage(MutableMapping):
         for key, value in {**(_mapping or {}), **options}.items():
             setattr(self, key, value)
 
+    def __getstate__(self):
+        parent = self.__dict__.get("_parent")
+        return self.__dict__ if parent is None else {**self.__dict__, "_parent": parent()}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if "_parent" in state:
+            self._parent = state["_parent"]
+
     def __getattr__(self, key):
         try:
             return self.__dict__["_mapping"][key]

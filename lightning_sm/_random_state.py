@@ -1,7 +1,8 @@
-"""The state of the random numbers of a training process, as checkpoints hold it."""
+"""The state of the random numbers of a process, as checkpoints hold it, and hooks on data hosts get and return it."""
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,13 @@ class RandomState:
             None if saved["cuda"] is None else saved["cuda"].cpu(),
             None if saved["generator"] is None else saved["generator"].cpu(),
         )
+
+    def is_same(self, other: RandomState) -> bool:
+        """Return whether another state of the CPU gives the same numbers."""
+        own, others = (
+            pickle.dumps((one.torch_state.numpy(), one.numpy_state, one.python_state)) for one in (self, other)
+        )
+        return own == others
 
     def restore(self, generator: torch.Generator | None = None) -> None:
         """Set the states of this process, and of a generator."""
