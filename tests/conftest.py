@@ -79,12 +79,15 @@ def sdk3_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _restored_environment() -> Iterator[None]:
+def _restored_settings() -> Iterator[None]:
+    """Undo what a training in this process sets for the whole of it."""
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+    if torch := sys.modules.get("torch"):
+        torch.use_deterministic_algorithms(False)
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

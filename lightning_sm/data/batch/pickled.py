@@ -227,7 +227,8 @@ def _typed_storage_of(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.stor
 def _tensor_of(
     array: npt.NDArray[Any], dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    new: Any = torch.empty(0, dtype=dtype)
+    # A view: where algorithms are to be deterministic, torch.empty() fills, and does not for every dtype.
+    new: Any = torch.empty(0, dtype=torch.uint8).view(dtype)
     tensor: torch.Tensor = new.set_(_storage_of(array), offset, shape, stride)
     return tensor
 

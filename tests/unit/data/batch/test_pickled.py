@@ -77,6 +77,14 @@ def send(batch, nbytes=1 << 20):
     return unpickle_batch(structure, received)
 
 
+@pytest.fixture
+def deterministic():
+    """As in a training with ``Trainer(deterministic=True)``."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def quietly(make):
     """Return what ``make`` returns, without torch's warnings about kinds of tensors that it may change."""
     with warnings.catch_warnings():
@@ -207,6 +215,14 @@ BATCHES = {
 def test_a_batch_arrives(batch):
     """Whatever a worker of DataLoader may return, with types, layouts, flags and bits."""
     assert_same(quietly(lambda: send(batch)), batch)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("name", every_dtype())
+def test_a_tensor_arrives_where_algorithms_are_deterministic(name):
+    """PyTorch then fills memory that it allocates, which it cannot for every dtype."""
+    sent = every_dtype()[name]
+    assert raw_bytes(send(sent)) == raw_bytes(sent)
 
 
 def test_objects_of_a_class_that_has_no_name_arrive():
