@@ -239,7 +239,7 @@ class Feeders:
 
     def _open(self, client: FeederClient) -> None:
         try:
-            client.open_source(_OPENING, _SOURCE)
+            client.open_source(_OPENING, _SOURCE, client)
             client.wait_for_source(_OPENING, "open the source", max(0.0, self._deadline - time.monotonic()))
         except DataHostUnreachableError as error:
             raise TimeoutError(

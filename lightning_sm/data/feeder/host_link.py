@@ -16,13 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from lightning_sm.data.protocol import calls, openings
-from lightning_sm.data.protocol.calls import (
-    FinishRequest,
-    HeartbeatRequest,
-    HostReport,
-    LoadRequest,
-    Request,
-)
+from lightning_sm.data.protocol.calls import FinishRequest, HeartbeatRequest, HostReport, LoadRequest, Request
 from lightning_sm.data.protocol.codec import decode
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import Destination, FrameReader
@@ -265,7 +259,7 @@ class HostLink:
             if wanted == self._told and self._open_sources.issuperset(self._openings):
                 return
         answer = self._unary(openings.OpeningsRequest(self._client.client, wanted), _CALL_TIMEOUT_S)
-        reply = calls.parse_reply(answer, "answer to OpenSources", openings.OpeningsReply)
+        reply = decode(openings.OpeningsReply, answer, "answer to OpenSources")
         if reply.missing:
             self._send_snapshots(reply.missing)
         with self._lock:

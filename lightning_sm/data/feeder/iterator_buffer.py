@@ -1,4 +1,7 @@
-"""The batches of one iterator in the feeder: their indices, requests, slots, and delivery in order."""
+"""The batches of one iterator in the feeder: their indices, requests, slots, and delivery in order.
+
+It also chooses how many batches a request is for, and how many may be in flight or buffered.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +9,64 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_sm.data.feeder.answer import InFlightRange
-from lightning_sm.data.feeder.range_buffer import RangeBuffer
+from lightning_sm.data.feeder.answer import InFlightRange, Piece
 from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, StartIterator
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.fetch import FetchSpec
-from lightning_sm.errors import WireError
+from lightning_sm.data.protocol.frames import StepRangeHeader
+from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
+from lightning_sm.errors import BatchTooLargeError, WireError
 
 # The end of an iterator whose sampler, or stream, has not ended yet.
 _NO_END = 1 << 62
 
+# A request asks for at most this many bytes, seconds of work, or batches. Longer ranges make small batches faster
+# (benchmarks/README.md), but a window of 32 requests takes more memory, and other ranks wait longer behind a request.
+_RANGE_BYTES = 8 << 20
+_RANGE_S = 0.01
+# A window that the user limits is divided into at least this many requests, so that all workers have work.
+_MIN_RANGES = 8
+# Batches differ in size, and a range that does not fit into a slot is requested again step by step: fill only this part
+# of a slot.
+_SLOT_PART = 1 / 2
 
-class IteratorBuffer(RangeBuffer):
+
+class IteratorBuffer:
     """The batches of one iterator, counted from the first one that it asks for.
 
     Args:
-        request: The iterator.
+        request: The iterator, with its limits.
         ring: Memory for the batches.
         free: Unused slots of the ring.
         largest: Bytes of the largest batch of earlier iterators; 0: unknown.
 
     Attributes:
+        request: The iterator.
+        free: Unused slots of the ring.
+        range_length: Batches per future request.
+        largest: Bytes of the largest batch so far; batches of one answer count with their mean.
+        in_flight: Requested ranges by request id.
+        ready: Complete ranges by their first step.
         next_step: The next batch to deliver.
         stop_step: The batch after the last, as far as it is known.
     """
 
     def __init__(self, request: StartIterator, ring: Ring, free: list[int], *, largest: int = 0) -> None:
-        super().__init__(request, ring, free, largest=largest)
+        self.request = request
+        self.free = free
+        self.range_length = 1
+        self.largest = largest
+        self.in_flight: dict[int, InFlightRange] = {}
+        self.ready: dict[int, InFlightRange] = {}
         self.next_step = 0
         self.stop_step = _NO_END
         self._indices: dict[int, bytes] = {}  # by batch: those that are not delivered
         self._num_supplied = 0
         self._taken = 0
         self._has_ended = False
+        self._ring = ring
+        self._produce_s = 0.0  # moving average of the seconds that a worker takes for a batch
 
     @property
     def pass_id(self) -> int:
@@ -73,11 +100,24 @@ class IteratorBuffer(RangeBuffer):
 
     # Requests
 
+    @property
+    def window(self) -> int:
+        """Steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them.
+
+        No more than 2 while no size is known: any number of them could exceed ``window_bytes``.
+        """
+        limits = self.request
+        if not self.largest:
+            return min(2, limits.window_batches)
+        num_steps = limits.window_batches * (1 if limits.is_window_fixed else self.range_length)
+        return max(2, min(num_steps, limits.window_bytes // self.largest))
+
     def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
         """Reserve a slot for a range, and return the encoded request; None if no slot is free."""
-        if not self.take_slot(request_id, step_range):
+        if not self.free:
             return None
-        request = self.request
+        request, slot = self.request, self.free.pop()
+        self.in_flight[request_id] = InFlightRange(step_range, slot, self._ring.slot(slot), request.compression)
         steps = range(step_range.first, step_range.stop)
         return FetchSpec(
             request.opening,
@@ -90,7 +130,45 @@ class IteratorBuffer(RangeBuffer):
             [] if request.is_stream else [self._indices[step] for step in steps],
         ).encode()
 
+    def drop(self, request_id: int) -> None:
+        """Forget a request, if it is in flight. Its slot is free as soon as no piece is being written to it."""
+        answer = self.in_flight.pop(request_id, None)
+        if answer is None:
+            return
+        if answer.is_written:
+            answer.is_dropped = True
+        else:
+            self.free.append(answer.slot)
+
     # Answers
+
+    def take_header(self, request_id: int, header: StepRangeHeader) -> None:
+        """Record the header of an answer.
+
+        Raises:
+            BatchTooLargeError: The batches do not fit into a slot.
+            WireError: It is a second header, or announces a wrong number of batches.
+        """
+        answer = self.in_flight[request_id]
+        least = 1 if self.request.is_stream else answer.step_range.num_steps
+        if not least <= header.num_batches <= answer.step_range.num_steps:
+            raise WireError(f"{header.num_batches} batches arrived for a request for {answer.step_range.num_steps}")
+        if header.num_bytes > self._ring.slot_bytes:
+            raise BatchTooLargeError(
+                f"The batch of step {answer.step_range.first} has {header.num_bytes} bytes, but a slot only "
+                f"{self._ring.slot_bytes} (data_service.max_batch_bytes). Raise the limit on all hosts, or make "
+                "batches smaller."
+            )
+        answer.take_header(header)
+        # At once, not when the bytes have arrived: the window opens, or closes, that much earlier. Batches without
+        # bytes are known, too.
+        self.largest = max(self.largest, 1, -(-header.num_bytes // header.num_batches))
+
+    def end_piece(self, answer: InFlightRange, piece: Piece, *, is_complete: bool = True) -> None:
+        """Count a piece that is complete; free the slot if the answer was dropped meanwhile."""
+        answer.end_piece(piece, is_complete=is_complete)
+        if answer.is_dropped:
+            self.free.append(answer.slot)
 
     def accept(self, request_id: int, latency_s: float) -> InFlightRange:
         """Keep a complete answer until its first batch is next, and return it.
@@ -99,12 +177,28 @@ class IteratorBuffer(RangeBuffer):
             request_id: Number of the request.
             latency_s: Seconds from the request until now.
         """
-        answer = self.keep(request_id, latency_s)
+        answer = self.in_flight.pop(request_id)
         header, first = answer.header, answer.step_range.first
+        answer.transfer_s = max(0.0, latency_s - header.queue_s - header.produce_s)
+        self.ready[first] = answer
+        self._choose_range_length(header)
         if header.num_batches < answer.step_range.num_steps:  # the stream ends with these batches
             answer.step_range = StepRange(first, header.num_batches)
             self.stop_step = min(self.stop_step, answer.step_range.stop)
         return answer
+
+    def _choose_range_length(self, header: StepRangeHeader) -> None:
+        """Choose how many batches a request asks for: as many as the limits allow, at most twice as many as before."""
+        limits = self.request
+        produce_s = header.produce_s / header.num_batches
+        self._produce_s += (produce_s - self._produce_s) * (1 / 8 if self._produce_s else 1)
+        num_bytes = (header.num_bytes + len(header.encoded_batches)) / header.num_batches
+        range_bytes = min(_RANGE_BYTES, limits.window_bytes / _MIN_RANGES, _SLOT_PART * self._ring.slot_bytes)
+        most = min(MAX_RANGE_LENGTH, range_bytes / max(1.0, num_bytes), _RANGE_S / max(1e-9, self._produce_s))
+        length = max(1, min(2 * self.range_length, int(most)))
+        if limits.is_window_fixed:
+            length = max(1, min(length, self.window // _MIN_RANGES))
+        self.range_length = length
 
     def skip(self, request_id: int, end: int) -> None:
         """Record the answer that a stream has none of the batches of a request.

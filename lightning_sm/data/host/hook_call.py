@@ -46,7 +46,7 @@ class HookCall:
         removed: Names of those that were deleted there.
         trainer: The Trainer; None: there is none.
         random_state: That of rank 0.
-        is_of_job: Whether classes and functions of the script go by name.
+        by_name: Whether classes and functions of the script go by name.
     """
 
     run: str
@@ -57,7 +57,7 @@ class HookCall:
     removed: list[str]
     trainer: TrainerView | None
     random_state: RandomState
-    is_of_job: bool
+    by_name: bool
 
     def __str__(self) -> str:
         """Return the call as code."""
@@ -107,10 +107,10 @@ class HookCalls:
             vars(datamodule).pop(removed, None)
         for attribute, value in call.values.items():
             set_attribute(datamodule, attribute, value)
-        before = Attributes(datamodule, (TRAINER,), by_name=call.is_of_job)
+        before = Attributes(datamodule, (TRAINER,), by_name=call.by_name)
         returned = self._returned(datamodule, call)
         states = RandomState.now()
-        changed = Attributes(datamodule, (TRAINER,), by_name=call.is_of_job).changed(before)
+        changed = Attributes(datamodule, (TRAINER,), by_name=call.by_name).changed(before)
         attributes = {attribute: value for attribute, (value, pickled) in changed.items() if pickled is not None}
         missing = sorted(changed.keys() - attributes.keys())
         loaders = loaders_in(returned)
@@ -120,7 +120,7 @@ class HookCalls:
             parts.leave_function(loader.worker_init_fn)
         pickled = pickle_object(
             HookResult(returned, attributes, missing, states),
-            by_name=call.is_of_job,
+            by_name=call.by_name,
             named={str(call): returned},
             advice=f"The trainers get the loaders, whose datasets stay here, with their samplers. {REMEDIES}",
             parts=parts,

@@ -273,7 +273,7 @@ class MainProcess:
             self._in_hook = False
         if outcome is None:
             try:
-                self._start_workers([opening.name])
+                self._start_workers(opening.name)
             except DataSettingsError as error:  # of a source for new processes that cannot be pickled
                 self._sources.openings.pop(opening.name)
                 outcome = Problem.of(error, "starting the workers")
@@ -294,18 +294,17 @@ class MainProcess:
 
     # Workers
 
-    def _start_workers(self, openings: Iterable[str]) -> None:
+    def _start_workers(self, opening: str) -> None:
         """Start workers. Those of other openings keep their caches and open files, and wait.
 
         Raises:
-            DataSettingsError: A source that needs new processes cannot be pickled.
+            DataSettingsError: The source needs new processes, and cannot be pickled.
         """
         self._forget_places()
-        for opening in openings:
-            if opening not in self._pickled and (spawned := self._spawned(opening)) is not None:
-                self._pickled[opening] = spawned
-            for number in self._worker_numbers(opening):
-                self._start_worker(opening, number)
+        if opening not in self._pickled and (spawned := self._spawned(opening)) is not None:
+            self._pickled[opening] = spawned
+        for number in self._worker_numbers(opening):
+            self._start_worker(opening, number)
 
     def _forget_places(self) -> None:
         """Forget the workers of what is no longer open."""
@@ -332,9 +331,8 @@ class MainProcess:
         source = self._sources.source(opening)
         if source.start_method == "fork":
             return None
-        memory = self._sources.descriptor(opening)
-        own = self._sources.openings[opening]
-        return SpawnedSource(own, source, memory, self._host_name, self._settings.workers)
+        memory, stream = self._sources.descriptor(opening), self._sources.openings[opening].stream
+        return SpawnedSource(source, memory, stream, self._host_name, self._settings.workers)
 
     def _builder(self, opening: str, number: int) -> Builder:
         place = WorkerPlace(self._host_name, number, self._settings.workers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import io
 import logging
 import os
@@ -242,7 +241,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 if self._keeps_arguments or not name.startswith("__pl_")
             }
             state = {**kept, "_iterator": None}
-            return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]  # pickle's own
+            # A loader with workers on data hosts has a class of ours, with what belongs to this process, too.
+            return object.__new__, (getattr(obj, "users_class", type(obj)),), state
         if isinstance(obj, LightningModule) and _is_attached(obj):
             # A collate function of the model brings it along, with weights that the strategy has moved to the GPU.
             self._of_models.update(map(id, _tensors_of(obj)))

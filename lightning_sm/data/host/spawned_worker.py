@@ -31,7 +31,7 @@ from lightning_sm.data.ipc.host_messages import StartWorker
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import run_and_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.openings import Opening, StreamWorker
+from lightning_sm.data.protocol.openings import StreamWorker
 
 _MODULE = "lightning_sm.data.host.spawned_worker"
 # What multiprocessing tells a process that it spawns, as far as it applies here.
@@ -42,9 +42,9 @@ class SpawnedSource:
     """A source for workers that are no forks.
 
     Args:
-        opening: What they are for.
         source: The source.
         fd: The source, as trainers have pickled it.
+        stream: The worker of a stream that they are; None: the dataset is indexed.
         host: Name of the data host.
         num_workers: Workers on the host.
 
@@ -52,8 +52,8 @@ class SpawnedSource:
         DataSettingsError: It has been made on this data host, and cannot be pickled.
     """
 
-    def __init__(self, opening: Opening, source: WorkerSource, fd: int, host: str, num_workers: int) -> None:
-        self._opening, self._host, self._num_workers = opening, host, num_workers
+    def __init__(self, source: WorkerSource, fd: int, stream: StreamWorker | None, host: str, num_workers: int) -> None:
+        self._stream, self._host, self._num_workers = stream, host, num_workers
         if not source.has_parts:
             self._fd = os.dup(fd)
             return
@@ -78,8 +78,20 @@ class SpawnedSource:
             ring: Its ring.
             notes: Its notes.
         """
-        place = WorkerPlace(self._host, number, self._num_workers)
-        return _start(self._opening.name, place, ring, notes, source=self._fd, stream=self._opening.stream)
+        process, sock = start_module(_MODULE)
+        sock.send(
+            StartWorker(
+                host=self._host,
+                number=number,
+                num_workers=self._num_workers,
+                num_slots=ring.num_slots,
+                slot_bytes=ring.slot_bytes,
+                preparation=_preparation(),
+                stream=self._stream,
+                fds=(ring.fd, notes.fd, self._fd),
+            )
+        )
+        return process, sock
 
     def close(self) -> None:
         """Release the memory."""
@@ -89,32 +101,6 @@ class SpawnedSource:
 def _preparation() -> dict[str, Any]:
     everything = multiprocessing.spawn.get_preparation_data("worker")
     return {name: everything[name] for name in _PREPARATION if name in everything}
-
-
-def _start(
-    opening: str,
-    place: WorkerPlace,
-    ring: Ring,
-    notes: WorkerNotes,
-    *,
-    source: int,
-    stream: StreamWorker | None = None,
-) -> tuple[subprocess.Popen[bytes], MessageSocket]:
-    process, sock = start_module(_MODULE)
-    sock.send(
-        StartWorker(
-            opening=opening,
-            host=place.host,
-            number=place.number,
-            num_workers=place.num_workers,
-            num_slots=ring.num_slots,
-            slot_bytes=ring.slot_bytes,
-            preparation=_preparation(),
-            stream=stream,
-            fds=(ring.fd, notes.fd, source),
-        )
-    )
-    return process, sock
 
 
 def _imports_script(preparation: dict[str, Any]) -> bool:

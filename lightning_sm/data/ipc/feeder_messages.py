@@ -161,7 +161,7 @@ class DeliveredRange(Message, frozen=True):
         transfer_s: Seconds from request to delivery, without these two.
         num_ready: Batches that are buffered behind these.
         encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
-        wanted_until: The batch before which the indices of all are wanted now, by an iterator.
+        wanted_until: The batch before which the indices of all are wanted now.
     """
 
     pass_id: int
@@ -175,7 +175,7 @@ class DeliveredRange(Message, frozen=True):
     transfer_s: float
     num_ready: int
     encoded_batches: bytes
-    wanted_until: int = 0
+    wanted_until: int
 
     def figures(self) -> BatchFigures:
         """Return what one batch of it took, on average."""

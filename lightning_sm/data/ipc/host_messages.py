@@ -108,7 +108,6 @@ class StartWorker(Message, frozen=True):
     """To a worker that is no fork: what it works on.
 
     Attributes:
-        opening: Name of the opening that it works for.
         host: Name of the data host.
         number: Its number on the host.
         num_workers: Workers on the host.
@@ -119,7 +118,6 @@ class StartWorker(Message, frozen=True):
         stream: The worker of a stream that it is, if any.
     """
 
-    opening: str
     host: str
     number: int
     num_workers: int

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import reprlib
-from typing import Any, ClassVar, TypeVar, Union
+from typing import ClassVar, TypeVar
 
 from msgspec import field
 
 from lightning_sm import errors
 from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.codec import (
-    Name,
-    Natural,
-    NumPlaces,
-    Port,
-    Real,
-    decode,
-)
+from lightning_sm.data.protocol.codec import Name, Natural, NumPlaces, Port, Real, decode
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError, WireError
 
-# Names of ranks and hosts, numbers, the values of a Trainer, and how a training ended: an exception's text may be long.
+# Names, numbers, what a rank wants open, and how a training ended: an exception's text may be long.
 _MAX_REQUEST_BYTES = 1 << 20
 
 
@@ -93,45 +86,23 @@ class FinishRequest(Request, frozen=True):
     is_success: bool = False
 
 
-class Reply(Struct, frozen=True, tag=True):
-    """Base of the answers whose encoding names their kind."""
-
-
-class Problem(Failure, frozen=True, tag=True):
+class Problem(Failure, frozen=True):
     """The user's code failed, with an error of lightning_sm."""
 
-    def exception(self, host: str, source: str = "") -> DataServiceError:
+    def exception(self, host: str) -> DataServiceError:
         """Return the error of the trainer.
 
         Args:
             host: Name of the data host.
-            source: What the user's code is, if ``where`` does not say it.
         """
         kind: type[DataServiceError] = getattr(errors, self.error)
-        return kind(self.at(", ".join(filter(None, (f"data host {host}", self.where, source)))))
+        return kind(self.at(", ".join(filter(None, (f"data host {host}", self.where)))))
 
     def check(self, what: str) -> None:
         """Check that there is such an error."""
         error = getattr(errors, self.error, None)
         if not isinstance(error, type) or not issubclass(error, DataServiceError):
             raise WireError(f"The {what} has an unknown error: {reprlib.repr(self.error)}.")
-
-
-def parse_reply(data: bytes, what: str, *kinds: type[Reply] | type[Problem]) -> Any:
-    """Parse an answer.
-
-    Args:
-        data: The bytes.
-        what: What it is and where it is from, for the error.
-        *kinds: What it may be.
-
-    Raises:
-        WireError: The answer is malformed, or of another kind.
-
-    Returns:
-        The answer, of one of these kinds.
-    """
-    return decode(Union[kinds], data, what)  # type: ignore[arg-type]  # noqa: UP007
 
 
 class HostReport(Struct, frozen=True):

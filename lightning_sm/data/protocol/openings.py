@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.calls import Problem, Reply, Request
+from lightning_sm.data.protocol.calls import Problem, Request
 from lightning_sm.data.protocol.codec import AnyInt, Name, Natural, NumPlaces
 
 # Of one rank: its loaders, and the workers of its streams.
@@ -77,7 +77,7 @@ class OpeningsRequest(Request, frozen=True):
     openings: Annotated[list[Opening], Meta(max_length=_MAX_OPENINGS)]
 
 
-class OpeningsReply(Reply, frozen=True):
+class OpeningsReply(Struct, frozen=True):
     """What is open of that.
 
     Attributes:
@@ -89,6 +89,11 @@ class OpeningsReply(Reply, frozen=True):
     open: list[str]
     missing: list[str]
     problems: dict[str, Problem] = field(default_factory=dict)
+
+    def check(self, what: str) -> None:
+        """Check that each problem is an error of a data host."""
+        for problem in self.problems.values():
+            problem.check(what)
 
 
 class ResultRequest(Request, frozen=True):

@@ -53,7 +53,8 @@ class Listener:
 
     def stop(self, timeout_s: float) -> None:
         """Finish calls for at most this long, in seconds, and stop listening."""
-        self._server.stop(timeout_s).wait()
+        # None, not 0: for any time gRPC starts a thread, which may outlast this call.
+        self._server.stop(timeout_s or None).wait()
         if self._doorman is not None:
             self._doorman.close()
 

@@ -107,11 +107,11 @@ class ServiceConnection:
             settings: Settings of the data service.
             job: Name of the job of these addresses.
 
+        Returns:
+            The connection; None if there is no job with data hosts.
+
         Raises:
             DataSettingsError: The list of addresses is empty.
-
-        Returns:
-            None if there is no job with data hosts.
         """
         if addresses is None or isinstance(addresses, ServiceConnection):
             return addresses or cls.of_this_job(settings)
@@ -155,13 +155,7 @@ class ServiceConnection:
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = trainer is not None and trainer.local_rank != 0
         self._feeder = FeederClient(
-            Configure(
-                self.addresses,
-                credentials,
-                client,
-                hedge_factor=self.settings.hedge_factor,
-                is_quiet=is_quiet,
-            )
+            Configure(self.addresses, credentials, client, self.settings.hedge_factor, is_quiet=is_quiet)
         )
         weakref.finalize(self, self._feeder.close, "the process ended", is_success=True)
 

@@ -14,7 +14,7 @@ from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
-from lightning_sm.data.trainer.host_hooks import loader_hooks, run_hooks_on_data_hosts, users_class
+from lightning_sm.data.trainer.host_hooks import OURS, loader_hooks, run_hooks_on_data_hosts, users_class
 from lightning_sm.data.trainer.remote_loader import LoaderSource, remote_loader
 from lightning_sm.data.trainer.remote_trainer import use_data_hosts
 from lightning_sm.data.trainer.same_name import named_as
@@ -102,7 +102,7 @@ class RemoteDataModule(UnlistedDataModule):
         hooks = vars(self).get("_host_hooks")
         if hooks is not None and hooks.travels:
             return super().__reduce_ex__(protocol)
-        state = {name: value for name, value in vars(self).items() if name not in ("_connection", "_host_hooks")}
+        state = {name: value for name, value in vars(self).items() if name not in OURS}
         return _rebuild, (users_class(self._own), self._connection), state
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import wraps
@@ -91,18 +92,23 @@ class FeederClient:
         self._shared.add(pickled.digest)
 
     @_one_thread_at_a_time
-    def open_source(self, opening: Opening, pickled: PickledObject) -> None:
-        """Let data hosts open a source.
+    def open_source(self, opening: Opening, pickled: PickledObject, owner: object) -> Callable[[], object]:
+        """Let data hosts open a source, and return what closes it.
 
         Args:
             opening: What workers are for.
             pickled: The source.
+            owner: What needs it: the source is closed when it is gone.
         """
         self._close_sources()
         self._num_uses[opening] += 1
         if self._num_uses[opening] == 1:
             self.share_snapshot(pickled)
             self._send(kinds.OpenSource(opening))
+        # Once for each use. A finalizer may interrupt the thread that holds the lock: it only notes what to close.
+        close = weakref.finalize(owner, self._closing.append, opening)
+        close.atexit = False
+        return close
 
     @_one_thread_at_a_time
     def wait_for_source(self, opening: Opening, what: str, timeout_s: float) -> bytes:
@@ -126,10 +132,6 @@ class FeederClient:
         if opened.error:
             raise opened.exception()
         return opened.result
-
-    def close_source(self, opening: Opening) -> None:
-        """Let data hosts close a source, once for each ``open_source``; may be called from a finalizer."""
-        self._closing.append(opening)
 
     def _close_sources(self) -> None:
         while self._closing:

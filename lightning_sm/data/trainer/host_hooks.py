@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import secrets
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from lightning_sm.data.host.pickler import Attributes, PickledObject, pickle_obj
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.same_name import named_as
 
 _STAGES = ("train", "val", "test", "predict")
@@ -35,7 +35,7 @@ _STAGES = ("train", "val", "test", "predict")
 _NUM_KEPT = 2
 
 # Attributes of ours: this one's, and that of a ``RemoteDataModule``.
-_OURS = ("_host_hooks", "_connection")
+OURS = ("_host_hooks", "_connection")
 
 _TO_DATA_HOSTS = (
     "With data_service.hooks=data, data hosts get the DataModule of rank 0, pickled, before prepare_data(). Create "
@@ -121,7 +121,7 @@ class _HasHooksOnDataHosts(UnlistedDataModule):
             function = object.__new__
         own = tuple(self._own_class if argument is type(self) else argument for argument in arguments)
         if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name not in _OURS}
+            rest[0] = {name: value for name, value in rest[0].items() if name not in OURS}
         if self._host_hooks.travels:
             return (function, own, *rest)
         return (_rebuild, (self._host_hooks.connection, function, own), *rest)
@@ -175,7 +175,7 @@ class _HostHooks:
         self._datamodule: Any = datamodule
         self._run = ""
         self._known: Attributes | None = None  # as the data hosts have them
-        self._feeder: object = None
+        self._feeder: FeederClient | None = None  # of the last call
         self._calls: list[_OpenCall] = []  # that are open, in their order
         self._num_calls = 0
 
@@ -238,7 +238,7 @@ class _HostHooks:
             removed=sorted((self._known or own).keys() - own.keys()),
             trainer=None if trainer is None else TrainerView.of(trainer),
             random_state=before,
-            is_of_job=by_name,
+            by_name=by_name,
         )
         self.travels = True
         try:
@@ -248,7 +248,7 @@ class _HostHooks:
                 named={
                     f"{type(datamodule).__name__}.{name}": value
                     for name, value in (changed or vars(datamodule)).items()
-                    if name not in _OURS
+                    if name not in OURS
                 },
                 advice=_TO_DATA_HOSTS,
             )
@@ -266,14 +266,8 @@ class _HostHooks:
         return self._run, opening, pickled.joined(), before, result
 
     def _open(self, hook: str, key: object, opening: Opening, pickled: PickledObject) -> None:
-        self._calls.append(_OpenCall(hook, key, opening, pickled, self._start(opening, pickled)))
-
-    def _start(self, opening: Opening, pickled: PickledObject) -> Callable[[], object]:
-        feeder = self.connection.feeder
-        feeder.open_source(opening, pickled)
-        close = weakref.finalize(self, feeder.close_source, opening)
-        close.atexit = False
-        return close
+        close = self.connection.feeder.open_source(opening, pickled, self)
+        self._calls.append(_OpenCall(hook, key, opening, pickled, close))
 
     def _close_older(self, hook: str) -> None:
         """Close the older calls of a hook for loaders, unless they have changed what later calls find."""
@@ -289,7 +283,7 @@ class _HostHooks:
             return
         self._feeder = self.connection.feeder
         for call in self._calls:
-            call.close = self._start(call.opening, call.pickled)
+            call.close = self._feeder.open_source(call.opening, call.pickled, self)
 
     def _take(self, call: _OpenCall, before: RandomState, data: bytes) -> Any:
         """Take over what a call has changed, and return what it returned."""
@@ -312,7 +306,7 @@ class _HostHooks:
         return result.returned
 
     def _attributes(self) -> Attributes:
-        return Attributes(self._datamodule, (TRAINER, *_OURS), by_name=self.connection.is_of_job)
+        return Attributes(self._datamodule, (TRAINER, *OURS), by_name=self.connection.is_of_job)
 
     def _unpickled(self, call: _OpenCall, data: bytes) -> HookResult:
         datamodule, trainer = self._datamodule, self._datamodule.trainer

@@ -78,10 +78,11 @@ class RemoteIterator(_BaseDataLoaderIter):
         self._workers: _StreamWorkers | None = None
         self._batches: _Batches | _Turns | _FailedAtStart
         try:
-            pickled = source.open(loader, self)
+            pickled = source.pickled(loader)
             if self._dataset_kind == _DatasetKind.Iterable:
                 self._workers = _StreamWorkers(source, pickled, int(self._base_seed), max(1, self._num_workers))
-            self._opening = Opening(pickled.digest, pickled.digest)
+            else:
+                self._opening = source.open(pickled, self)
             self._start(loader, begins_at)
         except DataServiceError as error:
             self._batches = _FailedAtStart(error)
@@ -316,7 +317,7 @@ class _StreamWorkers:
             for worker in range(num_workers)
         ]
         for opening in self._openings:
-            source.start(opening, pickled, self)
+            source.connection.feeder.open_source(opening, pickled, self)
         for opening in self._openings:
             source.wait(opening)
 

@@ -37,10 +37,8 @@ _TO_DATA_HOSTS = (
     "DataModule's hooks, and keep the datasets that these make."
 )
 
-
 # Names of the hooks that make the loaders of a stage, by Lightning's name of the stage.
 HOOKS = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
-
 
 # Hooks of the DataModule, of the LightningModule and of the strategy that get batches before they are on the device.
 _COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
@@ -49,12 +47,13 @@ _COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch
 class RemoteDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose workers are on data hosts; made by ``remote_loader``."""
 
-    _remote: LoaderSource  # of the class that ``remote_loader`` makes
+    # Of the class that ``remote_loader`` makes; pickling reads the second one.
+    _remote: LoaderSource
+    users_class: type[DataLoader[Any]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as the user's loader: the source belongs to this process."""
-        own = next(cls for cls in type(self).__mro__[1:] if cls is not RemoteDataLoader)
-        return object.__new__, (own,), {**vars(self), "_iterator": None}
+        return object.__new__, (self.users_class,), {**vars(self), "_iterator": None}
 
     def _get_iterator(self) -> Any:
         source = self._remote
@@ -92,7 +91,7 @@ class LoaderSource:
         self._feeder: FeederClient | None = None
         self._slots: SlotPool | None = None
         self._digest = ""
-        self._close: Callable[[], None] | None = None
+        self._close: Callable[[], object] | None = None
         self._is_pinned = False
 
     def limit(self, loader: DataLoader[Any]) -> float:
@@ -132,12 +131,11 @@ class LoaderSource:
             return False, False
         return True, trainer.fit_loop._combined_loader.flattened[0] is loader
 
-    def open(self, loader: DataLoader[Any], owner: object) -> PickledObject:
-        """Pickle what the loader is made of now, and let the data hosts open it, unless it is a stream.
+    def pickled(self, loader: DataLoader[Any]) -> PickledObject:
+        """Pickle what the loader is made of now, and connect to the data hosts, if that has not been done.
 
         Args:
             loader: The loader.
-            owner: What needs it open, as long as it lives. Until the next call it stays open in any case.
         """
         connection = self.connection
         connection.open(self.trainer)
@@ -162,26 +160,27 @@ class LoaderSource:
                 pickled.num_bytes / 1e6,
                 seconds,
             )
-        if source.is_stream:
-            return pickled
-        opening = Opening(pickled.digest, pickled.digest)
-        self.start(opening, pickled, owner)
+        return pickled
+
+    def open(self, pickled: PickledObject, owner: object) -> Opening:
+        """Let data hosts start the workers of an indexed dataset, and wait for them.
+
+        Args:
+            pickled: What ``pickled`` has returned.
+            owner: What needs them, as long as it lives. Until the next call they stay in any case.
+
+        Raises:
+            DataServiceError: No data host can, or none did in time.
+        """
+        feeder, opening = self.connection.feeder, Opening(pickled.digest, pickled.digest)
+        feeder.open_source(opening, pickled, owner)
         if pickled.digest != self._digest:
-            close = self._close
-            self._close = self.start(opening, pickled, self)
+            close, self._close = self._close, feeder.open_source(opening, pickled, self)
             self._digest = pickled.digest
             if close is not None:
                 close()
         self.wait(opening)
-        return pickled
-
-    def start(self, opening: Opening, pickled: PickledObject, owner: object) -> Callable[[], None]:
-        """Let data hosts start workers, and return what ends them; they also end with their owner."""
-        feeder = self.connection.feeder
-        feeder.open_source(opening, pickled)
-        close = weakref.finalize(owner, feeder.close_source, opening)
-        close.atexit = False
-        return close
+        return opening
 
     def wait(self, opening: Opening) -> None:
         """Wait until a data host has started workers.
@@ -235,7 +234,7 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
         return loader
     bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
     # A class of its own has the source: Lightning makes some loaders again from their class and their arguments.
-    remote: Any = object.__new__(named_as(own, *bases, _remote=source))
+    remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
     remote.__dict__.update(loader.__dict__)
     return remote
 

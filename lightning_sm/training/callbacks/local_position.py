@@ -11,7 +11,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -147,7 +147,7 @@ class LocalPosition(Callback):
         for (loader, _), state in zip(self._loaders, self._restore_orders(trainer), strict=True):
             if isinstance(loader, RemoteDataLoader) and loader.persistent_workers and state.get("iterator"):
                 # It begins the next pass like any other, with random numbers that follow from its first seed.
-                begin_at(loader, IteratorPosition(**{**state["iterator"], "num_batches": 0, "ends": {}}))
+                begin_at(loader, replace(IteratorPosition(**state["iterator"]), num_batches=0, ends={}))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Set the progress and the random numbers of a resumed run to its position."""
@@ -238,7 +238,7 @@ class LocalPosition(Callback):
             elif iterator is not None:
                 num_skipped -= state["begun_at"]
             if isinstance(loader, RemoteDataLoader) and iterator is not None and not is_changed:
-                begin_at(loader, IteratorPosition(**{**iterator, "num_batches": max(0, num_skipped)}))
+                begin_at(loader, replace(IteratorPosition(**iterator), num_batches=max(0, num_skipped)))
             elif order is None:
                 continue
             resumed.append(loader)

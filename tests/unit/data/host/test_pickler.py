@@ -16,6 +16,9 @@ from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm.data.host.pickler import Attributes, pickle_object
 from lightning_sm.data.host.snapshot import load_object
 from lightning_sm.data.host.trainer_view import TrainerView
+from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.data.trainer.connection import ServiceConnection
+from lightning_sm.data.trainer.remote_loader import LoaderSource, remote_loader
 from lightning_sm.errors import DataSettingsError
 
 
@@ -208,6 +211,19 @@ def test_an_iterator_of_persistent_workers_stays(is_in_hook):
     arrived = travelled(loader)
     assert arrived._iterator is None
     assert [batch.tolist() for (batch,) in DataLoader(arrived.dataset, 2)] == [[0, 1], [2, 3]]
+
+
+class Rows(DataLoader):
+    """A loader of the user's."""
+
+
+@pytest.mark.parametrize("cls", [DataLoader, Rows])
+def test_a_loader_with_workers_on_data_hosts_arrives_as_the_users_own(cls):
+    """A DataModule keeps it, in a CombinedLoader, and its collate function is a method of the DataModule."""
+    source = LoaderSource(ServiceConnection(["localhost:1"], DataServiceSettings(), "job"), "loader", 0, 1)
+    arrived = travelled(remote_loader(cls(TensorDataset(torch.arange(4)), 2), source))
+    assert type(arrived) is cls
+    assert arrived.batch_size == 2
 
 
 def local(number):

@@ -26,7 +26,7 @@ LOAD = {"digest": "d" * 32, "num_bytes": 7}
 
 def parse_reply(data):
     """Parse the answer about openings."""
-    return calls.parse_reply(data, "answer to OpenSources", openings.OpeningsReply)
+    return decode(openings.OpeningsReply, data, "answer to OpenSources")
 
 
 PARSERS = [
@@ -74,10 +74,10 @@ PROBLEM_FIELDS = {**asdict(PROBLEM), "type": "Problem"}
     [
         {},
         {"type": "Finished", "open": [], "missing": []},
-        {"type": "OpeningsReply", "open": []},
-        {"type": "OpeningsReply", "open": [7], "missing": []},
-        {"type": "OpeningsReply", "open": [], "missing": [], "surprise": 7},
-        {"type": "OpeningsReply", "open": [], "missing": [], "problems": {"a": {**PROBLEM_FIELDS, "where": None}}},
+        {"open": []},
+        {"open": [7], "missing": []},
+        {"open": [], "missing": [], "surprise": 7},
+        {"open": [], "missing": [], "problems": {"a": {**PROBLEM_FIELDS, "where": None}}},
         [],
     ],
     ids=str,
@@ -91,9 +91,9 @@ def test_an_answer_that_makes_no_sense_is_a_wire_error(reply):
 @pytest.mark.parametrize("name", ["logging", "SystemExit", "LightningSMError"])
 def test_an_error_of_no_data_host_is_refused(name):
     """A data host names classes of its own errors, and no other."""
-    parsed = replace(PROBLEM, error=name)
-    with pytest.raises(WireError, match=f"answer has an unknown error: '{name}'"):
-        decode(calls.Problem, parsed.encode(), "answer")
+    reply = replace(REPLY, problems={"b": replace(PROBLEM, error=name)})
+    with pytest.raises(WireError, match=f"answer to OpenSources has an unknown error: '{name}'"):
+        parse_reply(reply.encode())
 
 
 @given(st.sampled_from(PARSERS), VALUES)
