@@ -18,10 +18,6 @@ _GIB = 1 << 30
 Compression = Literal["zstd"]
 Hooks = Literal["auto", "trainers", "data"]
 
-# 16 cores build batches of images at 1 to 2 GB/s, which one process can send.
-_CPUS_PER_NETWORK_PROCESS = 16
-
-
 # With fewer, one heavy batch keeps a rank waiting while the workers of the others go idle (benchmarks/schedule.py).
 _MIN_WINDOW = 32
 _MAX_WINDOW = 256
@@ -45,9 +41,7 @@ class DataServiceSettings:
         hooks: Where the hooks of the DataModule run: "trainers", as without data hosts; "data": on the data hosts, for
             datasets that trainers cannot read, that cannot be pickled, or that are large. Trainers then have loaders
             without datasets. "auto": "data" if a data group has a channel that the trainers lack, else "trainers".
-        workers: Number of worker processes on each data host. Default: the number of its CPUs minus network_processes.
-        network_processes: Number of processes on each data host that send batches, each up to about 2 GB/s. Default:
-            1 for every 16 CPUs.
+        workers: Number of worker processes on each data host. Default: the number of its CPUs minus 1.
         window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: 32, or eight
             times a rank's share of the workers if that is more. Small batches share requests; the default then limits
             requests, not batches.
@@ -80,7 +74,6 @@ class DataServiceSettings:
 
     hooks: Hooks = "auto"
     workers: int | None = None
-    network_processes: int | None = None
     window_batches: int | None = None
     window_bytes: int = 1 * _GIB
     max_batch_bytes: int = 1 * _GIB
@@ -103,7 +96,7 @@ class DataServiceSettings:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("workers", "network_processes", "window_batches"):
+        for name in ("workers", "window_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataSettingsError(f"data_service.{name}={value} must be at least 1, or left out.")
@@ -189,7 +182,6 @@ class HostSettings:
     Attributes:
         address: Where to listen, ``host:port`` or ``unix:path``; with port 0, the system chooses one.
         workers: Number of worker processes.
-        network_processes: Number of processes that send batches.
         max_batch_bytes: Maximum size of a batch in bytes.
         lease_s: The host exits after this many seconds without a heartbeat from any trainer; None: never.
         startup_timeout_s: Seconds until the first trainer must have connected; None: no limit.
@@ -208,16 +200,10 @@ class HostSettings:
     name: str
     credentials: Credentials
     may_restart: bool = False
-    network_processes: int = 1
     channels: list[str] = field(default_factory=list)
     trusted: list[str] = field(default_factory=list)
 
 
-def default_network_processes(cpus: int) -> int:
-    """Return the default number of network processes of a data host: one for every 16 CPUs, at least 1."""
-    return max(1, cpus // _CPUS_PER_NETWORK_PROCESS)
-
-
 def default_workers(cpus: int) -> int:
-    """Return the default number of workers of a data host: the CPUs that network processes leave, at least 1."""
-    return max(1, cpus - default_network_processes(cpus))
+    """Return the default number of workers of a data host: the server process takes up to one CPU."""
+    return max(1, cpus - 1)

@@ -56,8 +56,8 @@ _STACK_ADVICE = (
     'DataLoader(multiprocessing_context="spawn"). If the batch only takes long, nothing is wrong.'
 )
 
-# After this many deaths in a row without a trainer's request for workers, the server process is not restarted. It also
-# dies with each of its network processes: one that has served for some time may be the next victim of a lack of memory.
+# After this many deaths in a row without a trainer's request for workers, the server process is not restarted. One that
+# has served for some time may be a victim of a lack of memory, and counts from one again.
 _MAX_SERVER_STARTS = 5
 _SERVED_LONG_S = 60.0
 

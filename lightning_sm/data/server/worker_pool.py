@@ -287,11 +287,6 @@ class WorkerPool:
             if worker is not None and worker.task is not None and worker.is_shown:
                 worker.stuck_in = where
 
-    def worker_ids(self) -> list[int]:
-        """Return the ids of all workers."""
-        with self._lock:
-            return list(self._workers)
-
     def report(self, name: str) -> HostReport:
         """Return what the data host of this name reports about its workers."""
         with self._lock:

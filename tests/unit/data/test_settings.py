@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sm.data.settings import Credentials, DataServiceSettings, default_network_processes, default_workers
+from lightning_sm.data.settings import Credentials, DataServiceSettings
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.variables import JOB_SECRET
 
@@ -65,11 +65,3 @@ def test_tokens_are_not_printed():
     """Neither settings nor credentials show the token where somebody prints them."""
     settings = DataServiceSettings(token="mine-alone")  # noqa: S106  # a test's own
     assert "mine-alone" not in repr(settings) + repr(Credentials.of(settings, "a", {}))
-
-
-@pytest.mark.parametrize(
-    ("cpus", "network", "workers"), [(1, 1, 1), (2, 1, 1), (31, 1, 30), (32, 2, 30), (192, 12, 180)]
-)
-def test_the_cpus_of_a_data_host_are_divided(cpus, network, workers):
-    """One in sixteen sends batches, the others build them; there is one of each on any machine."""
-    assert (default_network_processes(cpus), default_workers(cpus)) == (network, workers)
