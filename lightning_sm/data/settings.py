@@ -15,7 +15,6 @@ from lightning_sm.job.variables import JOB_SECRET
 
 _GIB = 1 << 30
 
-Compression = Literal["zstd"]
 Hooks = Literal["auto", "trainers", "data"]
 
 # With fewer, one heavy batch keeps a rank waiting while the workers of the others go idle (benchmarks/schedule.py).
@@ -47,13 +46,10 @@ class DataServiceSettings:
             requests, not batches.
         window_bytes: Maximum size of batches in flight or buffered, per rank and loader, in bytes.
         max_batch_bytes: Maximum size of a batch in bytes.
-        hedge_factor: Request a batch from a second data host once it takes this many times the median; 0 turns this
-            off.
         startup_timeout_s: Time in seconds until a data host must have opened a dataset, including downloads and setup()
             with hooks=data.
         batch_timeout_s: Time in seconds until a batch must have arrived, also if all data hosts are unreachable.
         lease_s: Data hosts exit when no trainer has sent a heartbeat for this time, in seconds.
-        compression: Compress batches on the network with zstd. Useful for slow networks and compressible data.
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers and data hosts must prove to each other. Default: derived from
             LIGHTNING_SM_JOB_SECRET; without that from the job's name, which is not secret.
@@ -77,11 +73,9 @@ class DataServiceSettings:
     window_batches: int | None = None
     window_bytes: int = 1 * _GIB
     max_batch_bytes: int = 1 * _GIB
-    hedge_factor: float = 3.0
     startup_timeout_s: float = 900.0
     batch_timeout_s: float = 300.0
     lease_s: float = 60.0
-    compression: Compression | None = None
     port: int | None = None
     token: str | None = field(default=None, repr=False)
     # Lists have no hash; settings are part of the key under which a process keeps its connection.
@@ -103,10 +97,6 @@ class DataServiceSettings:
         for name in ("window_bytes", "max_batch_bytes", "startup_timeout_s", "batch_timeout_s", "lease_s"):
             if getattr(self, name) <= 0:
                 raise DataSettingsError(f"data_service.{name}={getattr(self, name)} must be positive.")
-        if self.hedge_factor != 0 and self.hedge_factor < 1:
-            raise DataSettingsError(
-                f"data_service.hedge_factor={self.hedge_factor} must be at least 1, or 0 to turn hedging off."
-            )
         if self.hooks not in get_args(Hooks):
             raise DataSettingsError(
                 f"data_service.hooks={self.hooks!r} must be one of {', '.join(map(repr, get_args(Hooks)))}."

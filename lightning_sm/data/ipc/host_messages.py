@@ -184,12 +184,10 @@ class BuiltRange(Struct, frozen=True, tag=True):
 
     Attributes:
         num_bytes: How many bytes of the slot are batches.
-        pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
         produce_s: Seconds that the worker took.
     """
 
     num_bytes: int
-    pieces: list[tuple[int, int]]
     produce_s: float
 
 

@@ -192,10 +192,7 @@ def _network(who: str, rank: RankFigures) -> WaitCause:
         f"{duration(rank.transfer_s / batches)} is transfer from the data host ({size(rank.num_bytes / batches)} a "
         f"batch, {size(rank.num_bytes / rank.seconds)}/s)."
     )
-    change = (
-        "Make batches smaller (uint8 instead of float32, data_service.compression), or choose hosts with a faster "
-        "network."
-    )
+    change = "Make batches smaller (uint8 instead of float32), or choose hosts with a faster network."
     return WaitCause("network", text, change)
 
 

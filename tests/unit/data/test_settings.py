@@ -16,7 +16,6 @@ from lightning_sm.job.variables import JOB_SECRET
         ({"max_batch_bytes": -5}, r"max_batch_bytes=-5 must be positive"),
         ({"batch_timeout_s": 0.0}, r"batch_timeout_s=0.0 must be positive"),
         ({"hooks": "yes"}, r"hooks='yes' must be one of 'auto', 'trainers', 'data'"),
-        ({"hedge_factor": 0.5}, r"hedge_factor=0.5 must be at least 1, or 0 to turn hedging off"),
         (
             {"trust": ["10.0.0.1", "10.0.0.1/8"]},
             r"trust has '10.0.0.1/8' \(10.0.0.1/8 has host bits set\). Expected an addr",
@@ -41,11 +40,6 @@ def test_settings_with_lists_have_a_hash():
     """A training process keeps its connection under its settings."""
     lists = DataServiceSettings(trust=["10.0.0.5"])
     assert {lists: 1}[DataServiceSettings(trust=["10.0.0.5"])] == 1
-
-
-def test_hedging_can_be_turned_off():
-    """Zero is a value, not a mistake."""
-    assert DataServiceSettings(hedge_factor=0.0).hedge_factor == 0.0
 
 
 def test_the_token_is_the_users_or_follows_from_secret_and_job():

@@ -48,7 +48,7 @@ class FakeWorker:
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
         self.ring.slot(slot)[0] = value
-        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, pieces=[], produce_s=0.0), b"header"))
+        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0), b"header"))
 
     def is_idle(self):
         """Return whether it gets no request."""
