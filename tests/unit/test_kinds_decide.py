@@ -34,10 +34,6 @@ _EXCEPTIONS = {
         "_BANNER.search(line.text)": "as above",
         "_HOST.findall(reason)": _SERVICE,
     },
-    "data/host/worker_stack.py": {
-        "_FRAME": "faulthandler, which a hanging process needs, writes lines",
-        "stacks.partition('Current thread')": "as above",
-    },
     "data/protocol/probe.py": {"first.startswith(REFUSED)": "a message of the protocol"},
     "data/server/peers.py": {"text.partition('%')": "the zone of an address"},
     "doctor/checks/network.py": {"re.fullmatch('[0-9]{1,5}', text)": _SETTING},

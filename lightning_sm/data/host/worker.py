@@ -8,6 +8,7 @@ share the dataset's memory, need no pickling, and start within milliseconds.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -57,6 +58,12 @@ class WorkerPlace(NamedTuple):
     num_workers: int
 
 
+# A worker that hangs writes the stacks of its threads to the log of the data host: after so many seconds on a request,
+# and after this many times the longest one before. Native code may hang, too: faulthandler needs no Python to run.
+_LONG_S = 30.0
+_LONG_FACTOR = 2.0
+
+
 class Builder(Protocol):
     """What builds the batches of a worker."""
 
@@ -95,9 +102,9 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
     torch.set_num_threads(1)
-    notes.write_stacks_on_signal()
     builder: Builder | None = None
     problem = Failure("", "")
+    longest_s = 0.0
     where = "the import of the script and the dataset in a new process"
     try:
         loaded = load()
@@ -116,7 +123,11 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
             if builder is None:
                 requests.send(BuildAnswer(request.slot, problem))
             else:
+                started = time.perf_counter()
+                faulthandler.dump_traceback_later(max(_LONG_S, _LONG_FACTOR * longest_s), file=2)
                 outcome, batches = _build_range(request, ring, builder, notes)
+                faulthandler.cancel_dump_traceback_later()
+                longest_s = max(longest_s, time.perf_counter() - started)
                 requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))
                 notes.clear()
 

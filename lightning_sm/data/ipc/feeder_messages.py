@@ -218,13 +218,11 @@ class HostSnapshot(HostFigures, frozen=True):
         in_flight: Requests of this rank that it has not answered.
         busy: Workers that build batches.
         queued: Requests of all ranks that wait for a worker.
-        stuck: The worker that may hang, and the call in which it is.
     """
 
     in_flight: int = 0
     busy: int = 0
     queued: int = 0
-    stuck: str = ""
 
 
 class PassSnapshot(Struct, frozen=True):

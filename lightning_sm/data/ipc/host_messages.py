@@ -135,20 +135,6 @@ class WorkerLost(Message, frozen=True):
     why: str
 
 
-class ShowStack(Message, frozen=True):
-    """To the main process: a worker has worked on one request for so many seconds."""
-
-    worker: int
-    seconds: float
-
-
-class WorkerStuck(Message, frozen=True):
-    """The answer to a ``ShowStack``: the call in which the worker is."""
-
-    worker: int
-    where: str
-
-
 class KillWorker(Message, frozen=True):
     """To the main process: a worker hangs."""
 

@@ -117,7 +117,6 @@ class HostReport(Struct, frozen=True):
         capacity_s: Seconds that they could have worked in this time.
         built: Requests that they have done.
         built_s: Seconds that these took.
-        stuck: The worker that may hang, and the call in which it is; empty: there is none.
         figures: The figures of each rank, by its name, if they are wanted.
         hosts: The trainer host of each rank, by the rank's name; in answers to Status only.
         channels: Names of its input channels; in answers to Status only.
@@ -131,7 +130,6 @@ class HostReport(Struct, frozen=True):
     capacity_s: Real = 0.0
     built: Natural = 0
     built_s: Real = 0.0
-    stuck: str = ""
     figures: dict[str, RankFigures] = field(default_factory=dict)
     hosts: dict[str, str] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)

@@ -61,7 +61,6 @@ class ServerProcess:
         self._settings = settings
         self._pool = WorkerPool(
             lambda worker: self._send(host_messages.KillWorker(worker)),
-            lambda worker, seconds: self._send(host_messages.ShowStack(worker, seconds)),
         )
         self._leases = Leases(
             settings.lease_s, settings.startup_timeout_s, time.monotonic(), may_restart=settings.may_restart
@@ -120,8 +119,6 @@ class ServerProcess:
                 self._pool.add(message)
             case host_messages.WorkerLost(worker, why):
                 self._pool.lose(worker, why)
-            case host_messages.WorkerStuck(worker, where):
-                self._pool.note_stuck(worker, where)
             case host_messages.JobEnds():
                 with self._leasing:
                     self._leases.expect_no_more()
