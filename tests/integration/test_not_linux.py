@@ -116,7 +116,6 @@ def test_doctor_tells(tmp_path):
     (result,) = [row for row in json.loads(ended.stdout)["results"] if row["name"] == "system"]
     assert result["status"] == "warning"
     assert result["found"] == "This system is macOS: jobs with data hosts need Linux."
-    assert "The check itself failed" not in ended.stdout
 
 
 @pytest.mark.processes

@@ -40,7 +40,6 @@ _EXCEPTIONS = {
     },
     "data/protocol/probe.py": {"first.startswith(REFUSED)": "a message of the protocol"},
     "data/server/peers.py": {"text.partition('%')": "the zone of an address"},
-    "doctor/checks/network.py": {"re.fullmatch('[0-9]{1,5}', text)": _SETTING},
     "emulator/faults.py": {
         "_PATTERNS[kind].fullmatch(text, len(name))": _SETTING,
         "re.split('[:@]', text, maxsplit=1)": _SETTING,
