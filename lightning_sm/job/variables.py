@@ -1,7 +1,7 @@
 """The environment variables of lightning_sm: their names, meanings, defaults and parsers.
 
-This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``. ``lightning-sm settings``,
-``lightning-sm doctor`` and the reference pages show the same table.
+This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``. ``lightning-sm doctor``
+reads all of them, and the reference pages show the same table.
 """
 
 from __future__ import annotations
