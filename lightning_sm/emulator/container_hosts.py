@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 
@@ -30,7 +29,6 @@ from lightning_sm.emulator.docker import (
     state_of,
     tell,
 )
-from lightning_sm.emulator.faults import Kind
 from lightning_sm.emulator.guard import guarded
 from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime, default_variables, job_settings
 from lightning_sm.emulator.output import Output
@@ -159,7 +157,6 @@ class ContainerRuntime(HostRuntime):
     """
 
     interface = "eth0"
-    unsupported_faults: ClassVar[Mapping[Kind, str]] = {Kind.SLOW_DNS: "Docker resolves the names of containers"}
 
     def __init__(self, image: str, code: Path | None = None, *, copies_code: bool = False) -> None:
         self._image = image
@@ -256,7 +253,6 @@ class ContainerRuntime(HostRuntime):
         command: Sequence[str],
         output: Output,
         changed: threading.Event,
-        variables: Mapping[str, str],
         *,
         agent: UploadAgent | None,
     ) -> ContainerHost:
@@ -278,7 +274,7 @@ class ContainerRuntime(HostRuntime):
             if command:
                 options += ["--workdir", CODE_DIR]
                 command = [str(Path(command[0]).absolute().relative_to(self._code)), *command[1:]]
-        with _variables({**host.env, **variables}) as (variable_options, client_variables):
+        with _variables(host.env) as (variable_options, client_variables):
             create = ["create", *options, *variable_options, self._image, "train", *command]
             docker(*create, env={**_client_environment(host), **client_variables})
         return ContainerHost(container, host, output, changed, agent=agent)

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from lightning_sm._linux import usable_cpus
 from lightning_sm.emulator.agent import UploadAgent
-from lightning_sm.emulator.faults import Kind
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.spec import ClusterSpec, LocalHost
 from lightning_sm.job.secret import new_secret
@@ -172,11 +171,9 @@ class HostRuntime(ABC):
 
     Attributes:
         interface: The network interface of the hosts.
-        unsupported_faults: The faults that it cannot inject, and why.
     """
 
     interface: ClassVar[str]
-    unsupported_faults: ClassVar[Mapping[Kind, str]] = {}
 
     @abstractmethod
     def check_job(self, spec: ClusterSpec) -> None:
@@ -268,7 +265,6 @@ class HostRuntime(ABC):
         command: Sequence[str],
         output: Output,
         changed: threading.Event,
-        variables: Mapping[str, str],
         *,
         agent: UploadAgent | None,
     ) -> EmulatedHost:
@@ -279,7 +275,6 @@ class HostRuntime(ABC):
             command: Training script and its arguments.
             output: Receives the host's lines.
             changed: Set when the host has exited.
-            variables: Environment variables in addition to those of the host.
             agent: Uploads the host's checkpoints while it runs.
         """
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sm._linux import require_linux
 from lightning_sm.emulator import faults
 from lightning_sm.emulator.cluster import LocalCluster
 from lightning_sm.emulator.container_hosts import ContainerRuntime
@@ -150,8 +149,6 @@ def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSetti
     runtime = ContainerRuntime(options.image, code) if options.image else ProcessRuntime()
     runtime.check_command(options.command)
     settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts)
-    if any(fault.kind is faults.Kind.SLOW_DNS for fault in settings.faults):
-        require_linux("The fault slow-dns", "Leave it out: the hosts share one address here.")
     channels = _pairs("--channel", "NAME=DIR", options.channel)
     hyperparameters = options.hyperparameters
     spec = ClusterSpec(
@@ -165,11 +162,6 @@ def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSetti
         environment=_pairs("--env", "NAME=VALUE", options.env),
         seed=options.seed,
     )
-    for fault in settings.faults:
-        if fault.kind in runtime.unsupported_faults:
-            raise JobConfigError(
-                f"--fault {fault.text!r} cannot be injected with --image: {runtime.unsupported_faults[fault.kind]}."
-            )
     faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, options.devices)
     return spec, settings, runtime
 

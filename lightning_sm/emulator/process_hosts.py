@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -75,7 +75,6 @@ class ProcessHost(EmulatedHost):
         command: Training script and its arguments.
         output: Receives the host's lines.
         changed: Set when the launcher has exited.
-        variables: Environment variables in addition to those of the host.
         agent: Uploads the host's checkpoints while the launcher runs.
     """
 
@@ -85,7 +84,6 @@ class ProcessHost(EmulatedHost):
         command: Sequence[str],
         output: Output,
         changed: threading.Event,
-        variables: Mapping[str, str],
         *,
         agent: UploadAgent | None,
     ) -> None:
@@ -93,7 +91,7 @@ class ProcessHost(EmulatedHost):
         self._frozen: list[psutil.Process] = []
         launcher = [sys.executable, "-m", "lightning_sm", "train", *command]
         on_own_disk = own_disk.command(host.folder.parent, host.folder, launcher)
-        super().__init__(host, on_own_disk, {**host.env, **variables}, output, changed, agent=agent)
+        super().__init__(host, on_own_disk, host.env, output, changed, agent=agent)
 
     @property
     def was_killed(self) -> bool:
@@ -296,12 +294,11 @@ class ProcessRuntime(HostRuntime):
         command: Sequence[str],
         output: Output,
         changed: threading.Event,
-        variables: Mapping[str, str],
         *,
         agent: UploadAgent | None,
     ) -> ProcessHost:
         """Start the launcher of a host; see ``HostRuntime``."""
-        return ProcessHost(host, command, output, changed, variables, agent=agent)
+        return ProcessHost(host, command, output, changed, agent=agent)
 
 
 def _kill_descendants(job_dir: Path, hosts: Sequence[EmulatedHost], spared: set[int]) -> None:

@@ -304,13 +304,6 @@ def started():
     say("started", psutil.Process(os.getppid()).create_time())
 
 
-def names():
-    # In a process that the script starts, as local ranks are.
-    import subprocess
-    code = "from lightning_sm.job.rendezvous import resolves\\n"
-    code += "print('names', resolves('127.0.0.2'), resolves('127.0.0.3'))"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
 
 globals()[mode or "train"]()
 """
