@@ -168,19 +168,6 @@ def shown_arguments(arguments: Sequence[str], hidden: str | None = HIDDEN) -> li
     return words
 
 
-def shown_hyperparameters(hyperparameters: Mapping[str, str]) -> dict[str, str]:
-    """Return what people may see of hyperparameters; a value in chunks (``key__0``, ``key__1``) is read as a whole."""
-    whole: dict[str, str] = {}
-    for name, text in hyperparameters.items():
-        key = _key(name)
-        whole[key] = whole.get(key, "") + _unquoted(text)
-    has_secrets = {key for key, text in whole.items() if shown(key, text) != text}
-    return {
-        name: HIDDEN if name != _key(name) and _key(name) in has_secrets else shown(name, text)
-        for name, text in hyperparameters.items()
-    }
-
-
 def _says_secret(part: str) -> bool:
     words = [word.lower() for word in _WORD.findall(part)]
     if "per" not in words and not _ALWAYS_SECRET.isdisjoint(words):
@@ -197,18 +184,6 @@ def _says_secret(part: str) -> bool:
 def _plain(option: str) -> str:
     """Return the name in an option, without dashes and without jsonargparse's "+" for another item of a list."""
     return option.lstrip("-+~").rstrip("+")
-
-
-def _key(name: str) -> str:
-    return re.sub(r"__[0-9]{1,2}\Z", "", name)
-
-
-def _unquoted(text: str) -> str:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, str) else text
 
 
 def _is_constant(value: Any) -> bool:
