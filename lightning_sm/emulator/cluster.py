@@ -115,7 +115,7 @@ class LocalCluster:
                 return  # another job uses it
 
     def _release(self) -> None:
-        """Unlock the folder of the run, which --clean may then remove."""
+        """Unlock the folder of the run, which a later run may then remove."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
