@@ -167,9 +167,6 @@ class ContainerRuntime(HostRuntime):
         is_foreign = os.getuid() != 0 and not maps_root()
         self._user = ["--user", f"{os.getuid()}:{os.getgid()}"] if is_foreign else []
 
-    def check_job(self, spec: ClusterSpec) -> None:
-        """Accept any job: what the hosts install, they install in their containers."""
-
     def check_command(self, command: Sequence[str]) -> None:
         """Reject a script that the image's entry point does not take, or that is not in the folder of the code.
 
@@ -223,10 +220,6 @@ class ContainerRuntime(HostRuntime):
     def shared_disk_reason(self) -> str:
         """Return nothing: containers do not see each other's files."""
         return ""
-
-    def watch_command(self, name: str, host: str) -> str:
-        """Return the command that shows the running job from inside of its main host."""
-        return f"docker exec -it {_container_name(name, host)} lightning-sm top"
 
     @contextlib.contextmanager
     def running(self, name: str, job_dir: Path) -> Iterator[None]:

@@ -176,14 +176,6 @@ class HostRuntime(ABC):
     interface: ClassVar[str]
 
     @abstractmethod
-    def check_job(self, spec: ClusterSpec) -> None:
-        """Reject a job that its hosts cannot run.
-
-        Raises:
-            LightningSMError: There is a problem; nothing was started.
-        """
-
-    @abstractmethod
     def check_command(self, command: Sequence[str]) -> None:
         """Reject a training script with its arguments that its hosts cannot run.
 
@@ -229,15 +221,6 @@ class HostRuntime(ABC):
     @abstractmethod
     def shared_disk_reason(self) -> str:
         """Return why hosts can read each other's folders on this system; empty if they cannot."""
-
-    @abstractmethod
-    def watch_command(self, name: str, host: str) -> str:
-        """Return the command that shows the running job.
-
-        Args:
-            name: Name of the job.
-            host: Name of its main host.
-        """
 
     @abstractmethod
     def running(self, name: str, job_dir: Path) -> AbstractContextManager[object]:

@@ -31,7 +31,7 @@ from lightning_sm.emulator.ports import reserve_ports
 from lightning_sm.emulator.processes import is_alive, processes_of_job, signal_process, variable_of
 from lightning_sm.emulator.script import check_script
 from lightning_sm.emulator.spec import CONTROL, ClusterSpec, LocalHost
-from lightning_sm.errors import JobConfigError, ScriptError
+from lightning_sm.errors import ScriptError
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import (
     CONTROL_DIR,
@@ -184,19 +184,6 @@ class ProcessRuntime(HostRuntime):
 
     interface = LOOPBACK_INTERFACE
 
-    def check_job(self, spec: ClusterSpec) -> None:
-        """Reject a job that is to install packages into this Python.
-
-        Raises:
-            JobConfigError: It is.
-        """
-        if INSTALL_REQUIREMENTS.read(spec.environment) in (Install.ALWAYS, Install.UNPROTECTED):
-            raise JobConfigError(
-                f"--env {INSTALL_REQUIREMENTS.name}={spec.environment[INSTALL_REQUIREMENTS.name]}: emulated hosts use "
-                "the packages of this Python, and install none. Leave the variable out, and install the requirements "
-                "yourself."
-            )
-
     def check_command(self, command: Sequence[str]) -> None:
         """Reject a command without a script that can start.
 
@@ -228,8 +215,9 @@ class ProcessRuntime(HostRuntime):
             "PYTHONUNBUFFERED": "1",
             **job_settings(spec),
             HOST_ADDRESSES.name: json.dumps(dict(zip(hosts, loopback_addresses(len(hosts)), strict=True))),
-            **spec.environment,
+            # Into this Python only if the user says so.
             INSTALL_REQUIREMENTS.name: Install.NEVER.value,
+            **spec.environment,
         }
 
     def host_environment(self, job_dir: Path, folder: Path) -> dict[str, str]:
@@ -261,11 +249,6 @@ class ProcessRuntime(HostRuntime):
     def shared_disk_reason(self) -> str:
         """Return why hosts can read each other's folders on this system; empty if they cannot."""
         return own_disk.obstacle()
-
-    def watch_command(self, name: str, host: str) -> str:
-        """Return the command that shows the running job: it finds all processes of this machine."""
-        del name, host
-        return "lightning-sm top"
 
     @contextlib.contextmanager
     def running(self, name: str, job_dir: Path) -> Iterator[None]:
