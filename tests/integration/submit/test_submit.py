@@ -176,7 +176,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
     assert ended.returncode == 0, ended.stderr
     assert "S3CR3T" not in ended.stdout + ended.stderr
     request = plain(json.loads(ended.stdout))
-    secrets = {"api_key": "(hidden)", "logger": json.dumps({"x": "a", "token": "(hidden)"})}
+    secrets = {"api_key": "(hidden)", "logger": "(hidden)"}
     assert request == {
         **REQUEST,
         "Environment": {**REQUEST["Environment"], "HF_TOKEN": "(hidden)"},
