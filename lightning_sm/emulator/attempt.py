@@ -189,7 +189,8 @@ class Attempt:
             case Kind.KILL_LAUNCHER:
                 return target.kill_launcher
             case Kind.KILL_RANK:
-                return target.rank_killer(fault.local_rank)
+                pid = target.pid_of_rank(fault.local_rank)
+                return None if pid is None else partial(target.kill_process, pid)
             case Kind.HANG:
                 return partial(self._hang, fault, target)
             case Kind.INTERRUPT | Kind.STOP if fault.at_start:

@@ -8,9 +8,8 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -35,8 +34,7 @@ from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.script import check_script
 from lightning_sm.emulator.spec import CHECKPOINTS, CONTROL, ClusterSpec, LocalHost
 from lightning_sm.errors import ContainerError, ScriptError
-from lightning_sm.job.control_folder import ControlFolder
-from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import CONTROL_DIR, HOST_FOLDER
 
 _ML = "/opt/ml"
@@ -126,19 +124,10 @@ class ContainerHost(EmulatedHost):
         """Send SIGKILL to process 1, without which the kernel lets no other process of the container live."""
         self.kill()
 
-    def rank_killer(self, local_rank: int) -> Callable[[], object] | None:
-        """Return what kills the process of a local rank, which its heartbeat names; see ``EmulatedHost``."""
-        beats = ControlFolder(self.host.control_dir).beats()
-        latest = {beat.rank: beat for beat in sorted(beats, key=lambda beat: beat.at)}
-        ranks = sorted(rank for rank in latest if rank >= 0)
-        if local_rank < len(ranks):
-            pid = latest[ranks[local_rank]].pid
-        elif latest and not ranks and self.host.role is Role.DATA:
-            pid = next(iter(latest.values())).pid
-        else:
-            return None
+    def kill_process(self, pid: int) -> None:
+        """Send SIGKILL to one process, by its id in the container."""
         # The process, and with it the container, may end before Docker has started the command.
-        return partial(tell, self._container, "exec", then=["sh", "-c", f"kill -9 {pid} || true"])
+        tell(self._container, "exec", then=["sh", "-c", f"kill -9 {pid} || true"])
 
     def _is_started(self) -> bool:
         return state_of(self._container) in ALIVE

@@ -29,7 +29,7 @@ faults (--fault, repeatable; each is injected once, in the first attempt that re
     epoch=N         after the first step of epoch N (epochs count from 1, as in the progress lines)
     after=SECONDS   since the start of the attempt
     start           as soon as the process runs; for SIGTERM, as soon as the launchers can handle it
-  SageMakerCLI and SageMakerTrainer report the steps. Any other Trainer does so with the callback Heartbeat from
+  SageMakerCLI and SageMakerTrainer report ranks and steps. Any other Trainer does so with the callback Heartbeat from
   lightning_sm.training.callbacks.heartbeat.
   The next attempt keeps the job's name, hyperparameters and checkpoint folder (without --checkpoints, one in the
   job's folder). All other folders are empty, and hosts are reassigned to groups at random.

@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import ClassVar
@@ -16,8 +16,9 @@ from lightning_sm._linux import usable_cpus
 from lightning_sm.emulator.agent import UploadAgent
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.spec import ClusterSpec, LocalHost
+from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.secret import new_secret
-from lightning_sm.job.topology import Topology
+from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DEVICES, PRICES, REPORT_S
 from lightning_sm.launcher.pipe import DrainedPipe
 
@@ -145,11 +146,18 @@ class EmulatedHost(ABC):
         """Send SIGKILL to the launcher only."""
 
     @abstractmethod
-    def rank_killer(self, local_rank: int) -> Callable[[], object] | None:
-        """Return what kills the process of a local rank, or None if it does not run (yet).
+    def kill_process(self, pid: int) -> None:
+        """Send SIGKILL to one process, unless it has exited; its id is that which the host sees."""
 
-        Local rank 0 is the script itself, even on a host that does not train.
+    def pid_of_rank(self, local_rank: int) -> int | None:
+        """Return the process of a local rank by its heartbeat, or None if it has not reported yet.
+
+        Local rank 0 of a data host is its main process.
         """
+        beats = sorted(ControlFolder(self.host.control_dir).beats(), key=lambda beat: beat.at)
+        pids = {beat.rank: beat.pid for beat in beats}
+        ranks = [-1] if self.host.role is Role.DATA else sorted(rank for rank in pids if rank >= 0)
+        return pids.get(ranks[local_rank]) if local_rank < len(ranks) else None
 
     @property
     @abstractmethod

@@ -9,8 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -32,6 +31,7 @@ from lightning_sm.emulator.processes import is_alive, processes_of_job, signal_p
 from lightning_sm.emulator.script import check_script
 from lightning_sm.emulator.spec import CONTROL, ClusterSpec, LocalHost
 from lightning_sm.errors import ScriptError
+from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import (
     CONTROL_DIR,
@@ -53,18 +53,7 @@ _LEFT_POLL_S = 0.1
 # Variables that a launcher, a toolkit or another job may have left in this shell: the hosts would mistake them for
 # their own.
 _LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
-_LEAKING_NAMES = frozenset(
-    {
-        "CURRENT_HOST",
-        "GROUP_RANK",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "PL_GLOBAL_SEED",
-        "RANK",
-        "WORLD_SIZE",
-    }
-)
+_LEAKING_NAMES = frozenset({"CURRENT_HOST", "PL_GLOBAL_SEED", *RANK_VARIABLES})
 
 
 class ProcessHost(EmulatedHost):
@@ -87,7 +76,6 @@ class ProcessHost(EmulatedHost):
         *,
         agent: UploadAgent | None,
     ) -> None:
-        self._script = os.path.basename(command[0])
         self._frozen: list[psutil.Process] = []
         launcher = [sys.executable, "-m", "lightning_sm", "train", *command]
         on_own_disk = own_disk.command(host.folder.parent, host.folder, launcher)
@@ -110,10 +98,10 @@ class ProcessHost(EmulatedHost):
         """Send SIGKILL to the launcher only."""
         self.process.kill()
 
-    def rank_killer(self, local_rank: int) -> Callable[[], object] | None:
-        """Return what kills the process of a local rank; see ``EmulatedHost``."""
-        process = self._training_process(local_rank)
-        return None if process is None else partial(signal_process, process, psutil.Process.kill)
+    def kill_process(self, pid: int) -> None:
+        """Send SIGKILL to one process."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
 
     def freeze(self) -> None:
         """Send SIGSTOP to all processes of the host, including those that are just starting."""
@@ -145,21 +133,6 @@ class ProcessHost(EmulatedHost):
             time.sleep(_POLL_S)
         self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
 
-    def _training_process(self, local_rank: int) -> psutil.Process | None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for script in psutil.Process(self.process.pid).children():
-                if not is_alive(script) or not self._is_script(script):
-                    continue
-                # A process that only starts ranks is not one itself: it has the size of the host, but no rank.
-                is_starter = variable_of(script, "LOCAL_WORLD_SIZE") and not variable_of(script, "LOCAL_RANK")
-                if local_rank == 0 and not is_starter:
-                    return script
-                # Children of the rank inherit the variable; the rank itself is the oldest.
-                processes = script.children(recursive=True)
-                ranks = [process for process in processes if variable_of(process, "LOCAL_RANK") == str(local_rank)]
-                return min(ranks, key=psutil.Process.create_time, default=None)
-        return None
-
     def _processes(self) -> list[psutil.Process]:
         """Return all live processes of the host, including those that lost their parents or left their session."""
         below: set[psutil.Process] = set()
@@ -171,12 +144,6 @@ class ProcessHost(EmulatedHost):
         others = [process for process in processes_of_job(self.host.folder.parent) if process not in below]
         mine = [process for process in others if variable_of(process, HOST_FOLDER.name) == str(self.host.folder)]
         return [process for process in (*below, *mine) if is_alive(process)]
-
-    def _is_script(self, process: psutil.Process) -> bool:
-        try:
-            return any(argument.endswith(self._script) for argument in process.cmdline())
-        except psutil.Error:
-            return False
 
 
 class ProcessRuntime(HostRuntime):
