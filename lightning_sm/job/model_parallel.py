@@ -123,16 +123,10 @@ class ModelParallelism:
         Raises:
             StrategyError: It does not consist of whole replicas, or of several although ``ddp`` is not set.
         """
-        if world_size % self.ranks:
+        if world_size % self.ranks or (world_size != self.ranks and not self.has_replicas):
             raise StrategyError(
                 f"{self.source}, hence {self.ranks} processes for each replica of the model, but the number of "
-                f"training processes is {world_size}, which is not a multiple. Change one of them."
-            )
-        if world_size != self.ranks and not self.has_replicas:
-            raise StrategyError(
-                f"{self.source}, hence {self.ranks} process{'' if self.ranks == 1 else 'es'} for the one replica of "
-                f"the model, but the number of training processes is {world_size}. Set ddp to true for several "
-                "replicas, or change one of them."
+                f"training processes is {world_size}. Change one of them; several replicas need ddp set to true."
             )
 
 

@@ -141,5 +141,5 @@ def test_the_number_of_processes_must_be_that_of_whole_replicas():
     requested({"partitions": 4, "ddp": True}).check_world_size(8)
     with pytest.raises(StrategyError, match=r"partitions=4, ddp=True.*4 processes.*processes is 6"):
         requested({"partitions": 4, "ddp": True}).check_world_size(6)
-    with pytest.raises(StrategyError, match=r"partitions=4\).*processes is 8.*Set ddp to true"):
+    with pytest.raises(StrategyError, match=r"partitions=4\).*processes is 8.*ddp set to true"):
         requested({"partitions": 4}).check_world_size(8)
