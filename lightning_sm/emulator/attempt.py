@@ -106,19 +106,18 @@ class Attempt:
         self._began_at = time.monotonic()
         delays = {self._host_name(fault): fault.seconds or 0.0 for fault in self._plan.take_late()}
         self._waiting = [(self._began_at + delays.get(host.name, 0.0), host) for host in self._cluster.hosts]
-        cluster = self._cluster
         try:
-            with cluster.runtime.attempt(cluster.name, cluster.job_dir, self.hosts):
-                while True:
-                    self._start_due()
-                    outcome = self._stopped() or self._ended()
-                    if outcome is not None:
-                        return outcome
-                    # Inject last, so that a fault is not mistaken for the cause of an earlier event.
-                    self._thaw_due()
-                    self._inject_due()
-                    self._pause()
+            while True:
+                self._start_due()
+                outcome = self._stopped() or self._ended()
+                if outcome is not None:
+                    return outcome
+                # Inject last, so that a fault is not mistaken for the cause of an earlier event.
+                self._thaw_due()
+                self._inject_due()
+                self._pause()
         finally:
+            self._cluster.runtime.clear(self._cluster.name, self._cluster.job_dir, self.hosts)
             self._read_rest()
             self._output.say_repeats()
             self._say_lost()

@@ -220,14 +220,10 @@ class ContainerRuntime(HostRuntime):
             finally:
                 remove_job(name)
 
-    @contextlib.contextmanager
-    def attempt(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> Iterator[None]:
-        """Run an attempt, and remove its containers."""
+    def clear(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
+        """Remove the containers of an attempt."""
         del job_dir, hosts
-        try:
-            yield
-        finally:
-            remove_containers(name)
+        remove_containers(name)
 
     def start(
         self,

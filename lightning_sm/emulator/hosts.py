@@ -240,13 +240,13 @@ class HostRuntime(ABC):
         """
 
     @abstractmethod
-    def attempt(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> AbstractContextManager[object]:
-        """Run an attempt in this context, at whose end all that the hosts left behind is killed.
+    def clear(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
+        """Kill all that the hosts of an attempt left behind.
 
         Args:
             name: Name of the job.
             job_dir: Folder of the job.
-            hosts: The hosts that were started, to which the attempt adds.
+            hosts: The hosts that were started.
         """
 
     @abstractmethod

@@ -151,6 +151,9 @@ class ProcessRuntime(HostRuntime):
 
     interface = LOOPBACK_INTERFACE
 
+    def __init__(self) -> None:
+        self._spared: set[int] = set()
+
     def check_command(self, command: Sequence[str]) -> None:
         """Reject a command without a script that can start.
 
@@ -219,24 +222,20 @@ class ProcessRuntime(HostRuntime):
 
     @contextlib.contextmanager
     def running(self, name: str, job_dir: Path) -> Iterator[None]:
-        """Run a job under its guard."""
+        """Run a job under its guard, and adopt the processes that its hosts leave behind, including daemons."""
         del name
         with guarded(job_dir):
-            yield
-
-    @contextlib.contextmanager
-    def attempt(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> Iterator[None]:
-        """Run an attempt, and kill all processes that its hosts left behind, including daemons."""
-        del name
-        spared = {process.pid for process in psutil.Process().children(recursive=True)}
-        adopt_orphans(True)
-        try:
-            yield
-        finally:
+            self._spared = {process.pid for process in psutil.Process().children(recursive=True)}
+            adopt_orphans(True)
             try:
-                _kill_descendants(job_dir, hosts, spared)
+                yield
             finally:
                 adopt_orphans(False)
+
+    def clear(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
+        """Kill all processes that the hosts of an attempt left behind."""
+        del name
+        _kill_descendants(job_dir, hosts, self._spared)
 
     def start(
         self,
