@@ -46,7 +46,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1)]
 _Names = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)]
 
 
-class _Group(msgspec.Struct):
+class _GroupEntry(msgspec.Struct):
     """An entry of ``instance_groups``."""
 
     instance_group_name: _Name
@@ -54,14 +54,14 @@ class _Group(msgspec.Struct):
     instance_type: str | None = None
 
 
-class _Resources(msgspec.Struct):
+class _ResourceConfig(msgspec.Struct):
     """The content of ``resourceconfig.json``."""
 
     hosts: _Names
     current_host: _Name
     network_interface_name: str | None = None
     current_instance_type: str | None = None
-    instance_groups: list[_Group] | None = None
+    instance_groups: list[_GroupEntry] | None = None
 
 
 class _ChannelConfig(msgspec.Struct, rename="pascal"):
@@ -285,13 +285,13 @@ def base_directory(env: Mapping[str, str]) -> Path:
     return Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
 
 
-def _read_resources(env: Mapping[str, str], config_dir: Path) -> tuple[str, _Resources | None]:
+def _read_resources(env: Mapping[str, str], config_dir: Path) -> tuple[str, _ResourceConfig | None]:
     """Return the file or variable that has the hosts, and its content."""
     file = config_dir / "resourceconfig.json"
-    found = _read_file(file, _Resources)
+    found = _read_file(file, _ResourceConfig)
     if found is not None:
         return str(file), found
-    found = _read_variable(env, "SM_RESOURCE_CONFIG", _Resources)
+    found = _read_variable(env, "SM_RESOURCE_CONFIG", _ResourceConfig)
     if found is not None:
         return "SM_RESOURCE_CONFIG", found
     hosts = _read_variable(env, "SM_HOSTS", _Names)
@@ -304,10 +304,10 @@ def _read_resources(env: Mapping[str, str], config_dir: Path) -> tuple[str, _Res
         "instance_groups": list((_read_variable(env, "SM_INSTANCE_GROUPS_DICT", dict[str, Any]) or {}).values()),
     }
     source = "SM_HOSTS/SM_CURRENT_HOST"
-    return source, _converted(source, fields, _Resources)
+    return source, _converted(source, fields, _ResourceConfig)
 
 
-def _groups(source: str, resources: _Resources) -> tuple[InstanceGroup, ...]:
+def _groups(source: str, resources: _ResourceConfig) -> tuple[InstanceGroup, ...]:
     """Return the instance groups after checking that they partition the hosts."""
     groups = tuple(
         InstanceGroup(group.instance_group_name, group.hosts, group.instance_type or None)
