@@ -172,11 +172,8 @@ def doctor() -> None:
     with tempfile.TemporaryDirectory() as name:
         groups = {"trainer": ["algo-1", "algo-2"], "data": ["algo-3"]}
         resources = resource_config(groups, "algo-1", instance_types={"trainer": _TRAINER, "data": _DATA})
-        base = write_job(Path(name), resources, hyperparameters={})
-        for part in ("model", "output/data", "code"):
-            (base / part).mkdir(parents=True)
-        (base / "code" / "train.py").touch()
-        job = {"TRAINING_JOB_NAME": "digits", "SAGEMAKER_PROGRAM": "train.py", "LIGHTNING_SM_MAX_RESTART": "3"}
+        write_job(Path(name), resources, hyperparameters={})
+        job = {"TRAINING_JOB_NAME": "digits", "LIGHTNING_SM_MAX_RESTART": "3"}
         # As process 1, which it is in a container.
         command = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", *_COMMAND, "doctor"]
         shown = _output(command, {1}, COLUMNS="118", SAGEMAKER_BASE_DIR=name, **job)

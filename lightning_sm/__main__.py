@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -13,14 +12,11 @@ from typing import Any
 
 from lightning_sm._arguments import CommandParser, did_you_mean
 from lightning_sm._log import command_logger, show_log_lines
-from lightning_sm._table import draw_table
 from lightning_sm._version import __version__
 from lightning_sm.cloud.installed import check_boto3
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
 from lightning_sm.errors import JobConfigError, LightningSMError
-from lightning_sm.job.redaction import shown
-from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
 from lightning_sm.report import command as report
 from lightning_sm.submit import init
@@ -43,10 +39,8 @@ examples:
 
 New shells complete then. Generate the script again after an update.
 """
-_NAMES = (  # in the order of the help
-    *("train", "local", "doctor", "report", "compare", "plan", "top", "settings", "init", "submit", "jobs"),
-    "completion",
-)
+# In the order of the help.
+_NAMES = ("train", "local", "doctor", "report", "compare", "plan", "top", "init", "submit", "jobs", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,13 +169,6 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
         epilog=top.EXAMPLES,
     )
     top.add_arguments(watched)
-    show = add_parser(
-        "settings",
-        help="show the environment variables of lightning_sm and their values here",
-        description="Show the environment variables of lightning_sm: value in this environment, default, meaning.",
-        epilog="exit codes: 0 all values are valid, 2 at least one is not",
-    )
-    show.add_argument("--all", action="store_true", help="include the internal ones")
     first = add_parser(
         "init",
         help="write a first job file for a script",
@@ -220,25 +207,6 @@ def _show_completion(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show_settings(options: argparse.Namespace) -> int:
-    env = os.environ
-    rows = []
-    errors = []
-    for setting in SETTINGS if options.all else USER_SETTINGS:
-        value = "" if setting.name not in env else shown(setting.name, env[setting.name]) or "(empty)"
-        rows.append([setting.name, value, setting.default_text, setting.meaning])
-        try:
-            setting.read(env)
-        except JobConfigError as error:
-            errors.append(str(error))
-    headers = ["variable", "value here", "default", "meaning"]
-    widths = {"value here": 24, "default": 24, "meaning": 48}
-    sys.stdout.write(draw_table(rows, headers, max_widths=widths) + "\n")
-    for message in errors:
-        _LOG.error("error: %s", message)
-    return 2 if errors else 0
-
-
 # The commands that get their options and nothing else.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor.main,
@@ -246,7 +214,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "compare": report.compare_runs,
     "plan": report.plan_run,
     "top": top.main,
-    "settings": _show_settings,
     "init": init.main,
     "completion": _show_completion,
 }

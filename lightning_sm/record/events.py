@@ -28,7 +28,7 @@ import msgspec
 from lightning_sm._structs import encode
 from lightning_sm._version import installed_version
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.redaction import shown_hyperparameters
+from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import RECORD_DIR
 
 logger = logging.getLogger(__name__)
@@ -496,7 +496,7 @@ def head_of(
         gpus=job.num_gpus,
         packages=packages,
         command=list(command),
-        hyperparameters=shown_hyperparameters(job.hyperparameters) if rank is None else {},
+        hyperparameters=shown("", job.hyperparameters) if rank is None else {},
     )
 
 

@@ -167,12 +167,7 @@ def _changed(description: Mapping[str, Any], job: Job, changes: Sequence[Overrid
 
 
 def _without(hyperparameters: Mapping[str, str], names: set[str]) -> dict[str, str]:
-    """Leave out hyperparameters, also those that are split into parts (NAME__0, NAME__1)."""
-    return {
-        key: text
-        for key, text in hyperparameters.items()
-        if key not in names and re.sub(r"__\d+$", "", key) not in names
-    }
+    return {key: text for key, text in hyperparameters.items() if key not in names}
 
 
 def _is_json(text: str) -> bool:

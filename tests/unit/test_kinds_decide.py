@@ -36,7 +36,6 @@ _EXCEPTIONS = {
     },
     "data/protocol/probe.py": {"first.startswith(REFUSED)": "a message of the protocol"},
     "data/server/peers.py": {"text.partition('%')": "the zone of an address"},
-    "doctor/checks/network.py": {"re.fullmatch('[0-9]{1,5}', text)": _SETTING},
     "emulator/faults.py": {
         "_PATTERNS[kind].fullmatch(text, len(name))": _SETTING,
         "re.split('[:@]', text, maxsplit=1)": _SETTING,
@@ -63,8 +62,6 @@ _EXCEPTIONS = {
     "job/redaction.py": {
         "_FORMS": _SECRETS,
         "_FORMS.sub(_masked_form, text)": _SECRETS,
-        "_GIVEN.search(text)": _SECRETS,
-        "_MENTION.search(text)": _SECRETS,
         "'per' not in words": "the words of a name",
     },
     "job/variables.py": {

@@ -20,7 +20,8 @@ URIS = st.sampled_from(
 )
 TYPES = st.sampled_from(["ml.g5.xlarge", "ml.c5.xlarge", "ml.p4d.24xlarge", "ml.g5.xlarg", "local", ""])
 COUNTS = st.sampled_from([-1, 0, 1, 2, 30, 31, 21600, 21601, 86400, 10**7])
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.just("x" * 6000))
+FITTING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.just("x" * 2498))
+VALUES = FITTING | st.just("x" * 2499)
 
 
 def mappings(values, max_size=3):
@@ -104,7 +105,7 @@ def test_a_job_is_refused_with_reasons_or_fits_the_service(job):
         role=st.just("arn:aws:iam::111122223333:role/a"),
         name=st.from_regex(r"[a-z]{1,39}", fullmatch=True),
         output=st.just("s3://bucket/output"),
-        hyperparameters=st.dictionaries(st.from_regex(r"[a-z.]{1,20}", fullmatch=True), VALUES, max_size=9),
+        hyperparameters=st.dictionaries(st.from_regex(r"[a-z.]{1,20}", fullmatch=True), FITTING, max_size=9),
         environment=st.dictionaries(st.from_regex(r"[A-Z_]{1,20}", fullmatch=True), st.text(max_size=512), max_size=3),
         metrics=st.lists(st.from_regex(r"[a-z_/]{1,20}", fullmatch=True), unique=True, max_size=40),
         max_run_s=st.integers(1, 28 * 86400),

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.integration.emulators import command, in_background, job_dir, local, until
+from tests.integration.emulators import in_background, job_dir, until
 
 TIMEOUT_S = 60
 
@@ -152,19 +152,6 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(job, variables):
     is_dumb = variables.get("TERM") == "dumb"
     assert (b"\x1b[?1049h" in shown, b"\x1b[?1049l" in shown) == (not is_dumb, not is_dumb)
     assert (b"\x1b[32m" in shown) == (not variables)
-
-
-def test_the_emulator_says_how_to_watch_its_job(jobs, work):
-    """In a terminal, where somebody is there to watch it."""
-    (work / "train.py").write_text("")
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(command(jobs, ["--", "train.py"]), cwd=work, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        shown = _rest(ours).decode()
-        assert process.wait(TIMEOUT_S) == 0
-    os.close(ours)
-    assert f"Job {job_dir(jobs).name}. To watch it in another terminal: lightning-sm top" in shown
-    assert "lightning-sm top" not in local(jobs, work, "--", "train.py").stdout
 
 
 def test_a_job_that_does_not_run_here():

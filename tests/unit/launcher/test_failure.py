@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import traceback
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.failure_file import ProcessFailure
