@@ -227,10 +227,6 @@ class ContainerRuntime(HostRuntime):
         """Return nothing: containers do not see each other's files."""
         return ""
 
-    def watch_command(self, name: str, host: str) -> str:
-        """Return the command that shows the running job from inside of its main host."""
-        return f"docker exec -it {_container_name(name, host)} lightning-sm top"
-
     @contextlib.contextmanager
     def running(self, name: str, job_dir: Path) -> Iterator[None]:
         """Make the network of a job, and remove it with all containers; the guard does so if this process dies."""

@@ -234,15 +234,6 @@ class HostRuntime(ABC):
         """Return why hosts can read each other's folders on this system; empty if they cannot."""
 
     @abstractmethod
-    def watch_command(self, name: str, host: str) -> str:
-        """Return the command that shows the running job.
-
-        Args:
-            name: Name of the job.
-            host: Name of its main host.
-        """
-
-    @abstractmethod
     def running(self, name: str, job_dir: Path) -> AbstractContextManager[object]:
         """Run a job in this context: nothing of it is left when the context, or this process, has ended.
 

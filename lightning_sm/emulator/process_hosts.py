@@ -264,11 +264,6 @@ class ProcessRuntime(HostRuntime):
         """Return why hosts can read each other's folders on this system; empty if they cannot."""
         return own_disk.obstacle()
 
-    def watch_command(self, name: str, host: str) -> str:
-        """Return the command that shows the running job: it finds all processes of this machine."""
-        del name, host
-        return "lightning-sm top"
-
     @contextlib.contextmanager
     def running(self, name: str, job_dir: Path) -> Iterator[None]:
         """Run a job under its guard."""

@@ -87,7 +87,7 @@ def _run_attempts(
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
     if sys.stdout.isatty():  # output to a file needs no hint
-        watch = cluster.runtime.watch_command(cluster.name, cluster.main_host.name)
+        watch = f"lightning-sm report --live {shlex.quote(str(cluster.job_dir))}"
         output.say(f"Job {cluster.name}. To watch it in another terminal: {watch}")
     if cluster.bucket is not None:
         output.say(f"Folder that stands for the checkpoints' address in S3: {cluster.bucket}")

@@ -345,33 +345,13 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def read_file(path: Path) -> list[Line]:
-    """Read the lines of a file, skipping malformed ones, such as a line that a kill cut short.
+    """Read the lines of a file, skipping malformed ones, such as one that is still being written, or was cut short.
 
     Raises:
         OSError: The file cannot be read.
     """
-    return read_on(path, 0)[0]
-
-
-def read_on(path: Path, offset: int) -> tuple[list[Line], int]:
-    """Read the lines of a file that is still being written, as ``read_file`` does.
-
-    Args:
-        path: The file.
-        offset: Where to begin.
-
-    Returns:
-        The lines, and where the next one will begin.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read()
-    end = data.rfind(b"\n") + 1  # the rest is still being written, or was cut short
-    lines = map(from_json, data[:end].split(b"\n"))
-    return [line for line in lines if line is not None], offset + end
+    lines = map(from_json, path.read_bytes().split(b"\n"))
+    return [line for line in lines if line is not None]
 
 
 def to_json(line: Line) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lightning_sm.record.runs import read_run, read_runs
 from lightning_sm.report import compare, sizing, verdict
 from lightning_sm.report.figures import Figures
 from lightning_sm.report.job_of_plan import job_of_plan
+from lightning_sm.report.live import watch
 from lightning_sm.report.page import check_libraries, render
 from lightning_sm.report.trace import trace
 
@@ -39,8 +41,10 @@ examples:
     lightning-sm report run-1/ run-2/ --name before --name after -o both.html
   a timeline of all ranks and hosts for ui.perfetto.dev:
     lightning-sm report run/ --trace run.json
+  a job that runs now, until it ends:
+    lightning-sm report --live outputs/local-20260102-030405-abcd
 {_PRICES}
-exit codes: 0 the report is written, 2 it cannot be"""
+exit codes: 0 the report is written or was shown, 2 it cannot be"""
 COMPARE_EXAMPLES = f"""\
 examples:
   two recorded runs:
@@ -73,6 +77,16 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for ui.perfetto.dev, too")
     parser.add_argument(
         "--name", action="append", default=[], help="name of the run in a DIR, in the order of these; repeatable"
+    )
+    live = parser.add_argument_group("a running job")
+    live.add_argument("--live", action="store_true", help="write no page, but show the job in this terminal")
+    live.add_argument("--once", action="store_true", help="show it once, and exit")
+    live.add_argument("--json", action="store_true", help="write lines of JSON instead of a table")
+    live.add_argument(
+        "--every",
+        type=positive_number,
+        metavar="SECONDS",
+        help="time between two updates (default: 1 in a terminal, 10 elsewhere)",
     )
     _add_job(parser)
     _add_prices(parser)
@@ -119,12 +133,16 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write a report and return the exit code.
+    """Write a report, or show a running job, and return the exit code.
 
     Raises:
         JobConfigError: There is no record, a price is wrong, or a library is missing.
         OutputDirectoryError: The report cannot be written.
     """
+    if options.live:
+        with suppress(KeyboardInterrupt):  # it ends the view
+            watch(options.runs, options.job, every_s=options.every, is_once=options.once, is_json=options.json)
+        return 0
     prices = read_prices(options.prices, options.price)
     _write_report(options.runs, options.job, options.output, prices, trace_file=options.trace, names=options.name)
     return 0

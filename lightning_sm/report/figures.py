@@ -176,7 +176,7 @@ class Happening:
 
 
 @dataclass(frozen=True)
-class _DataFigures:
+class DataMoment:
     """What ranks and data hosts had done at a moment, by their names."""
 
     t: float
@@ -184,7 +184,7 @@ class _DataFigures:
     hosts: Mapping[str, HostFigures] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, line: DataService) -> _DataFigures:
+    def of(cls, line: DataService) -> DataMoment:
         """Read a line, which another version may have written. Names of data hosts lose the address behind them."""
         hosts = [_known_fields(HostFigures, host) for host in line.hosts]
         short = [structs.replace(host, name=host.name.partition(" (")[0]) for host in hosts]
@@ -496,7 +496,7 @@ class Figures:
         """
         ranks: dict[str, RankFigures] = {}
         hosts: dict[str, HostFigures] = {}
-        for moments in self._data:
+        for moments in self.data_moments:
             first, last = moments[1 if len(moments) > _LEAST_LINES else 0], moments[-1]
             for name, rank in last.ranks.items():
                 ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first.ranks.get(name)))
@@ -590,15 +590,20 @@ class Figures:
         """What the processes of the last attempt wrote."""
         return [record for record in self.run.records if record.attempt == self.attempts[-1].number]
 
+    @property
+    def newest_records(self) -> list[ProcessRecord]:
+        """What the processes of the last attempt wrote since they were last started."""
+        return list({(record.head.host, record.head.who): record for record in self._latest}.values())
+
     @cached_property
-    def _data(self) -> list[list[_DataFigures]]:
+    def data_moments(self) -> list[list[DataMoment]]:
         """What ranks and data hosts had done at some moments, by life of rank 0, at whose start that was nothing."""
         lines = [(record, _lines([record], DataService)) for record in self.main_records]
-        return [[_DataFigures(record.head.t), *map(_DataFigures.of, own)] for record, own in lines if own]
+        return [[DataMoment(record.head.t), *map(DataMoment.of, own)] for record, own in lines if own]
 
     @property
-    def _data_changes(self) -> Iterator[tuple[_DataFigures, _DataFigures]]:
-        for moments in self._data:
+    def _data_changes(self) -> Iterator[tuple[DataMoment, DataMoment]]:
+        for moments in self.data_moments:
             yield from pairwise(moments)
 
     def _added(self, choose: Callable[[Mapping[str, RankFigures]], RankFigures]) -> RankFigures:
