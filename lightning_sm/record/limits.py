@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from lightning_sm._text import count, duration, percent, size, step_time
-from lightning_sm.record.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY
 
+# A training that waits for a smaller share of its time is not input-bound (as in the TensorFlow profiler).
+NOT_INPUT_BOUND = 0.05
+# Workers are the limit if they are busy for this share of the time in which there is something to do.
+WORKERS_ARE_BUSY = 0.8
 # A limit that costs a smaller share of the job is not shown.
 WORTH_SHOWING = 0.05
 # From this share of the job on, what a change could remove is named before the work of the training itself.

@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lightning_sm._arguments import positive_number, positive_whole_number
 from lightning_sm._log import command_logger
 from lightning_sm._text import for_terminal
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.new_file import write_new, write_whole
-from lightning_sm.job.yaml_file import read_mapping
 from lightning_sm.record.prices import Prices, read_prices
 from lightning_sm.record.runs import read_run, read_runs
 from lightning_sm.report import compare, sizing, verdict
@@ -60,10 +58,10 @@ PLAN_EXAMPLES = f"""\
 examples:
   how many workers, or data hosts like the measured ones, remove the wait:
     lightning-sm plan outputs/local-20260102-030405-abcd
-  data hosts with 16 vCPUs, for a job of 20,000 steps:
-    lightning-sm plan run/ --vcpus 16 --kind ml.c5.4xlarge --steps 20000 --prices prices.yaml
+  data hosts of another type, for a job of 20,000 steps:
+    lightning-sm plan run/ --kind ml.c5.4xlarge --steps 20000 --prices prices.yaml
   the cheapest hosts and workers as a job file:
-    lightning-sm plan run/ --prices prices.yaml --base job.yaml --save planned.yaml
+    lightning-sm plan run/ --prices prices.yaml --save planned.yaml
 {_PRICES}
 exit codes: 0 the plan is written, 2 it cannot be"""
 
@@ -111,23 +109,11 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``plan`` to the parser of its subcommand."""
     parser.add_argument("run", type=Path, metavar="DIR", help="folder or output.tar.gz of a run of a minute or more")
-    parser.add_argument("--vcpus", type=positive_whole_number, metavar="N", help="plan with data hosts of N vCPUs each")
-    parser.add_argument("--kind", metavar="NAME", help="instance type or group of these hosts, for prices")
-    parser.add_argument(
-        "--speed",
-        type=positive_number,
-        metavar="FACTOR",
-        help="how fast one of their vCPUs is, compared to a measured one",
-    )
-    parser.add_argument(
-        "--network", type=positive_number, metavar="GBIT", help="network bandwidth of a host, in Gbit/s"
-    )
+    parser.add_argument("--kind", metavar="TYPE", help="instance type of the data hosts (default: the measured one)")
     parser.add_argument(
         "--steps", type=positive_whole_number, help="steps of the whole job (default: as many as the run had)"
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write a job file with the best line; must not exist")
-    parser.add_argument("--base", type=Path, metavar="FILE", help="job file of the run, from which the new one starts")
-    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     _add_job(parser)
     _add_prices(parser)
 
@@ -208,18 +194,16 @@ def plan_run(options: argparse.Namespace) -> int:
     """Write a plan to stdout and return the exit code.
 
     Raises:
-        JobConfigError: The run or the job file cannot be read or does not say enough, or a price is wrong.
+        JobConfigError: The run cannot be read or does not say enough, or a price is wrong.
         OutputDirectoryError: The new job file exists or cannot be written.
     """
     prices = read_prices(options.prices, options.price)
-    wanted = sizing.Hosts(options.vcpus, options.kind, options.speed, options.network)
-    base = None if options.base is None else _base_job(options.base, options.save)
     run = Figures(read_run(options.run, options.job))
-    planned = sizing.plan(run, prices, wanted, options.steps)
+    planned = sizing.plan(run, prices, options.kind, options.steps)
     if options.save is not None:
-        write_new(options.save, job_of_plan(run, planned, prices, base))
+        write_new(options.save, job_of_plan(run, planned, prices))
         _LOG.info("job file: %s", options.save)
-    _print(json.dumps(sizing.as_json(planned), indent=2) if options.json else sizing.as_text(planned, prices))
+    _print(sizing.as_text(planned, prices))
     return 0
 
 
@@ -242,18 +226,6 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PRICE",
         help="hourly price of an instance type or group; repeatable",
     )
-
-
-def _base_job(file: Path, new: Path | None) -> dict[str, Any]:
-    """Read the job file that a new one starts from."""
-    if new is None:
-        raise JobConfigError("--base is the job file that --save starts from. Name the new file: --save FILE.")
-    if new.absolute().parent != file.absolute().parent:
-        raise JobConfigError(
-            f"{new} is to be in another folder than {file}, whose paths start from its folder. "
-            "Save it beside that file."
-        )
-    return read_mapping(file, "job file")
 
 
 def _print(text: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from lightning_sm._text import duration, percent, rate, size, step_time
 from lightning_sm._version import __version__
 from lightning_sm.errors import JobConfigError
-from lightning_sm.record.bottleneck import NOT_INPUT_BOUND
 from lightning_sm.record.events import PARTS
+from lightning_sm.record.limits import NOT_INPUT_BOUND
 from lightning_sm.record.prices import Prices
 from lightning_sm.report import verdict
 from lightning_sm.report.figures import Figures, Happening, HostSummary

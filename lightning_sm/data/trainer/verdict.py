@@ -7,8 +7,7 @@ from statistics import median
 
 from lightning_sm._text import count, duration, percent, size, times
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
-from lightning_sm.record.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY
-from lightning_sm.record.limits import RankPace, WaitCause, slow_rank
+from lightning_sm.record.limits import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, RankPace, WaitCause, slow_rank
 
 # Waits below this fraction of the epoch, or this many seconds, are not reported.
 _MIN_FRACTION = NOT_INPUT_BOUND

@@ -153,7 +153,7 @@ def test_report_and_plan_read_what_was_recorded(run, jobs):
     assert job_times(figures).cause.name == "transforms"
     planned = plan(figures, Prices())
     # Two ranks with 2 samples of 50 ms.
-    assert planned.measured.model.cost_s == pytest.approx(0.2, rel=0.3)
-    assert planned.best.workers > planned.measured.model.workers
+    assert planned.measured.cost_s == pytest.approx(0.2, rel=0.3)
+    assert planned.best.workers > planned.measured.workers
     assert re.search(r"Use \d+ data hosts instead of 1, with", advice(planned, Prices()))
     assert "What to change" in render([figures], Prices())

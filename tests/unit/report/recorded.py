@@ -77,7 +77,6 @@ def data(
     workers: int = 2,
     produce_s: float = 0.096,
     busy: float = 1.0,
-    vary: float = 0.1,
     num_bytes: int = 1_000_000,
     transfer_s: float = 0.0005,
 ) -> DataService:
@@ -95,7 +94,6 @@ def data(
         "sync_s": 0.2 * seconds,
         "queue_s": 0.1 * seconds,
         "produce_s": produce_s * num_steps,
-        "produce_ms2": (1e3 * produce_s) ** 2 * (1 + vary**2) * num_steps,
         "transfer_s": transfer_s * num_steps,
     }
     host = {

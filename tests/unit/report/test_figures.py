@@ -181,7 +181,7 @@ def test_the_main_host_says_what_all_records_say(tmp_path):
     write(tmp_path / "all", *other, who="rank-1")
     one, both = of(tmp_path / "main"), of(tmp_path / "all")
     assert (one.pace.waiting, both.pace.waiting) == (pytest.approx(0.9), pytest.approx(0.9))
-    assert measure(one).model.own_s == pytest.approx(measure(both).model.own_s) == pytest.approx(0.005)
+    assert measure(one).own_s == pytest.approx(measure(both).own_s) == pytest.approx(0.005)
 
 
 def test_ranks_that_take_turns_wait_as_long_as_training_does(tmp_path):
