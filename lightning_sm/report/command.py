@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -97,12 +96,8 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
             name, type=Path, metavar=name.upper(), help="folder or output.tar.gz of a run, or a file of figures"
         )
     parser.add_argument(
-        "--jobs", nargs=2, metavar="NAME", default=(None, None), help="the jobs A and B, where a folder has several"
-    )
-    parser.add_argument(
         "--steps", type=positive_whole_number, help="number of steps of the whole run (default: as many as A had)"
     )
-    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     _add_prices(parser)
 
 
@@ -180,13 +175,8 @@ def compare_runs(options: argparse.Namespace) -> int:
         JobConfigError: A run or a file cannot be read, or a price is missing or wrong.
     """
     prices = read_prices(options.prices, options.price)
-    job_a, job_b = options.jobs
-    runs = _measured(options.a, job_a), _measured(options.b, job_b)
-    comparison = compare.compare(*runs, prices, options.steps)
-    if options.json:
-        _print(json.dumps(compare.as_json(comparison, prices), indent=2))
-    else:
-        _print(compare.as_text(comparison, prices))
+    comparison = compare.compare(_measured(options.a), _measured(options.b), prices, options.steps)
+    _print(compare.as_text(comparison, prices))
     return 0
 
 
@@ -207,10 +197,10 @@ def plan_run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(source: Path, job: str | None) -> compare.ComparedRun:
+def _measured(source: Path) -> compare.ComparedRun:
     if source.suffix in (".yaml", ".yml", ".json"):
         return compare.read_figures(source)
-    return compare.of_run(Figures(read_run(source, job)))
+    return compare.of_run(Figures(read_run(source)))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, rate, step_time, times
@@ -33,10 +35,22 @@ step_s: 0.1968         # seconds of a step of all trainers together, once the fi
 samples_per_step: 8192 # optional: of all trainers; needed where the two runs differ in it
 steps: 4800            # optional: how many steps the run had
 apart_s: 90            # optional: seconds that the job was up besides its steps, however many these are (start-up, end)
-apart_step_s: 0.01     # optional: seconds besides its steps that grow with them, for each one (validation, checkpoints)
 """
+_Whole = Annotated[int, msgspec.Meta(gt=0)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]  # nor infinity, which YAML has
 # Costs are shown for this many steps if the length of the training is unknown: one step costs a fraction of a cent.
 _SHOWN_STEPS = 1000
+
+
+class _FiguresFile(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of ``FIGURES_FORMAT``."""
+
+    hosts: Annotated[dict[str, _Whole], msgspec.Meta(min_length=1)]
+    step_s: _Positive
+    name: str = ""
+    samples_per_step: _Positive | None = None
+    steps: _Whole | None = None
+    apart_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -190,23 +204,18 @@ def read_figures(file: Path) -> ComparedRun:
         JobConfigError: The file cannot be read, or a value is missing or wrong.
     """
     fields = read_mapping(file, "file of figures", FIGURES_FORMAT)
-    hosts = fields.get("hosts")
-    if not isinstance(hosts, dict) or not hosts:
-        raise JobConfigError(f"{file}: hosts is {hosts!r}; expected the number of hosts of each instance type.")
-    counts = {str(name): _number(file, f"hosts.{name}", number, whole=True) for name, number in hosts.items()}
-    optional = {
-        name: _number(file, name, fields[name], whole=name == "steps")
-        for name in ("samples_per_step", "steps", "apart_s", "apart_step_s")
-        if fields.get(name) is not None
-    }
-    if "apart_step_s" in optional and "apart_s" not in optional:
-        raise JobConfigError(f"{file}: apart_step_s without apart_s: give both, or neither; apart_s may be 0.")
+    try:
+        found = msgspec.convert(fields, _FiguresFile)
+    except msgspec.ValidationError as error:
+        raise JobConfigError(f"{file}: {error}. A file of figures:\n{FIGURES_FORMAT}") from error
     return ComparedRun(
-        name=str(fields.get("name", file.stem)),
-        source=str(file),
-        hosts=tuple((name, name) for name, number in counts.items() for _ in range(number)),
-        step_s=_number(file, "step_s", fields.get("step_s")),
-        **optional,
+        found.name or file.stem,
+        str(file),
+        tuple((kind, kind) for kind, number in found.hosts.items() for _ in range(number)),
+        found.step_s,
+        samples_per_step=found.samples_per_step,
+        steps=found.steps,
+        apart_s=found.apart_s,
     )
 
 
@@ -217,20 +226,8 @@ def as_text(comparison: Comparison, prices: Prices) -> str:
         comparison: The two runs.
         prices: The prices that were used.
     """
-    table = draw_table(list(_rows(comparison, prices)), ["", "A", "B", "B compared to A"])
+    table = draw_table(_rows(comparison, prices), ["", "A", "B", "B compared to A"])
     return "\n\n".join([sentence(comparison, prices), table, "\n".join(_notes(comparison, prices))])
-
-
-def as_json(comparison: Comparison, prices: Prices) -> dict[str, Any]:
-    """Return the comparison for programs; see ``as_text`` for the arguments."""
-    return {
-        "a": _run_json(comparison, 0),
-        "b": _run_json(comparison, 1),
-        "speed_up": comparison.speed_up,
-        "price_ratio": comparison.price_ratio,
-        "cost_ratio": comparison.cost_ratio,
-        "currency": prices.currency,
-    }
 
 
 def sentence(comparison: Comparison, prices: Prices) -> str:
@@ -267,12 +264,12 @@ def _result(comparison: Comparison, prices: Prices) -> str:
     return text
 
 
-def _rows(comparison: Comparison, prices: Prices) -> Any:
+def _rows(comparison: Comparison, prices: Prices) -> Iterator[Sequence[str]]:
     a, b = comparison.first, comparison.second
     yield "run", a.name, b.name, ""
     yield "hosts", _hosts(a), _hosts(b), ""
     if a.waiting is not None or b.waiting is not None:
-        yield "waiting for data", *(_optional(run.waiting, percent) for run in (a, b)), ""
+        yield "waiting for data", *("not known" if one.waiting is None else percent(one.waiting) for one in (a, b)), ""
     yield "time of a step", step_time(a.step_s), step_time(b.step_s), _speed(a.step_s / b.step_s)
     if a.samples_per_step and b.samples_per_step:
         rates = (a.samples_per_step / a.step_s, b.samples_per_step / b.step_s)
@@ -293,7 +290,7 @@ def _rows(comparison: Comparison, prices: Prices) -> Any:
         yield label, *map(prices.amount, costs), _change(comparison.cost_ratio)
 
 
-def _notes(comparison: Comparison, prices: Prices) -> Any:
+def _notes(comparison: Comparison, prices: Prices) -> Iterator[str]:
     a, b = comparison.first, comparison.second
     yield f"A: {a.source}"
     yield f"B: {b.source}"
@@ -309,22 +306,6 @@ def _notes(comparison: Comparison, prices: Prices) -> Any:
         yield f"Only {known} says what it took outside the steps (start-up, validation, checkpoints): that is left out."
     if not (a.samples_per_step and b.samples_per_step):
         yield "The comparison is by step: that is the same work only if a step of A and one of B have as many samples."
-
-
-def _run_json(comparison: Comparison, index: int) -> dict[str, Any]:
-    run = (comparison.first, comparison.second)[index]
-    price = None if comparison.per_hour is None else comparison.per_hour[index]
-    numbers = comparison.numbers
-    seconds = None if numbers is None else comparison.seconds[index]
-    return {
-        **asdict(run),
-        "hosts": run.kinds,
-        "steps": None if numbers is None else numbers[index],
-        "price_per_hour": price,
-        "cost_per_step": None if price is None else cost(price, run.step_s),
-        "time_to_train_s": seconds,
-        "cost_to_train": None if price is None or seconds is None else cost(price, seconds),
-    }
 
 
 def _price(run: ComparedRun, prices: Prices) -> float:
@@ -360,20 +341,3 @@ def _change(ratio: float | None) -> str:
     if change == 0:
         return "the same"
     return f"{abs(change):.1f}% {'more' if change > 0 else 'less'}"
-
-
-def _optional(value: float | None, text: Any) -> str:
-    return "not known" if value is None else str(text(value))
-
-
-def _number(file: Path, name: str, value: Any, *, whole: bool = False) -> Any:
-    is_number = type(value) in ({int} if whole else {int, float})
-    if (
-        not is_number
-        or not math.isfinite(value)
-        or value < 0
-        or (value == 0 and name not in ("apart_s", "apart_step_s"))
-    ):
-        kind = "a positive whole number" if whole else "a positive number"
-        raise JobConfigError(f"{file}: {name} is {value!r}; expected {kind}.")
-    return value
