@@ -11,7 +11,6 @@ import pytest
 from lightning_sm.__main__ import main
 from lightning_sm._text import percent, rate, step_time
 from lightning_sm.record.events import FOLDER
-from lightning_sm.record.run_summary import summary
 from lightning_sm.record.runs import read_run
 from lightning_sm.report import live
 from lightning_sm.report.figures import Figures
@@ -50,9 +49,6 @@ def test_rates_and_waits_are_those_that_the_training_measured(name, tmp_path, mo
     assert own.waiting in [host.waiting for host in shown.hosts]
     screen = said_by(capsys, "report", "--live", "--once", _RECORDS / name)
     assert f"   {rate(1 / own.step_s)} steps/s   {samples} samples/s   waiting for data {waits} of the time" in screen
-    if run.world_size == 1:
-        assert f"{waits} data wait" in summary(own) or own.waiting < 0.005
-        assert f"({step} each)" in summary(own)
     said = said_by(capsys, "report", _RECORDS / name, "-o", tmp_path / "page.html")
     assert said.count(f"waits {waits} of the time") == (2 if name.startswith(("network", "transforms")) else 0)
     page = text_of(tmp_path / "page.html")
