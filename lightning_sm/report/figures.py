@@ -43,13 +43,6 @@ _START, _FIRST, *_LATER = dict.fromkeys(SPANS.values())
 SHARES = (_START, _FIRST, STEPS, WAITING, *_LATER, RESTARTS, SHUTDOWN, OTHER)
 # What a training does again and again.
 _GROWING = tuple(dict.fromkeys(SPANS[name] for name in ("validation", "between", "checkpoint")))
-# What the time of a restart goes into, in its order.
-SAVING = "the last checkpoint before it"
-ENDING = "the end of the processes before it"
-FRUITLESS = "attempts that did not train"
-PREPARATION = "code and requirements"
-STARTUP = "the start of the script until training begins"
-FIRST_BATCH = "the first batch"
 # The first figures of data hosts, in which the first batches are, are left out if enough follow.
 _LEAST_LINES = 4
 RUNNING = "no end recorded"
@@ -147,15 +140,12 @@ class TrainingRestart:
         until: When its own steps began.
         seconds: The time between, without that between two attempts, in which no host costs anything.
         num_repeated: Steps that were trained again.
-        parts: Seconds by what they went into: ``SAVING``, ``ENDING``, ``FRUITLESS``, ``PREPARATION``, ``STARTUP`` and
-            ``FIRST_BATCH``.
     """
 
     since: float
     until: float
     seconds: float
     num_repeated: int
-    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -355,8 +345,7 @@ class Figures:
             without_hosts_s = math.fsum(max(0.0, later.begin - one.end) for one, later in pairwise(between))
             repeated = max(0, self._num_undone(before, after)) if steps and earlier else 0
             seconds = max(0.0, until - since - without_hosts_s)
-            parts = self._restart_parts(before, after, since, until)
-            restarts.append(TrainingRestart(since, until, seconds, repeated, parts))
+            restarts.append(TrainingRestart(since, until, seconds, repeated))
         return restarts
 
     def _num_undone(self, before: ProcessRecord, after: ProcessRecord) -> int:
@@ -375,31 +364,6 @@ class Figures:
                 batches += Totals.of(steps).num_trained
                 counted += steps[-1].step - begun.step if steps else 0
         return batches / counted if counted > 0 else 1.0
-
-    def _restart_parts(
-        self, before: ProcessRecord, after: ProcessRecord, since: float, until: float
-    ) -> dict[str, float]:
-        """Return what a restart's time went into, from the end of one training to the first steps of the next one."""
-        by_number = {attempt.number: attempt for attempt in self.attempts}
-        trains_at = min(line.t for line in _lines([after], Loader))
-        startups = [span for span in _lines([after], Span) if span.name == "startup" and span.t <= trains_at]
-        # A process that waits for a restart has begun before it.
-        starts_at = max([max(line.t for line in before.lines), *(span.begin for span in startups)])
-        ended = starts_at
-        if before.attempt != after.attempt:
-            ended, starts_at = by_number[before.attempt].end, max(starts_at, by_number[after.attempt].begin)
-        saving = [span for span in _lines([before], Span) if span.name == "checkpoint" and span.begin >= since]
-        saving_s = math.fsum(span.seconds for span in saving)
-        launchers = [one for one in self._pace_launchers if one.attempt == after.attempt]
-        preparing = [span for span in _lines(launchers, Span) if since <= span.begin and span.t <= until]
-        return {
-            SAVING: saving_s,
-            ENDING: max(0.0, ended - since - saving_s),
-            FRUITLESS: math.fsum(one.seconds for one in self.attempts if before.attempt < one.number < after.attempt),
-            PREPARATION: math.fsum(span.seconds for span in preparing),
-            STARTUP: max(0.0, trains_at - starts_at),
-            FIRST_BATCH: max(0.0, until - trains_at),
-        }
 
     @property
     def on_gpu(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from lightning_sm._text import count, duration, listed
@@ -12,28 +11,9 @@ from lightning_sm.record import limits
 from lightning_sm.record.events import FAILED, INTERRUPTED, STOPPED
 from lightning_sm.record.limits import JobTimes, Limit, SlowRank, WaitCause
 from lightning_sm.record.prices import Prices, cost
-from lightning_sm.report.figures import (
-    ENDING,
-    FIRST_BATCH,
-    FRUITLESS,
-    PREPARATION,
-    RESTARTS,
-    RUNNING,
-    SAVING,
-    STARTUP,
-    Figures,
-)
+from lightning_sm.report.figures import RESTARTS, RUNNING, Figures
 from lightning_sm.report.sizing import advice, plan
 
-# By the largest part of the time of restarts: what to change.
-_RESTART_CHANGES = {
-    SAVING: "Save less in a checkpoint, or to a faster disk.",
-    ENDING: "Look at what the script does after an interruption, and at what the host uploads.",
-    FRUITLESS: "See in the events why these attempts ended.",
-    PREPARATION: "Use an image that has all requirements.",
-    STARTUP: "Import less, and look at prepare_data and setup.",
-    FIRST_BATCH: "Make the first batch faster: compile less, or look at what the loader's workers do first.",
-}
 # A data host whose absence covers this part of the waiting is its cause.
 _MOST = 0.5
 
@@ -159,17 +139,14 @@ def _restarts(run: Figures) -> Limit | None:
     if not run.restarts:
         return None
     apart_s = run.shares[RESTARTS]
-    parts = {part: math.fsum(restart.parts[part] for restart in run.restarts) for part in _RESTART_CHANGES}
-    part, part_s = max(parts.items(), key=lambda item: item[1])
     steps = sum(restart.num_repeated for restart in run.restarts)
     again_s = steps * run.pace.step_s
     finding = (
         f"Training began {count(len(run.restarts), 'more time')}: {duration(apart_s)} from the end of the training "
-        f"before to the next step, the largest part of it {part} ({duration(part_s)})"
+        f"before to the next step"
     )
-    changes = [(part_s, _RESTART_CHANGES[part])]
+    change = "Look at what the script does at its start, and at what it saves and does after an interruption."
     if steps:
         finding += f", and {count(steps, 'step')} were trained again ({duration(again_s)})"
-        changes.append((again_s, "Save checkpoints more often (every_n_train_steps)."))
-    change = " ".join(text for _, text in sorted(changes, reverse=True))
+        change += " Save checkpoints more often (every_n_train_steps)."
     return Limit(RESTARTS, apart_s + again_s, f"{finding}.", change)
