@@ -90,7 +90,6 @@ class HostSummary:
         cpus: CPUs that it may use; 0 if it has no record here.
         gpus: Number of its GPUs.
         uses: What it did over time, in all attempts; empty if it has no record here.
-        earlier_roles: Its role in each earlier attempt in which that was another one.
     """
 
     name: str
@@ -100,7 +99,6 @@ class HostSummary:
     cpus: int = 0
     gpus: int = 0
     uses: tuple[HostUse, ...] = ()
-    earlier_roles: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def cpu(self) -> float | None:
@@ -223,40 +221,27 @@ class Figures:
     @cached_property
     def hosts(self) -> list[HostSummary]:
         """All hosts of the last attempt, also those without a record here. Trainers come first."""
-        head = max((record.head for record in self._latest), key=lambda head: len(head.hosts))
-        roles = self._roles
+        heads = [record.head for record in self._latest]
+        head = max(heads, key=lambda head: len(head.hosts))
+        # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
+        roles = {record.head.group: record.head.role for record in self.run.records}
+        roles |= {head.group: head.role for head in heads}
         hosts = []
-        for name, (group, role) in roles[self.attempts[-1].number].items():
-            earlier = {number: places[name][1] for number, places in roles.items() if name in places}
-            own = [record for record in self._latest if record.head.host == name]
-            heads = [record.head for record in own]
-            kind = next((one.instance_type for one in heads if one.instance_type), head.instance_types.get(group))
+        for name, group in (head.hosts or {head.host: head.group for head in heads}).items():
+            own = [one for one in heads if one.host == name]
+            kind = next((one.instance_type for one in own if one.instance_type), head.instance_types.get(group))
             hosts.append(
                 HostSummary(
                     name=name,
                     group=group,
-                    role=role,
+                    role=roles.get(group, "data"),
                     instance_type=kind,
-                    cpus=max((one.cpus for one in heads), default=0),
-                    gpus=max((one.gpus for one in heads), default=0),
+                    cpus=max((one.cpus for one in own), default=0),
+                    gpus=max((one.gpus for one in own), default=0),
                     uses=tuple(_lines([one for one in self.run.records if one.head.host == name], HostUse)),
-                    earlier_roles={number: other for number, other in earlier.items() if other != role},
                 )
             )
         return sorted(hosts, key=lambda host: (host.role == "data", host.name))
-
-    @cached_property
-    def _roles(self) -> dict[int, dict[str, tuple[str, str]]]:
-        """Group and role of each host, by its name, in each attempt: the service names hosts anew."""
-        roles = {record.head.group: record.head.role for record in self.run.records}
-        found = {}
-        for attempt in self.attempts:
-            heads = [record.head for record in self.run.records if record.attempt == attempt.number]
-            groups = max((dict(head.hosts) for head in heads), key=len) or {head.host: head.group for head in heads}
-            # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
-            known = roles | {head.group: head.role for head in heads}
-            found[attempt.number] = {name: (group, known.get(group, "data")) for name, group in groups.items()}
-        return found
 
     @property
     def hosts_without_record(self) -> list[str]:

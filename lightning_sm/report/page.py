@@ -17,9 +17,8 @@ from lightning_sm.record.events import PARTS
 from lightning_sm.record.limits import NOT_INPUT_BOUND
 from lightning_sm.record.prices import Prices
 from lightning_sm.report import verdict
-from lightning_sm.report.figures import Figures, Happening, HostSummary
+from lightning_sm.report.figures import Figures, HostSummary
 
-_TABLE_ROWS = 40
 # Metrics beyond this number are only in the table.
 _MAX_CURVES = 8
 # Numbers in boxes below the verdict.
@@ -56,14 +55,12 @@ class Section:
         pictures: What it shows.
         texts: Sentences.
         tables: Tables, folded, except for short ones that are open.
-        note: How to read the pictures.
     """
 
     title: str
     pictures: tuple[Any, ...] = ()
     texts: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    note: str = ""
 
 
 def check_libraries() -> None:
@@ -151,18 +148,14 @@ def _sections(run: Figures, prices: Prices, *, is_alone: bool) -> list[Section]:
 
     names = _metric_names(run)
     changes = verdict.changes(run, prices) or ["Nothing that this record shows is worth a change."]
-    notes = list(_pace_notes(run))
-    if run.unusual_events:
-        notes.append("Dotted lines are the numbered events below.")
     # Of several runs, one picture shows it side by side.
     times = Section("Where the time went", _existing(charts.time_shares([run])), tables=(_shares_table([run]),))
     return [
         Section(
             "Time of a step",
             _existing(charts.step_times(run)),
-            texts=() if run.pace.num_steps else ("No training step is recorded.",),
-            tables=(_parts_table([run]), _steps_table(run)) if run.pace.num_steps else (),
-            note=" ".join(notes),
+            texts=tuple(_step_notes(run)),
+            tables=(_parts_table([run]),) if run.pace.num_steps else (),
         ),
         Section("What to change", texts=tuple(changes)),
         *([times] if is_alone else []),
@@ -174,7 +167,7 @@ def _sections(run: Figures, prices: Prices, *, is_alone: bool) -> list[Section]:
             texts=() if names else ("The model logged nothing.",),
             tables=(_metrics_table(run, names),) if names else (),
         ),
-        Section("Events", texts=() if run.events else ("None.",), tables=_event_tables(run)),
+        Section("Events", texts=() if run.events else ("None.",), tables=(_events_table(run),) if run.events else ()),
         *([Section("Hyperparameters", tables=(_hyperparameters_table(run),))] if run.hyperparameters else []),
         Section("How it was measured", texts=tuple(_method(run, prices)), tables=(_packages_table(run),)),
     ]
@@ -229,32 +222,17 @@ def _parts_table(runs: Sequence[Figures]) -> Table:
     )
 
 
-def _steps_table(run: Figures) -> Table:
-    rows = [
-        (
-            f"{duration(begin)}",
-            f"{times.num_steps:,}",
-            step_time(times.step_s),
-            *(f"{1e3 * times.parts[part] / times.num_steps:.3g}" for part in PARTS),
-        )
-        for begin, _, times in run.binned_steps(_TABLE_ROWS)
-    ]
-    headers = ("since the start", "steps", "a step", *(f"{PARTS[part]} (ms)" for part in PARTS))
-    return Table("Steps over time, without the first one of each start", headers, tuple(rows))
-
-
-def _pace_notes(run: Figures) -> Iterator[str]:
-    """Yield whose steps the page shows, if there are several ranks."""
-    if run.pace_rank is None or run.world_size <= 1:
-        return
-    name = run.name_of(run.pace_rank)
-    yield f"The steps are those of {name}, for which the others wait in their backward pass."
-    waited_s = run.ranks[run.pace_rank].parts["data_wait"]
-    if run.pace.parts["data_wait"] > waited_s:
-        yield (
-            f"The picture has {percent(waited_s / run.pace.wall_s)} of waiting for data. Others wait, too: training "
-            f"waits {percent(run.pace.waiting)} of the time, the rest of which {name} has in its backward pass."
-        )
+def _step_notes(run: Figures) -> Iterator[str]:
+    if run.pace_rank is None:
+        yield "No training step is recorded."
+    elif run.world_size > 1:
+        name = run.name_of(run.pace_rank)
+        yield f"The steps are those of {name}, for which the others wait in their backward pass."
+        waited_s = run.ranks[run.pace_rank].parts["data_wait"]
+        if run.pace.parts["data_wait"] > waited_s:
+            yield "In the picture, its backward pass has the time in which it waits for others that wait for data."
+    if run.unusual_events:
+        yield "Dotted lines are events, such as restarts."
 
 
 def _ranks_table(run: Figures) -> Table:
@@ -279,7 +257,7 @@ def _host_tables(run: Figures) -> tuple[Table, ...]:
         memory = host.memory
         return (
             host.name,
-            _role(host),
+            host.role,
             host.group,
             host.instance_type or "",
             str(host.cpus or ""),
@@ -319,14 +297,6 @@ def _host_tables(run: Figures) -> tuple[Table, ...]:
     return tuple(tables)
 
 
-def _role(host: HostSummary) -> str:
-    """Return the role of a host in the last attempt, and in those in which its name had another one."""
-    if not host.earlier_roles:
-        return host.role
-    earlier = ", ".join(f"{role} in attempt {number}" for number, role in host.earlier_roles.items())
-    return f"{host.role} ({earlier})"
-
-
 def _host_notes(run: Figures) -> Any:
     silent = [host.name for host in run.hosts if not host.uses]
     if silent:
@@ -346,27 +316,12 @@ def _metrics_table(run: Figures, names: Sequence[str]) -> Table:
     return Table("Metrics", ("metric", "points", "first", "last", "min", "max", "last step"), tuple(rows))
 
 
-def _event_tables(run: Figures) -> tuple[Table, ...]:
-    numbered = run.unusual_events
-    numbers = {id(event): str(number) for number, event in enumerate(numbered, 1)}
-    headers = ("", "since the start", "host", "what", "")
-
-    def what(event: Happening) -> str:
-        return event.what.replace("_", " ")
-
-    def rows(events: Sequence[Happening]) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            (numbers.get(id(event), ""), duration(max(0.0, event.seconds)), event.host, what(event), event.text)
-            for event in events
-        )
-
-    tables = []
-    if numbered:
-        caption = "Events that are marked in the picture"
-        tables.append(Table(caption, headers, rows(numbered), is_open=len(numbered) <= _OPEN_ROWS))
-    if len(run.events) > len(numbered):
-        tables.append(Table("All events", headers, rows(run.events)))
-    return tuple(tables)
+def _events_table(run: Figures) -> Table:
+    rows = [
+        (duration(max(0.0, event.seconds)), event.host, event.what.replace("_", " "), event.text)
+        for event in run.events
+    ]
+    return Table("Events", ("since the start", "host", "what", ""), tuple(rows), is_open=len(rows) <= _OPEN_ROWS)
 
 
 def _method(run: Figures, prices: Prices) -> Any:
