@@ -367,19 +367,6 @@ class Figures:
         ]
         return max((one for one in found if one[2]), key=lambda one: one[1] / one[2], default=None)
 
-    @cached_property
-    def waits_for_lost_hosts(self) -> dict[str, float]:
-        """Seconds in which training waited for data while a data host was lost, by name of the host."""
-        waits: dict[str, float] = defaultdict(float)
-        steps = _lines(self.pace_records, Steps)
-        for before, after in self._data_changes:
-            waited_s = math.fsum(line.parts.get("data_wait", 0.0) for line in steps if before.t < line.t <= after.t)
-            for name, host in after.hosts.items():
-                last = before.hosts.get(name, HostFigures(name))
-                if host.num_lost > last.num_lost or last.state != "up":
-                    waits[name] += waited_s
-        return dict(waits)
-
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole run, of which those that were trained again count once."""

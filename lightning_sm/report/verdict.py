@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_sm._text import count, duration, listed
-from lightning_sm.data.trainer.verdict import AFTER_A_LOSS, paces, trouble, wait_cause
+from lightning_sm.data.trainer.verdict import paces, trouble, wait_cause
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record import limits
 from lightning_sm.record.events import FAILED, INTERRUPTED, STOPPED
@@ -13,9 +13,6 @@ from lightning_sm.record.limits import JobTimes, Limit, SlowRank, WaitCause
 from lightning_sm.record.prices import Prices, cost
 from lightning_sm.report.figures import RESTARTS, RUNNING, Figures
 from lightning_sm.report.sizing import advice, plan
-
-# A data host whose absence covers this part of the waiting is its cause.
-_MOST = 0.5
 
 
 def ending(run: Figures) -> str:
@@ -114,11 +111,6 @@ def _advice_on_waiting(run: Figures, prices: Prices) -> str:
 def _cause(run: Figures) -> WaitCause | None:
     ranks, hosts = run.data
     if ranks:
-        waited_s = run.pace.parts["data_wait"]
-        name, absent_s = max(run.waits_for_lost_hosts.items(), key=lambda item: item[1], default=("", 0.0))
-        if absent_s >= max(1.0, _MOST * waited_s):
-            text = f"Training waited {duration(absent_s)} while data host {name} was lost."
-            return WaitCause(f"data host {name}", text, AFTER_A_LOSS, name)
         return wait_cause(ranks, hosts, run.longest_waits, share=run.pace.waiting)
     if not run.loaders:
         return None

@@ -21,7 +21,7 @@ _SLOWER = 2.0
 _MIN_BATCHES = 3
 # The network is the cause if batches were in transit for this part of the waiting.
 _TRANSFER_PART = 0.5
-AFTER_A_LOSS = "Look at the end of its log. With a second data host, training would have gone on."
+_AFTER_A_LOSS = "Look at the end of its log. With a second data host, training would have gone on."
 
 
 def slowest(ranks: Mapping[str, RankFigures]) -> tuple[str, RankFigures]:
@@ -154,7 +154,7 @@ def _lost_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
     text = (
         f"{who} because of data host {lost.name}: its connection was lost {times(max(1, lost.num_lost))}, and {state}."
     )
-    return WaitCause(f"data host {lost.name}", text, AFTER_A_LOSS, lost.name)
+    return WaitCause(f"data host {lost.name}", text, _AFTER_A_LOSS, lost.name)
 
 
 def _slow_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:

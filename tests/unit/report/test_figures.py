@@ -398,19 +398,6 @@ def test_what_an_interruption_costs_belongs_together():
     assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=0.1)
 
 
-def test_a_wait_for_a_data_host_that_was_lost_is_counted_while_it_was(tmp_path):
-    """Between two lines in which the host lost its connection, or was not yet back."""
-
-    def figures(t, lost, state="up"):
-        line = data(t, 10)
-        host = {**line.hosts[0], "name": "algo-2 (10.0.0.2:9000)", "num_lost": lost, "state": state}
-        return DataService(line.t, [host], line.ranks)
-
-    lines = [steps(11), figures(11, 0), steps(16, waiting=0.9), figures(16, 1, "down"), steps(21), figures(21, 1)]
-    write(tmp_path, head(1), *lines, steps(26), figures(26, 1))
-    assert of(tmp_path).waits_for_lost_hosts == {"algo-2": pytest.approx(0.9 + 0.58)}
-
-
 def test_the_rank_that_comes_last_to_the_backward_pass_sets_the_pace(tmp_path):
     """What it spends its time on is what limits the others."""
     for rank, forward in ((0, 0.1), (1, 0.7)):
