@@ -11,9 +11,9 @@ from lightning_sm.record import events
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import STEPS, WAITING, Figures
+from lightning_sm.report.limits import cause_of_wait
 from lightning_sm.report.page import render
 from lightning_sm.report.sizing import advice, plan
-from lightning_sm.report.verdict import job_times
 from tests.integration.emulators import local
 
 pytestmark = pytest.mark.processes
@@ -143,7 +143,7 @@ def test_report_and_plan_read_what_was_recorded(run, jobs):
     assert figures.samples_per_step == pytest.approx(4)
     assert sum(figures.shares.values()) == pytest.approx(figures.seconds, rel=0.05)
     assert min(figures.shares[WAITING], figures.shares[STEPS]) > 0
-    assert job_times(figures).cause.name == "transforms"
+    assert cause_of_wait(figures).name == "transforms"
     planned = plan(figures, Prices())
     # Two ranks with 2 samples of 50 ms.
     assert planned.measured.cost_s == pytest.approx(0.2, rel=0.3)

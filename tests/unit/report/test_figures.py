@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from lightning_sm.record.events import FOLDER, DataService, End, Event, Loader, Metrics, Span, Steps
-from lightning_sm.record.limits import limits
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report import verdict
@@ -20,6 +19,7 @@ from lightning_sm.report.figures import (
     WAITING,
     Figures,
 )
+from lightning_sm.report.limits import limits
 from lightning_sm.report.sizing import measure
 from tests.unit.report.recorded import BEGIN, data, head, input_bound, steps, use, write
 
@@ -298,7 +298,7 @@ def test_restarts_cost_their_starts_and_the_steps_that_are_trained_again(tmp_pat
     assert restart.seconds == run.shares[RESTARTS] == pytest.approx(6.0)
     assert run.spans == {"start-up": [5.0], "first batches": [1.0]}
     assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=0.1)
-    (limit,) = [limit for limit in limits(verdict.job_times(run)) if limit.name == "restarts"]
+    (limit,) = [limit for limit in limits(run) if limit.name == "restarts"]
     assert limit.seconds == pytest.approx(6.0 + 40 * 0.05)
     assert limit.finding == (
         "Training began 1 more time: 6 s from the end of the training before to the next step, and 40 steps were "
