@@ -380,6 +380,11 @@ class Figures:
         return samples_per_step(self.ranks.values(), self.world_size)
 
     @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second of all ranks; None if a rank does not know, or without steps."""
+        return self.samples_per_step / self.pace.step_s if self.samples_per_step else None
+
+    @property
     def world_size(self) -> int:
         """Number of ranks, of those without a record, too; 0 if no rank has one."""
         return max((record.head.world_size or 0 for record in self.run.records), default=0)
@@ -482,6 +487,11 @@ class Figures:
     def hyperparameters(self) -> dict[str, str]:
         """Those of the last attempt, without secrets, as the job was given them."""
         return dict(next((record.head.hyperparameters for record in self._latest if record.head.hyperparameters), {}))
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """Versions of the packages that matter."""
+        return {name: version for record in self.run.records for name, version in record.head.packages.items()}
 
     @cached_property
     def events(self) -> list[Happening]:
