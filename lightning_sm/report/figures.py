@@ -452,30 +452,16 @@ class Figures:
 
     @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
-        """Steps and values of each metric; what an attempt repeats replaces what the one before had logged.
-
-        Lines repeat the last value of metrics that are logged once an epoch: only changes are points, and the last
-        line, so that a curve ends where the run does.
-        """
+        """Steps and values of each metric; what an attempt repeats replaces what the one before had logged."""
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        held: dict[str, tuple[int, float]] = {}
         for record in self.main_records:
-            begins: dict[str, int] = {}
+            own: dict[str, list[tuple[int, float]]] = defaultdict(list)
             for line in _lines([record], Metrics):
                 for name, value in line.values.items():
-                    if value is None:
-                        continue
-                    if name not in begins:
-                        begins[name] = line.step
-                        series[name] = [point for point in series[name] if point[0] < line.step]
-                    if not series[name] or series[name][-1][1] != value:
-                        series[name].append((line.step, value))
-                        held.pop(name, None)
-                    else:
-                        held[name] = (line.step, value)
-        for name, (step, value) in held.items():
-            if step > series[name][-1][0]:
-                series[name].append((step, value))
+                    if value is not None:
+                        own[name].append((line.step, value))
+            for name, points in own.items():
+                series[name] = [point for point in series[name] if point[0] < points[0][0]] + points
         return dict(series)
 
     @property
@@ -509,7 +495,7 @@ class Figures:
 
     @property
     def unusual_events(self) -> list[Happening]:
-        """The first events that do not happen in every job: pictures mark them by their numbers, from 1."""
+        """The first events that do not happen in every job: pictures mark them."""
         return [event for event in self.events if event.what not in _USUAL_EVENTS][:_MAX_UNUSUAL_EVENTS]
 
     def binned_steps(self, number: int) -> list[tuple[float, float, Totals]]:

@@ -225,11 +225,11 @@ def test_what_an_attempt_repeats_is_not_there_twice(tmp_path):
     assert of(tmp_path).metrics == {"loss": [(10, 0.1), (20, 2.0), (40, 4.0)]}
 
 
-def test_a_value_that_lines_repeat_is_one_point(tmp_path):
-    """Metrics of epochs stand in every line until the next epoch; a curve has a point for each change, and the end."""
+def test_a_value_that_lines_repeat_is_not_lost(tmp_path):
+    """Metrics of epochs stand in every line until the next epoch; a curve ends where the run does."""
     lines = [Metrics(BEGIN + step, step, 0, {"acc": 0.5 if step < 30 else 0.7}) for step in (10, 20, 30, 40)]
     write(tmp_path, head(1), *lines)
-    assert of(tmp_path).metrics == {"acc": [(10, 0.5), (30, 0.7), (40, 0.7)]}
+    assert of(tmp_path).metrics == {"acc": [(10, 0.5), (20, 0.5), (30, 0.7), (40, 0.7)]}
 
 
 def test_sums_of_data_hosts_start_again_with_a_process(tmp_path):
