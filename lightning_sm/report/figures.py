@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -285,18 +285,17 @@ class Figures:
     def pace(self) -> Totals:
         """The steps of the rank that sets the pace, which all numbers of a page are about.
 
-        Data hosts know how much longer training waits than this rank, for ranks without a record here, and where ranks
-        take turns: the others wait for the one that waits in their backward pass.
+        Data hosts know how much longer training waits than this rank, for ranks without a record here: the others wait
+        for the one that waits in their backward pass.
         """
         return self._pace[1]
 
     @cached_property
     def _pace(self) -> tuple[int | None, Totals]:
         rank, steps = pace_of(self.ranks)
-        own = self._added(lambda ranks: next((ranks[name] for name in ranks if _number(name) == rank), RankFigures()))
-        longer_s = self.longest_waits.wait_s - own.wait_s
-        share = steps.waiting + longer_s / max(1e-9, self.longest_waits.seconds)
-        return rank, replace(steps, parts=with_longest_wait(steps.parts, share))
+        shares = {_number(name): known.wait_fraction for name, known in self.data[0].items()}
+        longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
+        return rank, replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
 
     @cached_property
     def rank_paces(self) -> list[RankPace]:
@@ -446,11 +445,6 @@ class Figures:
         return {name: rank for name, rank in ranks.items() if rank.num_steps}, list(hosts.values())
 
     @cached_property
-    def longest_waits(self) -> RankFigures:
-        """The sum of what the rank measured that waited the longest, between each two lines of data hosts' figures."""
-        return self._added(lambda ranks: max(ranks.values(), key=lambda rank: rank.wait_s, default=RankFigures()))
-
-    @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
         """Steps and values of each metric; what an attempt repeats replaces what the one before had logged."""
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -532,18 +526,6 @@ class Figures:
         """What ranks and data hosts had done at some moments, by life of rank 0, at whose start that was nothing."""
         lines = [(record, _lines([record], DataService)) for record in self.main_records]
         return [[DataMoment(record.head.t), *map(DataMoment.of, own)] for record, own in lines if own]
-
-    @property
-    def _data_changes(self) -> Iterator[tuple[DataMoment, DataMoment]]:
-        for moments in self.data_moments:
-            yield from pairwise(moments)
-
-    def _added(self, choose: Callable[[Mapping[str, RankFigures]], RankFigures]) -> RankFigures:
-        """Return the sum of what one of the ranks measured between each two lines of data hosts' figures."""
-        total = RankFigures()
-        for before, after in self._data_changes:
-            total = total.plus(choose({name: rank.since(before.ranks.get(name)) for name, rank in after.ranks.items()}))
-        return total
 
     @cached_property
     def _pace_launchers(self) -> list[ProcessRecord]:

@@ -123,7 +123,7 @@ def cause_of_wait(run: Figures) -> WaitCause | None:
     """Return why training waits for its data, if it does and that is known."""
     ranks, hosts = run.data
     if ranks:
-        return wait_cause(ranks, hosts, run.longest_waits, share=run.pace.waiting)
+        return wait_cause(ranks, hosts, run.pace.waiting)
     if not run.loaders or run.pace.waiting < NOT_INPUT_BOUND:
         return None
     workers = next(iter(run.loaders.values())).workers

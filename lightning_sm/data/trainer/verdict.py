@@ -83,30 +83,21 @@ def trouble(hosts: Sequence[HostFigures]) -> list[str]:
 
 
 def wait_cause(
-    ranks: Mapping[str, RankFigures],
-    hosts: Sequence[HostFigures],
-    waiting: RankFigures | None = None,
-    *,
-    share: float | None = None,
+    ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures], share: float | None = None
 ) -> WaitCause | None:
     """Return why training waited for data; None if it hardly did.
 
     Args:
         ranks: What each rank measured, by name; at least one.
         hosts: What the data hosts did.
-        waiting: The sum of what the rank measured that waited the longest, in parts of the time: a rank that waits for
-            data makes the others wait in the backward pass, so that ranks which take turns seem to wait less than
-            training does. None: one rank is the slowest all the time.
         share: The share of the time that training waited, to say that of the clock of steps. Default: as the loader has
             it.
     """
     name, rank = slowest(ranks)
-    is_one = waiting is None or rank == waiting
-    rank = waiting or rank
     if rank.wait_s < _MIN_SECONDS or rank.wait_fraction < _MIN_FRACTION:
         return None
     others_s = max((other.wait_s for key, other in ranks.items() if key != name), default=rank.wait_s)
-    who = f"{_capital(name)} waits" if is_one and rank.wait_s >= _SLOWER * others_s else "Training waits"
+    who = f"{_capital(name)} waits" if rank.wait_s >= _SLOWER * others_s else "Training waits"
     who += f" {percent(rank.wait_fraction if share is None else share)} of the time"
     if rank.transfer_wait_s >= _TRANSFER_PART * rank.wait_s:
         # A batch whose host was lost arrives late, too.

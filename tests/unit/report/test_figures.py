@@ -180,24 +180,6 @@ def test_the_main_host_says_what_all_records_say(tmp_path):
     assert measure(one).own_s == pytest.approx(measure(both).own_s) == pytest.approx(0.005)
 
 
-def test_ranks_that_take_turns_wait_as_long_as_training_does(tmp_path):
-    """Each waits in one of two seconds, and in the other one for the other rank, in its backward pass."""
-    sums = {"rank 0": dict.fromkeys(("wait_s", "busy_s"), 0.0), "rank 1": dict.fromkeys(("wait_s", "busy_s"), 0.0)}
-    lines = [head(1, world_size=2)]
-    for second in range(1, 21):
-        lines.append(steps(10 + second, waiting=0.9 * (second % 2)))
-        for number, rank in enumerate(sums.values()):
-            rank["wait_s"] += 0.9 * ((second + number) % 2)
-            rank["busy_s"] += 1.0 - 0.9 * ((second + number) % 2)
-        ranks = {name: {**values, "num_steps": 20 * second} for name, values in sums.items()}
-        lines.append(DataService(BEGIN + 10 + second, [], ranks))
-    write(tmp_path, *lines)
-    run = of(tmp_path)
-    assert run.ranks[0].waiting == pytest.approx(0.45)
-    assert run.longest_waits.wait_fraction == pytest.approx(0.9)
-    assert run.pace.waiting == pytest.approx(0.9)
-
-
 def test_the_rank_that_waits_the_longest_is_the_one_that_counts(tmp_path):
     """The others wait for it in the backward pass, which looks like work."""
     for rank, waiting in ((0, 0.1), (1, 0.6)):
