@@ -2,7 +2,7 @@
 
 The work is a whole training of so many samples where both runs say how many a step has, else of so many steps, without
 interruptions. What a run takes outside its steps is part of it where both say it: once, or in proportion to the steps.
-If the length of the training is unknown, it is a step. A run is what its record says, or a file of figures that were
+A run is what its record says, or a file of figures that were
 measured elsewhere.
 """
 
@@ -38,8 +38,8 @@ apart_s: 90            # optional: seconds that the job was up besides its steps
 """
 _Whole = Annotated[int, msgspec.Meta(gt=0)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]  # nor infinity, which YAML has
-# Costs are shown for this many steps if the length of the training is unknown: one step costs a fraction of a cent.
-_SHOWN_STEPS = 1000
+# The length of a training whose length is unknown: one step costs a fraction of a cent.
+_ASSUMED_STEPS = 1000
 
 
 class _FiguresFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,11 +86,6 @@ class ComparedRun:
     restarts_s: float = 0.0
     outcome: str = SUCCEEDED
 
-    @property
-    def kinds(self) -> dict[str, int]:
-        """Number of its hosts by instance type, or by group where that is unknown."""
-        return dict(Counter(instance_type or group for group, instance_type in self.hosts))
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -101,36 +96,34 @@ class Comparison:
         second: The other run.
         per_hour: Price of an hour of all hosts of each run; None if no prices are given.
         work: Steps of the second run for one of the first: 1, unless their steps have different numbers of samples.
-        steps: Steps of the whole training, of the first run; None if that is not known.
+        steps: Steps of the whole training, of the first run.
     """
 
     first: ComparedRun
     second: ComparedRun
     per_hour: tuple[float, float] | None
     work: float
-    steps: int | None
+    steps: int
 
     @property
-    def numbers(self) -> tuple[int, int] | None:
-        """Steps of the whole training of each run; None if they are not known."""
-        return None if self.steps is None else (self.steps, math.ceil(self.steps * self.work))
+    def numbers(self) -> tuple[int, int]:
+        """Steps of the whole training of each run."""
+        return self.steps, math.ceil(self.steps * self.work)
 
     @property
     def apart_s(self) -> tuple[float, float]:
         """Seconds of each run outside the steps of the whole training; 0 unless both are known."""
         first, second = self.first.apart_s, self.second.apart_s
-        if first is None or second is None or self.numbers is None:
+        if first is None or second is None:
             return 0.0, 0.0
         growing = (self.first.apart_step_s * self.numbers[0], self.second.apart_step_s * self.numbers[1])
         return first + growing[0], second + growing[1]
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Seconds that each run takes for the same work: a whole training, or one step of the first run."""
-        if self.numbers is None:
-            return self.first.step_s, self.second.step_s * self.work
-        apart, steps_s = self.apart_s, (self.first.step_s, self.second.step_s)
-        return apart[0] + steps_s[0] * self.numbers[0], apart[1] + steps_s[1] * self.numbers[1]
+        """Seconds that each run takes for the whole training."""
+        first, second = self.apart_s
+        return first + self.first.step_s * self.steps, second + self.second.step_s * self.steps * self.work
 
     @property
     def speed_up(self) -> float:
@@ -155,7 +148,7 @@ def compare(first: ComparedRun, second: ComparedRun, prices: Prices, steps: int 
         first: The run that the other is compared to.
         second: The other run.
         prices: Prices of the hosts; empty to compare times only.
-        steps: How many steps the training has, of the first run; default: as many as that run had.
+        steps: How many steps the training has, of the first run; default: as many as that run had, if it says so.
 
     Raises:
         JobConfigError: There are prices, but not of all hosts.
@@ -164,7 +157,7 @@ def compare(first: ComparedRun, second: ComparedRun, prices: Prices, steps: int 
     if first.samples_per_step and second.samples_per_step:
         work = first.samples_per_step / second.samples_per_step
     per_hour = (_price(first, prices), _price(second, prices)) if prices else None
-    return Comparison(first, second, per_hour, work, steps or first.steps)
+    return Comparison(first, second, per_hour, work, steps or first.steps or _ASSUMED_STEPS)
 
 
 def of_run(run: Figures) -> ComparedRun:
@@ -248,8 +241,7 @@ def _doubts(name: str, run: ComparedRun) -> Iterator[str]:
 
 def _result(comparison: Comparison, prices: Prices) -> str:
     faster = comparison.speed_up
-    verb, words = _verb_and_speed(faster)
-    speed = f"B {verb} {words} as A"
+    speed = f"B {'is' if round(faster, 2) >= 1 else 'takes'} {_speed(faster)} as A"
     ratio, price_ratio = comparison.cost_ratio, comparison.price_ratio
     if ratio is None or price_ratio is None:
         return f"{speed}. To compare costs, give the prices of all hosts: --prices FILE or --price TYPE=PER_HOUR."
@@ -276,18 +268,13 @@ def _rows(comparison: Comparison, prices: Prices) -> Iterator[Sequence[str]]:
         yield "samples per second", *map(rate, rates), _speed(rates[1] / rates[0])
     if comparison.per_hour is not None:
         yield "price of an hour", *map(prices.amount, comparison.per_hour), _change(comparison.price_ratio)
-    if comparison.numbers is not None:
-        yield "steps", *(f"{number:,}" for number in comparison.numbers), ""
-        if any(comparison.apart_s):
-            yield "outside the steps", *map(duration, comparison.apart_s), ""
-        yield "time to train", *map(duration, comparison.seconds), _speed(comparison.speed_up)
+    yield "steps", *(f"{number:,}" for number in comparison.numbers), ""
+    if any(comparison.apart_s):
+        yield "outside the steps", *map(duration, comparison.apart_s), ""
+    yield "time to train", *map(duration, comparison.seconds), _speed(comparison.speed_up)
     if comparison.per_hour is not None:
-        label, shown = "cost to train", 1
-        if comparison.numbers is None:
-            label = f"cost of {count(_SHOWN_STEPS, 'step')}{'' if comparison.work == 1 else ' of A'}"
-            shown = _SHOWN_STEPS
-        costs = [cost(price, shown * own) for price, own in zip(comparison.per_hour, comparison.seconds, strict=True)]
-        yield label, *map(prices.amount, costs), _change(comparison.cost_ratio)
+        costs = map(cost, comparison.per_hour, comparison.seconds)
+        yield "cost to train", *map(prices.amount, costs), _change(comparison.cost_ratio)
 
 
 def _notes(comparison: Comparison, prices: Prices) -> Iterator[str]:
@@ -320,17 +307,14 @@ def _price(run: ComparedRun, prices: Prices) -> float:
 
 
 def _hosts(run: ComparedRun) -> str:
-    return ", ".join(f"{number} x {kind}" for kind, number in run.kinds.items())
+    kinds = Counter(instance_type or group for group, instance_type in run.hosts)
+    return ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
 
 
 def _speed(ratio: float) -> str:
-    return _verb_and_speed(ratio)[1]
-
-
-def _verb_and_speed(ratio: float) -> tuple[str, str]:
-    if f"{ratio:.2f}" == "1.00":
-        return "is", "as fast"
-    return ("is", f"{ratio:.3g} times as fast") if ratio >= 1 else ("takes", f"{1 / ratio:.3g} times as long")
+    if round(ratio, 2) == 1:
+        return "as fast"
+    return f"{ratio:.3g} times as fast" if ratio >= 1 else f"{1 / ratio:.3g} times as long"
 
 
 def _change(ratio: float | None) -> str:
