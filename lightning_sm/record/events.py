@@ -12,7 +12,6 @@ other times are in seconds, too.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import platform
 import re
@@ -66,7 +65,7 @@ _ENDING = ".jsonl"
 _NAME = re.compile(rf".+-(?:{LAUNCHER}|rank-\d+)\.jsonl")
 
 
-class Line(msgspec.Struct, frozen=True, tag_field="kind"):
+class Line(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True):
     """A line of a record.
 
     Attributes:
@@ -354,12 +353,6 @@ def read_file(path: Path) -> list[Line]:
     return [line for line in lines if line is not None]
 
 
-def to_json(line: Line) -> str:
-    """Return a line as JSON, without a line break."""
-    values = {name: value for name, value in msgspec.to_builtins(line).items() if value is not None}
-    return encode(_rounded(values)).decode()
-
-
 def from_json(text: str | bytes) -> Line | None:
     """Read a line; return None if it is malformed, or of a kind that this version does not know."""
     try:
@@ -394,7 +387,7 @@ class Recorder:
             if self._has_failed:
                 return
             try:
-                data = to_json(line).encode() + b"\n"
+                data = encode(line) + b"\n"
                 if self._file is None:
                     self._file = self._open()
                 while data:
@@ -500,12 +493,3 @@ class Pacing:
         if self._began_at is None:
             self._began_at = now
         return now + min(self._most_s, max(self._least_s, (now - self._began_at) / 600))
-
-
-def _rounded(value: Any) -> Any:
-    """Return JSON with floats of six decimals, and None for NaN and infinity."""
-    if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
