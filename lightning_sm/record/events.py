@@ -33,7 +33,6 @@ from lightning_sm.job.variables import RECORD_DIR
 logger = logging.getLogger(__name__)
 
 FOLDER = "lightning-sm-record"
-VERSION = 1
 LAUNCHER = "launcher"
 # How a job, a host, or the run of a rank's Trainer ends; see ``End``.
 SUCCEEDED, FAILED, INTERRUPTED, STOPPED = "succeeded", "failed", "interrupted", "stopped"
@@ -90,13 +89,11 @@ class FileHead(Line, frozen=True, tag="file"):
         world_size: Number of ranks; None for a launcher.
         hosts: Instance group of each host of the job, by its name.
         instance_types: Instance type of each group, by its name; None if unknown.
-        instance_type: Instance type of this host.
         cpus: Number of CPUs that the process may use.
         gpus: Number of GPUs of the host.
         packages: Versions of the packages that matter, by name.
         command: The command line of the script, secrets hidden; empty for ranks.
         hyperparameters: Those of the job, secrets hidden; empty for ranks.
-        version: Version of this format.
     """
 
     host: str
@@ -109,13 +106,11 @@ class FileHead(Line, frozen=True, tag="file"):
     world_size: int | None = None
     hosts: Mapping[str, str] = msgspec.field(default_factory=dict)
     instance_types: Mapping[str, str | None] = msgspec.field(default_factory=dict)
-    instance_type: str | None = None
     cpus: int = 0
     gpus: int = 0
     packages: Mapping[str, str] = msgspec.field(default_factory=dict)
     command: Sequence[str] = msgspec.field(default_factory=list)
     hyperparameters: Mapping[str, str] = msgspec.field(default_factory=dict)
-    version: int = VERSION
 
 
 class GpuUse(msgspec.Struct, frozen=True):
@@ -464,7 +459,6 @@ def head_of(
         world_size=world_size,
         hosts={host: group.name for group in job.groups for host in group.hosts},
         instance_types={group.name: group.instance_type for group in job.groups},
-        instance_type=job.current_group.instance_type,
         cpus=cpus,
         gpus=job.num_gpus,
         packages=packages,

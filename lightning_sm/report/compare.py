@@ -168,9 +168,6 @@ def of_run(run: Figures) -> ComparedRun:
     """
     if not run.pace.num_steps:
         raise JobConfigError(f"{run.run.source}: no training steps are recorded, so there is nothing to compare.")
-    num_repeated = sum(restart.num_repeated for restart in run.restarts)
-    restarts_s = run.shares[RESTARTS] + num_repeated * run.pace.step_s
-    apart_step_s = run.growing_s / run.pace.num_trained
     return ComparedRun(
         name=run.run.name,
         source=run.run.source,
@@ -178,11 +175,11 @@ def of_run(run: Figures) -> ComparedRun:
         step_s=run.pace.step_s,
         samples_per_step=run.samples_per_step,
         steps=run.num_steps,
-        apart_s=max(0.0, run.seconds - restarts_s - run.num_steps * (run.pace.step_s + apart_step_s)),
-        apart_step_s=apart_step_s,
+        apart_s=run.fixed_s,
+        apart_step_s=run.growing_step_s,
         waiting=run.pace.waiting,
         num_restarts=len(run.restarts),
-        restarts_s=restarts_s,
+        restarts_s=run.shares[RESTARTS] + run.repeated_s,
         outcome=run.outcome,
     )
 

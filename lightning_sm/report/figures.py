@@ -229,13 +229,12 @@ class Figures:
         hosts = []
         for name, group in (head.hosts or {head.host: head.group for head in heads}).items():
             own = [one for one in heads if one.host == name]
-            kind = next((one.instance_type for one in own if one.instance_type), head.instance_types.get(group))
             hosts.append(
                 HostSummary(
                     name=name,
                     group=group,
                     role=roles.get(group, "data"),
-                    instance_type=kind,
+                    instance_type=head.instance_types.get(group),
                     cpus=max((one.cpus for one in own), default=0),
                     gpus=max((one.gpus for one in own), default=0),
                     uses=tuple(_lines([one for one in self.run.records if one.head.host == name], HostUse)),
@@ -408,15 +407,21 @@ class Figures:
         return shares
 
     @property
-    def apart_s(self) -> float:
-        """Seconds that the job took besides its training steps."""
-        return max(0.0, self.seconds - self.shares[STEPS] - self.shares[WAITING])
+    def repeated_s(self) -> float:
+        """Seconds of the steps that were trained again after a restart."""
+        return sum(restart.num_repeated for restart in self.restarts) * self.pace.step_s
 
     @property
-    def growing_s(self) -> float:
-        """Seconds outside the steps that grow with the number of steps: a training twice as long has twice as much."""
+    def growing_step_s(self) -> float:
+        """Seconds outside the steps for each step: of what a training twice as long has twice as much."""
         later = math.fsum(self.spans.get(_FIRST, ())[1:])  # the first batches of the epochs after the first one
-        return later + math.fsum(self.shares[name] for name in _GROWING)
+        return (later + math.fsum(self.shares[name] for name in _GROWING)) / max(1, self.pace.num_trained)
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds that the job took however many steps it had, without restarts, which are the luck of a run."""
+        of_steps = self.num_steps * (self.pace.step_s + self.growing_step_s)
+        return max(0.0, self.seconds - self.shares[RESTARTS] - self.repeated_s - of_steps)
 
     @cached_property
     def loaders(self) -> dict[int, Loader]:

@@ -192,16 +192,15 @@ def _of_restarts(run: Figures) -> Iterator[Limit]:
         return
     apart_s = run.shares[RESTARTS]
     steps = sum(restart.num_repeated for restart in run.restarts)
-    again_s = steps * run.pace.step_s
     finding = (
         f"Training began {count(len(run.restarts), 'more time')}: {duration(apart_s)} from the end of the training "
         f"before to the next step"
     )
     change = "Look at what the script does at its start, and at what it saves and does after an interruption."
     if steps:
-        finding += f", and {count(steps, 'step')} were trained again ({duration(again_s)})"
+        finding += f", and {count(steps, 'step')} were trained again ({duration(run.repeated_s)})"
         change += " Save checkpoints more often (every_n_train_steps)."
-    yield Limit(RESTARTS, apart_s + again_s, f"{finding}.", change)
+    yield Limit(RESTARTS, apart_s + run.repeated_s, f"{finding}.", change)
 
 
 def _of_memory(run: Figures) -> Iterator[Limit]:

@@ -89,7 +89,6 @@ def _column(run: Figures, prices: Prices) -> dict[str, Any]:
         "numbers": list(islice(_numbers(run, prices), _BOXES)),
         "changes": verdict.changes(run, prices),
         "pace_rank": "" if run.pace_rank is None else run.name_of(run.pace_rank),
-        "silent": [host.name for host in run.hosts if not host.uses],
         "metric_names": _metric_names(run),
         "steps": charts.step_times(run),
         "times": charts.time_shares([run]),

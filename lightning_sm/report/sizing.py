@@ -192,7 +192,7 @@ def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | Non
 
     def row(workers: int, num_hosts: int, step_s: float, limit: str, kind: str | None) -> SizingRow:
         per_rank = None if num_hosts else round(workers / measured.num_ranks)
-        seconds = _job_s(run, measured, step_s, steps)
+        seconds = run.fixed_s + steps * (step_s + run.growing_step_s)
         price = _price_per_hour(run, prices, kind, num_hosts)
         amount = None if price is None else cost(price, seconds)
         return SizingRow(workers, per_rank, num_hosts, step_s, limit, seconds, amount)
@@ -386,15 +386,6 @@ def _price_per_hour(run: Figures, prices: Prices, kind: str | None, num_data_hos
     trainers = [(host.group, host.instance_type) for host in run.hosts if host.role == "trainer"]
     measured = [(host.group, host.instance_type) for host in run.hosts if host.role == "data"] or [("data", None)]
     return prices.total(trainers + num_data_hosts * [measured[0] if kind is None else (kind, kind)])
-
-
-def _job_s(run: Figures, measured: MeasuredRun, step_s: float, steps: int) -> float:
-    """Return the seconds of the job: its steps, and all else, a part of which grows with them.
-
-    A prediction of the measured run is the time that it took.
-    """
-    work = run.growing_s + (run.seconds - run.apart_s) * step_s / measured.step_s
-    return run.apart_s - run.growing_s + work * steps / max(1, run.num_steps)
 
 
 def _spread(numbers: Sequence[int]) -> set[int]:

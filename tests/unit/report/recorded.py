@@ -46,7 +46,6 @@ def head(t: float = 0.0, host: str = "algo-1", who: str = "rank-0", **values: ob
         "world_size": None if rank is None else 1,
         "hosts": HOSTS,
         "instance_types": TYPES,
-        "instance_type": TYPES[HOSTS[host]],
         "cpus": 4,
         "packages": {"torch": "2.9"},
         "command": () if rank is not None else ("train.py", "--lr=0.1"),

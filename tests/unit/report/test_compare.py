@@ -105,7 +105,7 @@ def test_first_batches_grow_with_the_epochs_and_not_with_the_first_one(tmp_path)
     for epoch in range(1, 4):
         lines += [steps(10.0 + 10 * epoch, n=100), Span(BEGIN + 11 + 10 * epoch, "first_batch", BEGIN, 1.0)]
     write(tmp_path, *lines)
-    assert Figures(read_run(tmp_path)).growing_s == pytest.approx(3.0)
+    assert 300 * Figures(read_run(tmp_path)).growing_step_s == pytest.approx(3.0)
 
 
 def test_a_restart_is_not_part_of_the_work(tmp_path):

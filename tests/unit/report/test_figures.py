@@ -44,7 +44,7 @@ def test_the_time_of_a_job_is_told_apart(tmp_path):
         SHUTDOWN: 1,
         OTHER: 1,
     }
-    assert run.apart_s == pytest.approx(12.0)
+    assert run.fixed_s == pytest.approx(11.0)
 
 
 def test_time_between_attempts_costs_nothing(tmp_path):

@@ -25,6 +25,7 @@ class Run:
     data: tuple[dict, list] = ({}, [])
     rank_paces: tuple[RankPace, ...] = ()
     restarts: tuple[TrainingRestart, ...] = ()
+    repeated_s: float = 0.0
     shares: dict[str, float] = field(default_factory=dict)
     hosts: tuple[HostSummary, ...] = ()
     fullest_memory: tuple[str, int, int] | None = None
