@@ -75,7 +75,6 @@ _FIGURES = RankFigures(
     sync_s=1234.5678,
     queue_s=1234.5678,
     produce_s=12345.6789,
-    produce_ms2=1234567.8912,
     transfer_s=1234.5678,
 )
 

@@ -20,7 +20,6 @@ from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.launcher import train
 from lightning_sm.report import command as report
 from lightning_sm.submit import init
-from lightning_sm.top import command as top
 
 _LOG = command_logger(__name__)
 
@@ -40,7 +39,7 @@ examples:
 New shells complete then. Generate the script again after an update.
 """
 # In the order of the help.
-_NAMES = ("train", "local", "doctor", "report", "compare", "plan", "top", "init", "submit", "jobs", "completion")
+_NAMES = ("train", "local", "doctor", "report", "compare", "plan", "init", "submit", "jobs", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,8 +142,11 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
     doctor.add_arguments(check)
     page = add_parser(
         "report",
-        help="write a page about one run, or about several: where the time went, and what to change",
-        description="Write one HTML file about recorded runs, several of them side by side. It opens offline.",
+        help="write a page about one run, or about several: where the time went; or watch a running job",
+        description=(
+            "Write one HTML file about recorded runs, several of them side by side; it opens offline. With --live, "
+            "watch a running job in this terminal until it ends; Ctrl-C ends only this command."
+        ),
         epilog=report.REPORT_EXAMPLES,
     )
     report.add_report_arguments(page)
@@ -162,13 +164,6 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
         epilog=report.PLAN_EXAMPLES,
     )
     report.add_plan_arguments(planned)
-    watched = add_parser(
-        "top",
-        help="watch a running job: hosts, states, rates, queues, events",
-        description="Watch a job that runs on this machine, in this terminal. Read-only. Ctrl-C ends top, not the job.",
-        epilog=top.EXAMPLES,
-    )
-    top.add_arguments(watched)
     first = add_parser(
         "init",
         help="write a first job file for a script",
@@ -213,7 +208,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": report.report,
     "compare": report.compare_runs,
     "plan": report.plan_run,
-    "top": top.main,
     "init": init.main,
     "completion": _show_completion,
 }

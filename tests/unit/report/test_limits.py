@@ -1,32 +1,51 @@
 """What limits a run: which limit is named first, what each costs, and what is not worth a word."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from lightning_sm.record.limits import (
-    JobTimes,
-    Limit,
-    RankPace,
-    SlowRank,
-    WaitCause,
-    headline,
-    leading,
-    limits,
-    local_wait,
-    slow_rank,
-)
+from lightning_sm.record.events import Loader
+from lightning_sm.record.limits import RankPace, slow_rank
+from lightning_sm.record.totals import Totals
+from lightning_sm.report.figures import HostSummary, TrainingRestart
+from lightning_sm.report.limits import cause_of_wait, leading, limits
+from lightning_sm.report.verdict import headline
+from tests.unit.report.recorded import use
+
+
+@dataclass(frozen=True)
+class Run:
+    """What limits need of the figures of a run."""
+
+    seconds: float
+    pace: Totals
+    spans: dict[str, list[float]]
+    on_gpu: bool = False
+    loaders: dict[int, Loader] = field(default_factory=dict)
+    data: tuple[dict, list] = ({}, [])
+    rank_paces: tuple[RankPace, ...] = ()
+    restarts: tuple[TrainingRestart, ...] = ()
+    repeated_s: float = 0.0
+    shares: dict[str, float] = field(default_factory=dict)
+    hosts: tuple[HostSummary, ...] = ()
+    fullest_memory: tuple[str, int, int] | None = None
+
 
 # 100 steps of 100 ms in a job of 12 s.
 PARTS = {"data_wait": 0.1, "to_device": 0.1, "forward": 3.7, "backward": 5.6, "optimizer": 0.4, "other": 0.1}
-HEALTHY = JobTimes(12.0, 100, PARTS, {"start-up": [1.5], "validation": [0.1] * 5})
+HEALTHY = Run(12.0, Totals(100, parts=PARTS), {"start-up": [1.5], "validation": [0.1] * 5})
 
 
 def spending(seconds, **parts):
     """The same job, with other seconds in some parts and spans."""
     spans = {name.replace("_", " "): [value] for name, value in parts.items() if name not in PARTS}
     own = {name: value for name, value in parts.items() if name in PARTS}
-    return replace(HEALTHY, seconds=seconds, parts=PARTS | own, spans={**HEALTHY.spans, **spans})
+    return replace(HEALTHY, seconds=seconds, pace=Totals(100, parts=PARTS | own), spans={**HEALTHY.spans, **spans})
+
+
+def paces(*own_s, wait_s=0.0):
+    """Ranks by their own seconds of a step of 1 s."""
+    return tuple(RankPace(f"rank {number} on algo-1", 100, 1.0, own, wait_s) for number, own in enumerate(own_s))
 
 
 def names(times):
@@ -57,8 +76,8 @@ def test_a_healthy_training_is_limited_by_its_own_work():
         (spending(20.0, model_export=8.0), "model export"),
         (spending(20.0, ends_of_epochs=8.0), "ends of epochs"),
         (replace(spending(50.0), spans={"start-up": [1.0, 38.0]}), "start-up"),
-        (replace(spending(20.0), restarts=Limit("restarts", 8.0, "")), "restarts"),
-        (replace(spending(20.0), slow_rank=SlowRank("Rank 1 holds up the others.", 0.05)), "a slow rank"),
+        (replace(spending(20.0), restarts=(TrainingRestart(0, 8, 8, 0),), shares={"restarts": 8.0}), "restarts"),
+        (replace(spending(20.0), rank_paces=paces(0.01, 0.08)), "a slow rank"),
     ],
 )
 def test_the_headline_names_the_largest_limit(times, name):
@@ -100,41 +119,37 @@ def test_a_usual_start_is_no_limit():
 
 def test_a_few_steps_have_no_verdict():
     """Their means say nothing."""
-    times = replace(HEALTHY, num_steps=49)
+    times = replace(HEALTHY, pace=Totals(49, parts=PARTS))
     assert limits(times) == []
     assert headline(times) == "49 steps: too few for a verdict, which takes 50."
-    assert headline(replace(HEALTHY, num_steps=0)) == "No training step is recorded."
+    assert headline(replace(HEALTHY, pace=Totals())) == "No training step is recorded."
 
 
 def test_the_cause_of_a_wait_is_part_of_its_name():
-    """Who reads only the headline knows where to look."""
-    times = replace(spending(20.0, data_wait=8.0), cause=WaitCause("network", "Training waits for the network."))
-    said = "Limited by waiting for data (network), 40% of the time (8 s). Training waits for the network."
-    assert headline(times) == said
-    assert limits(replace(times, advice="Send less."))[0].change == "Send less."
+    """Who reads only the headline knows where to look; what a plan knows takes the place of what the cause says."""
+    run = replace(spending(20.0, data_wait=8.0), loaders={0: Loader(0.0, is_remote=False, workers=2)})
+    assert headline(run).startswith(
+        "Limited by waiting for data (transforms), 40% of the time (8 s). Training waits 45% of"
+    )
+    assert limits(run)[0].change == "Set a larger num_workers of the DataLoader."
+    assert limits(run, "Send less.")[0].change == "Send less."
 
 
 def test_full_memory_is_said_although_it_costs_no_second_yet():
     """It comes last, and is named first only where nothing else limits the job."""
-    times = replace(HEALTHY, memory=("algo-1", 98 * 10**9, 100 * 10**9))
+    times = replace(HEALTHY, fullest_memory=("algo-1", 98 * 10**9, 100 * 10**9))
     assert names(times)[-1] == "memory near its limit"
     assert limits(times)[-1].finding.startswith("algo-1 had 98 GB of 100 GB in use")
-    assert "memory near its limit" not in names(replace(times, memory=("algo-1", 90 * 10**9, 100 * 10**9)))
+    assert "memory near its limit" not in names(replace(times, fullest_memory=("algo-1", 90 * 10**9, 100 * 10**9)))
 
 
 @pytest.mark.parametrize("rank", [{"forward": 8.7, "backward": 0.6}, {"forward": 0.3, "backward": 9.0}])
 def test_the_time_that_a_slow_rank_costs_is_counted_once(rank):
     """Neither as its forward pass, nor as the backward pass in which the others wait for it."""
-    parts = PARTS | rank
-    times = replace(HEALTHY, parts=parts, slow_rank=SlowRank("Rank 1 holds up the others.", 0.08))
+    times = replace(HEALTHY, pace=Totals(100, parts=PARTS | rank), rank_paces=paces(0.01, 0.09))
     found = {limit.name: limit.seconds for limit in limits(times)}
     assert found["a slow rank"] == pytest.approx(8.0)
     assert found.get("the forward pass", 0.0) + found.get("the backward pass", 0.0) < 2.0
-
-
-def paces(*own_s, wait_s=0.0):
-    """Ranks by their own seconds of a step of 1 s."""
-    return [RankPace(f"rank {number} on algo-1", 100, 1.0, own, wait_s) for number, own in enumerate(own_s)]
 
 
 def test_a_rank_is_slow_if_others_wait_for_it():
@@ -156,22 +171,19 @@ def test_other_ranks_are_not_slow(ranks):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name", "words"),
+    ("workers", "cpu", "name", "words"),
     [
-        ((0.6, 0), "the training process builds its own batches", "builds its batches itself."),
-        ((0.4, 4, 0.5, 8), "transforms", "40% of the time for the transforms: the loader's 4 workers are too slow."),
-        ((0.4, 1), "transforms", "the loader's only worker is too slow."),
-        ((0.75, 4, 0.97, 4), "transforms", "and the host's 4 CPUs are 97% busy."),
+        (0, 0.5, "the training process builds its own batches", "builds its batches itself."),
+        (4, 0.5, "transforms", "for the transforms: the workers of the loader (4 for each rank) are too slow."),
+        (4, 0.97, "transforms", "The host's CPUs are 97% busy."),
     ],
 )
-def test_a_local_loader_is_told_what_is_too_slow(arguments, name, words):
+def test_a_local_loader_is_told_what_is_too_slow(workers, cpu, name, words):
     """Workers where there are none, more of them, or more CPUs."""
-    cause = local_wait(*arguments)
+    host = HostSummary("algo-1", "trainer", "trainer", None, cpus=4, uses=(use(0, cpu),))
+    loaders = {0: Loader(0.0, is_remote=False, workers=workers)}
+    cause = cause_of_wait(replace(spending(20.0, data_wait=8.0), loaders=loaders, hosts=(host,)))
     assert cause.name == name
     assert words in cause.text
     assert ("CPUs" in cause.change) == ("97%" in words)
-
-
-def test_a_local_loader_that_keeps_up_is_no_cause():
-    """Below the usual threshold."""
-    assert local_wait(0.04, 4, 0.5, 8) is None
+    assert cause_of_wait(replace(HEALTHY, loaders=loaders)) is None
