@@ -233,13 +233,17 @@ def advice(planned: Sizing, prices: Prices) -> str:
             f"long as training on it, and to keep up would take {count(measured.workers_needed, 'worker')}, each with "
             "a CPU of its own."
         )
-    equal = "" if best.cost else " All hosts are taken to cost the same: give their prices (--price)."
+    equal = (
+        ""
+        if best.cost or not planned.has_data_hosts
+        else " All hosts are taken to cost the same: give their prices (--price)."
+    )
     if len(planned.lines) == 1:
         said.append("Each CPU of these hosts has a worker: data hosts would add some.")
     elif best is first or planned.saved < _WORTH:
         said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of the job.{equal}")
     else:
-        said.append(f"{_proposal(planned, prices)}{equal if best.per_rank is None else ''}")
+        said.append(f"{_proposal(planned, prices)}{equal}")
     return " ".join(said)
 
 

@@ -115,6 +115,7 @@ def test_there_are_no_more_workers_than_cpus(tmp_path):
         "to keep up would take 6 workers, each with a CPU of its own. Set num_workers=4: a step would take 25 ms"
         in said
     )
+    assert "--price" not in said  # the hosts stay the same
 
 
 def test_workers_are_those_of_each_rank(tmp_path):
