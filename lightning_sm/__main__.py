@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 from lightning_sm._arguments import CommandParser, did_you_mean
 from lightning_sm._log import command_logger, show_log_lines
@@ -94,15 +93,10 @@ def _submit(argv: Sequence[str]) -> int:
 def _jobs(argv: Sequence[str]) -> int:
     check_boto3("lightning-sm jobs")
     from lightning_sm.cloud import command as jobs  # noqa: PLC0415 - loads boto3
-
-    # Each of them needs a folder that jobs may not import.
-    return jobs.main(argv, new_report_writer=report.report_writer, again=_again)
-
-
-def _again(*arguments: Any, **options: Any) -> str | None:
     from lightning_sm.submit.again import again  # noqa: PLC0415 - loads YAML and boto3
 
-    return again(*arguments, **options)
+    # Each of them needs a folder that jobs may not import.
+    return jobs.main(argv, new_report_writer=report.report_writer, again=again)
 
 
 def _parser(*, with_all_options: bool = False) -> CommandParser:
