@@ -24,7 +24,6 @@ from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HIDDEN_OPTIONS, RES
 from lightning_sm.launcher.hang import nccl_variables
 from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.ranks import Ranks
-from lightning_sm.launcher.standby import waiting_command
 from lightning_sm.launcher.toolkit.distribution import exported_variables, processes_per_host
 from lightning_sm.launcher.toolkit.variables import toolkit_variables
 from lightning_sm.launcher.user_code.prepare import Preparation
@@ -43,15 +42,12 @@ class ScriptCommand:
         directory: Its working directory.
         env: Its environment.
         hidden: Secret options that are not on the command line, because SageMakerCLI reads them from the job.
-        waiting: Program and arguments of a process that waits to run the script (see ``Standby``); empty if it is not
-            run by Python.
     """
 
     arguments: Sequence[str]
     directory: Path
     env: Mapping[str, str]
     hidden: Sequence[str] = ()
-    waiting: Sequence[str] = ()
 
 
 class CommandBuilder:
@@ -123,8 +119,7 @@ class CommandBuilder:
         hidden = self._hidden_options(parser, argv, args)
         env[HIDDEN_OPTIONS.name] = ",".join(hidden)
         own = [*script.command, *without_options(argv, hidden)]
-        waiting = ranks.command(waiting_command(own), self._control, copies_stdin=True) if script.is_python else ()
-        return ScriptCommand(ranks.command(own, self._control), script.directory, env, hidden, waiting)
+        return ScriptCommand(ranks.command(own, self._control), script.directory, env, hidden)
 
     def _hidden_options(self, parser: Parser, argv: Sequence[str], args: Sequence[str]) -> tuple[str, ...]:
         """Return the secret hyperparameters among the arguments, if the script reads these from the job."""

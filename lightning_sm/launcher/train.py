@@ -78,7 +78,6 @@ from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
 from lightning_sm.launcher.run_report import write_report
 from lightning_sm.launcher.script_command import CommandBuilder, ScriptCommand
-from lightning_sm.launcher.standby import Standby
 from lightning_sm.launcher.upload import UploadWatch, wait_until_uploaded
 from lightning_sm.launcher.user_code import prepare
 from lightning_sm.launcher.user_code.prepare import Preparation
@@ -145,9 +144,7 @@ class _HostLauncher:
         self._schedule = StopSchedule.from_environment(env)
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
-        restarts = self._max_restarts > 0 and topology.role is Role.TRAINER
-        self._standby = Standby(self._control) if restarts else None
-        self._child = ChildProcess(self._schedule, self._control, self._standby)
+        self._child = ChildProcess(self._schedule, self._control)
         self._preparation = Preparation(self._child, env)
         self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
         self._report_s = REPORT_S.read(env)
@@ -197,12 +194,8 @@ class _HostLauncher:
                 restart_dir=restart_dir,
             )
             self._build = lambda: builder.build(script, args)
-            try:
-                while self._state.phase is not LauncherPhase.OVER:
-                    self._tell(self._work())
-            finally:
-                if self._standby is not None:
-                    self._standby.close()
+            while self._state.phase is not LauncherPhase.OVER:
+                self._tell(self._work())
             if self._state.shows_consequences:
                 sys.stderr.write(child.left_out)
         return self._state.outcome
@@ -299,7 +292,7 @@ class _HostLauncher:
         checkpoints = None if self._state.is_data_host else self._job.checkpoint_dir
         try:
             with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang), UploadWatch(checkpoints):
-                return Exited(child.run(command.arguments, command.directory, command.env, command.waiting))
+                return Exited(child.run(command.arguments, command.directory, command.env))
         except LightningSMError as error:
             return self._not_started(error)
 
@@ -473,7 +466,7 @@ class _HostLauncher:
     @contextmanager
     def _restart_folder(self) -> Iterator[Path | None]:
         """Keep a folder in memory in which the ranks save their last step for a restart, if there may be one."""
-        if self._standby is None:
+        if self._max_restarts == 0 or self._topology.role is not Role.TRAINER:
             yield None
             return
         parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
