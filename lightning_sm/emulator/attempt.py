@@ -123,7 +123,6 @@ class Attempt:
                     self._pause()
         finally:
             self._read_rest()
-            self._output.say_repeats()
             self._say_lost()
 
     def _read_rest(self) -> None:

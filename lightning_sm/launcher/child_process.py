@@ -25,7 +25,6 @@ from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
 from lightning_sm.launcher import timeline
 from lightning_sm.launcher.first_failure import EndedProcess, first_failure
-from lightning_sm.launcher.log_dedup import CondensedBytes
 from lightning_sm.launcher.pipe import DrainedPipe
 
 _LOG = command_logger(__name__)
@@ -36,8 +35,6 @@ _TAIL_BYTES = 64 * 1024
 _LOG_S = 60.0
 # In the place of a signal's number.
 _SAVE_STACKS = 0
-# After this silence on stderr, treat the tracebacks of all ranks as complete.
-_PAUSE_S = 0.3
 _POLL_S = 0.05
 # How soon the exit of a process that has just announced itself is watched for.
 _NEW_RANKS_S = 0.1
@@ -425,21 +422,12 @@ class ChildProcess:
 
 
 def _copy_stderr(pipe: DrainedPipe, tail: bytearray) -> None:
-    condensed = CondensedBytes()
     target: int | None = sys.__stderr__.fileno() if sys.__stderr__ is not None else None
     with pipe:
-        has_ended = False
-        while not has_ended:
-            if not pipe.wait(_PAUSE_S if condensed.has_more else None):
-                shown = condensed.flush()
-            elif chunk := pipe.read(_TAIL_BYTES):
-                tail += chunk
-                del tail[:-_TAIL_BYTES]
-                shown = condensed.feed(chunk)
-            else:
-                has_ended = True
-                shown = condensed.flush()
-            if target is not None and not _write_all(target, shown):
+        while chunk := pipe.read(_TAIL_BYTES):
+            tail += chunk
+            del tail[:-_TAIL_BYTES]
+            if target is not None and not _write_all(target, chunk):
                 target = None  # nobody reads our stderr; keep emptying the pipe, or the script would block
 
 

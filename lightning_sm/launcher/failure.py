@@ -37,8 +37,8 @@ _FINAL_EXIT_CODES = frozenset({_USAGE_EXIT_CODE, 128 + signal.SIGTERM, 128 + sig
 # Exceptions that would recur, of a script that does not import lightning_sm, or cannot be compiled.
 _FINAL_EXCEPTIONS = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
 # argparse and jsonargparse: "train.py: error: ..." or "error: ...".
-USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
-USAGE = re.compile(r"^usage: ")
+_USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
+_USAGE = re.compile(r"^usage: ")
 _OWN_ERROR = re.compile(r"^lightning_sm\.errors\.")
 _LIBRARY = re.compile(r'/(?:site|dist)-packages/|/lib/python\d|"<frozen |/lightning_sm/(?:data|job|launcher|training)/')
 
@@ -219,10 +219,10 @@ def ending_of(exit_code: int, circumstances: str = "") -> str:
 
 def _usage_message(lines: Sequence[str]) -> str:
     """Return the last usage error, and what explains it, which jsonargparse separates by an empty line."""
-    errors = [index for index, line in enumerate(lines) if USAGE_ERROR.match(line)]
+    errors = [index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)]
     message = [*lines[errors[-1] : errors[-1] + 1]] if errors else []
     for line in lines[errors[-1] + 1 :] if errors else ():
-        if USAGE.match(line) or START.search(line):
+        if _USAGE.match(line) or START.search(line):
             break
         message += [line] if line else []
     return "\n".join(message)
