@@ -21,7 +21,6 @@ from lightning_sm.job.overrides import to_overrides
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HIDDEN_OPTIONS, RESTART_DIR
-from lightning_sm.launcher.hang import nccl_variables
 from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.ranks import Ranks
 from lightning_sm.launcher.toolkit.distribution import exported_variables, processes_per_host
@@ -161,7 +160,6 @@ class CommandBuilder:
         if self._restart_dir is not None:
             env[RESTART_DIR.name] = str(self._restart_dir)
         env |= self._record.variables
-        env |= nccl_variables(self._control, env)
         env |= toolkit_variables(self._job, program.name, argv, given)
         # Python puts only the script's own folder on sys.path; "from app.model import X" needs the folder above app.
         paths = list(script.module_dirs)

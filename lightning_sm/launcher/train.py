@@ -52,7 +52,7 @@ from lightning_sm.launcher.failure import (
     stopped_reason,
     write_failure,
 )
-from lightning_sm.launcher.hang import Watchdog, described, save_nccl_traces, save_stacks
+from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.lifecycle import (
     Action,
@@ -491,10 +491,8 @@ class _HostLauncher:
     def _where(self, beats: Sequence[Beat] | None = None) -> tuple[str, str]:
         """Save stacks; return where the script's processes stand, and a sentence with the files."""
         beats, now = self._child.announced() if beats is None else beats, time.monotonic()
-        folder = self._job.host_output_dir
-        stacks = save_stacks(self._control, beats, folder)
-        files = [*(one.file for one in stacks), *save_nccl_traces(self._control, folder)]
-        sentence = f" Stacks: {', '.join(map(str, files))}." if files else ""
+        stacks = save_stacks(self._control, beats, self._job.host_output_dir)
+        sentence = f" Stacks: {', '.join(str(one.file) for one in stacks)}." if stacks else ""
         return described(beats, now, stacks), sentence
 
     def _leave_at(self) -> float:
