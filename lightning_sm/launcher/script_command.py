@@ -98,16 +98,16 @@ class CommandBuilder:
         submission = find_submission(job, self._env)
         folder = devices = None
         if submission is not None:
-            devices = self._introduce(banner, program)  # before the download, which may take minutes
+            devices = self._introduce(banner)  # before the download, which may take minutes
             folder = self._preparation.fetch(submission, job)
         script = find_script(program, job, self._env, folder)
         parser = parser_of(script)
         argv = hydra_command_line(args, job) if parser is Parser.HYDRA else command_line(args, job, script.directory)
-        command = shown_arguments([*script.shown, *argv])
+        command = shown_arguments([str(script.path), *argv])
         self._record.began(command)
         shown = shlex.join(command)
         if submission is None:
-            devices = self._introduce(f"{banner} | {shown}", program)
+            devices = self._introduce(f"{banner} | {shown}")
         else:
             _LOG.info("starting %s in %s", shown, script.directory)
         self._preparation.install(script)
@@ -136,17 +136,9 @@ class CommandBuilder:
         _LOG.info("%s: not on the script's command line. SageMakerCLI reads the values from the job.", options)
         return tuple(names)
 
-    def _introduce(self, banner: str, program: Program) -> int | None:
+    def _introduce(self, banner: str) -> int | None:
         """Log which host this is; return the number of processes per host that the job states, if any."""
         logging.getLogger("lightning_sm").info("%s", banner)  # already begins with the name of the command
-        for other in program.overruled:
-            _LOG.info(
-                "%s names the script %s. Ignoring %s, which names %s.",
-                program.named_by.value,
-                program.name,
-                other.named_by.value,
-                other.name,
-            )
         return processes_per_host(self._job, self._topology)
 
     def _environment(

@@ -90,10 +90,13 @@ _EXCEPTIONS = {
         "_OWN_ERROR.match(reason)": _STDERR,
     },
     "launcher/toolkit/variables.py": {r"'\x00' not in text": _SETTING},
-    "launcher/user_code/pip_install.py": {"_REPOSITORY.fullmatch(text)": _SETTING},
     "launcher/user_code/requirements.py": {
-        "_ADVICE": "pip says why it failed in its output only",
-        "'No matching distribution found' in message": "as above",
+        "'No matching distribution found' in message": "pip says why it failed in its output only",
+    },
+    "launcher/user_code/script_kind.py": {
+        "_CLI.search(text)": "a script says in its source only how it reads its arguments",
+        "_HYDRA.search(text)": "as above",
+        "_OTHERS.search(text)": "as above",
     },
     "report/verdict.py": {
         "run.outcome == RUNNING": "the constant is the kind, and says itself to people",

@@ -56,4 +56,4 @@ def _script(job: SageMakerJob, env: Mapping[str, str]) -> str:
     named_by = program.named_by.value
     if submission is not None and folder is None:
         return f"{program.name} ({named_by}), in the code at {submission.address}, which the doctor does not fetch"
-    return f"{' '.join(find_script(program, job, env, folder).shown)} ({named_by})"
+    return f"{find_script(program, job, env, folder).path} ({named_by})"
