@@ -354,14 +354,7 @@ class _HostLauncher:
             # the same code for both.
             exit_code = INTERRUPTED_EXIT_CODE
             first = replace(first, exit_code=exit_code)
-        failed = script_failure(
-            first,
-            exit_code,
-            child.stderr_tail,
-            self._place,
-            stopped_by=child.stopped_by,
-            num_restarts=self._state.num_kills,
-        )
+        failed = script_failure(first, exit_code, child.stderr_tail, self._place, stopped_by=child.stopped_by)
         is_consequence = failed.is_consequence and child.stopped_by is None
         if is_consequence:
             # For the report of the launcher whose script failed first.
