@@ -40,7 +40,6 @@ from lightning_sm.job.variables import MAX_RESTARTS, RESTART_DIR
 
 _JOB_TIMEOUT_S = 300.0
 _INTERRUPT_AT = 20
-# Late enough that the standby process, which imports beside the first steps, waits; two cores need seconds for that.
 _KILL_AT, _SAVE_EVERY = 295, 50
 _WAYS_TO_RESTART = ("from the latest checkpoint", "from the last step")
 

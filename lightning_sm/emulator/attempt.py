@@ -119,7 +119,6 @@ class Attempt:
         finally:
             self._cluster.runtime.clear(self._cluster.name, self._cluster.job_dir, self.hosts)
             self._read_rest()
-            self._output.say_repeats()
             self._say_lost()
 
     def _read_rest(self) -> None:

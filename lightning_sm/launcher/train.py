@@ -52,7 +52,7 @@ from lightning_sm.launcher.failure import (
     stopped_reason,
     write_failure,
 )
-from lightning_sm.launcher.hang import Watchdog, described, save_nccl_traces, save_stacks
+from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.lifecycle import (
     Action,
@@ -78,7 +78,6 @@ from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
 from lightning_sm.launcher.run_report import write_report
 from lightning_sm.launcher.script_command import CommandBuilder, ScriptCommand
-from lightning_sm.launcher.standby import Standby
 from lightning_sm.launcher.upload import UploadWatch, wait_until_uploaded
 from lightning_sm.launcher.user_code import prepare
 from lightning_sm.launcher.user_code.prepare import Preparation
@@ -145,9 +144,7 @@ class _HostLauncher:
         self._schedule = StopSchedule.from_environment(env)
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
-        restarts = self._max_restarts > 0 and topology.role is Role.TRAINER
-        self._standby = Standby(self._control) if restarts else None
-        self._child = ChildProcess(self._schedule, self._control, self._standby)
+        self._child = ChildProcess(self._schedule, self._control)
         self._preparation = Preparation(self._child, env)
         self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
         self._report_s = REPORT_S.read(env)
@@ -167,7 +164,6 @@ class _HostLauncher:
             LauncherPhase.UPLOADING: self._await_upload,
             LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
             LauncherPhase.AWAITING_DECISION: self._await_decision,
-            LauncherPhase.AWAITING_ABSENT_HOSTS: self._await_absent_hosts,
             LauncherPhase.AWAITING_STOP: self._await_stop,
             LauncherPhase.AWAITING_STACKS: self._await_stacks,
             LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
@@ -197,12 +193,8 @@ class _HostLauncher:
                 restart_dir=restart_dir,
             )
             self._build = lambda: builder.build(script, args)
-            try:
-                while self._state.phase is not LauncherPhase.OVER:
-                    self._tell(self._work())
-            finally:
-                if self._standby is not None:
-                    self._standby.close()
+            while self._state.phase is not LauncherPhase.OVER:
+                self._tell(self._work())
             if self._state.shows_consequences:
                 sys.stderr.write(child.left_out)
         return self._state.outcome
@@ -299,7 +291,7 @@ class _HostLauncher:
         checkpoints = None if self._state.is_data_host else self._job.checkpoint_dir
         try:
             with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang), UploadWatch(checkpoints):
-                return Exited(child.run(command.arguments, command.directory, command.env, command.waiting))
+                return Exited(child.run(command.arguments, command.directory, command.env))
         except LightningSMError as error:
             return self._not_started(error)
 
@@ -362,14 +354,7 @@ class _HostLauncher:
             # the same code for both.
             exit_code = INTERRUPTED_EXIT_CODE
             first = replace(first, exit_code=exit_code)
-        failed = script_failure(
-            first,
-            exit_code,
-            child.stderr_tail,
-            self._place,
-            stopped_by=child.stopped_by,
-            num_restarts=self._state.num_kills,
-        )
+        failed = script_failure(first, exit_code, child.stderr_tail, self._place, stopped_by=child.stopped_by)
         is_consequence = failed.is_consequence and child.stopped_by is None
         if is_consequence:
             # For the report of the launcher whose script failed first.
@@ -410,10 +395,6 @@ class _HostLauncher:
         if self._max_restarts and own is not None and own.may_restart:  # a connection just lost may come back
             timeout_s = max(timeout_s, self._timings.reconnect_s)
         self._peers.wait_for_decision(timeout_s)
-
-    def _await_absent_hosts(self) -> None:
-        # Containers start seconds apart. A host that connects too late would be stopped without learning why.
-        self._peers.wait_for_absent_hosts(self._timings.peers_timeout_s)
 
     def _await_restart(self) -> End:
         if not self._peers.wait_for_start():
@@ -473,7 +454,7 @@ class _HostLauncher:
     @contextmanager
     def _restart_folder(self) -> Iterator[Path | None]:
         """Keep a folder in memory in which the ranks save their last step for a restart, if there may be one."""
-        if self._standby is None:
+        if self._max_restarts == 0 or self._topology.role is not Role.TRAINER:
             yield None
             return
         parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
@@ -498,10 +479,8 @@ class _HostLauncher:
     def _where(self, beats: Sequence[Beat] | None = None) -> tuple[str, str]:
         """Save stacks; return where the script's processes stand, and a sentence with the files."""
         beats, now = self._child.announced() if beats is None else beats, time.monotonic()
-        folder = self._job.host_output_dir
-        stacks = save_stacks(self._control, beats, folder)
-        files = [*(one.file for one in stacks), *save_nccl_traces(self._control, folder)]
-        sentence = f" Stacks: {', '.join(map(str, files))}." if files else ""
+        stacks = save_stacks(self._control, beats, self._job.host_output_dir)
+        sentence = f" Stacks: {', '.join(str(one.file) for one in stacks)}." if stacks else ""
         return described(beats, now, stacks), sentence
 
     def _leave_at(self) -> float:

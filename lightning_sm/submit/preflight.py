@@ -321,7 +321,7 @@ def _script(job: Job) -> Iterator[JobProblem]:
             "network cannot install. Install them in the image and remove the file.",
             also=("source_dir",),
         )
-    if job.script and not (folder / job.script).is_file() and not (folder / "setup.py").is_file():
+    if job.script and not (folder / job.script).is_file():
         yield JobProblem(
             "script",
             f"script is {job.script!r}, but {folder / job.script} does not exist. The path is relative to source_dir.",

@@ -29,8 +29,6 @@ _LOG = logging.getLogger(__name__)
 _MAX_STRANGERS = 64
 # The most that a stranger can make this host log, in one line.
 _MAX_WHY_CHARS = 300
-# The most host names in one message, which must fit into a line.
-_MAX_NAMES = 20
 
 
 class Hub:
@@ -49,7 +47,6 @@ class Hub:
 
     Attributes:
         awaited: Hosts that must exit, or acknowledge the job's outcome, before this host may exit.
-        absent: Hosts that have never connected.
 
     Raises:
         OSError: The hub cannot listen on the address.
@@ -82,7 +79,6 @@ class Hub:
             max_restarts=max_restarts,
         )
         self._tracker.joined(own, now)
-        self.absent = self._tracker.absent
         self._on_news = on_news
         self._backlog = len(trainers) + len(data_hosts) + _MAX_STRANGERS
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,9 +125,8 @@ class Hub:
         """
         if report is not None:
             self._tracker.reported(self._own, report.outcome, now, report.attempt)
-        heartbeat = StillThere(self._tracker.awaited[:_MAX_NAMES])
         for connection in self._hosts.values():
-            connection.keep_alive(now, self._timings, heartbeat)
+            connection.keep_alive(now, self._timings)
         self._tracker.update(now)
         if now >= self._unreached_at and self.job_outcome is None:
             self._unreached_at = math.inf
@@ -140,7 +135,6 @@ class Hub:
             self._tell_all(OrderRestart(self.restart), now)
         if self.job_outcome is not None:
             self._tell_all(JobEnd(self.job_outcome, self._tracker.is_over), now)
-        self.absent = self._tracker.absent
         self.awaited = sorted(self._unacknowledged) if self._tracker.is_over else self._tracker.awaited
 
     async def close(self) -> None:
