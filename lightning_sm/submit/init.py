@@ -176,7 +176,7 @@ def _requirements(folder: Path) -> str:
 
 
 def _hyperparameters(folder: Path, script: Path, file: Path) -> Iterator[str]:
-    yield "# Options of the script, such as --data.batch_size=64; they are checked by its own parser."
+    yield "# Options of the script, such as --data.batch_size=64."
     if _CLI.search(script.read_text(encoding="utf-8", errors="replace")):
         here = {folder, script.absolute().parent}
         found = {path for place in here for pattern in _CONFIGS for path in place.glob(pattern) if path.is_file()}

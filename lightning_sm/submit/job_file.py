@@ -370,15 +370,6 @@ class Job:
         str | None,
         JobKey("Dockerfile of `build`, if it is another one than that folder's `Dockerfile`.", "docker/Dockerfile"),
     ] = None
-    local_script: Annotated[
-        str | None,
-        JobKey(
-            "Copy of the image's script on this machine, against which the "
-            "[hyperparameters are checked](../submit.md#the-scripts-own-parser); not needed with `source_dir` and "
-            "`script`.",
-            "train.py",
-        ),
-    ] = None
     environment: Annotated[
         dict[str, str],
         JobKey(
@@ -664,7 +655,7 @@ def parse_job(path: str | os.PathLike[str] | None, overrides: Sequence[Override]
     job: Job = reader.build()
     # Paths start from the file.
     folder = Path.cwd() if path is None else Path(path).absolute().parent
-    for name in ("config", "source_dir", "local_script", "build", "dockerfile"):
+    for name in ("config", "source_dir", "build", "dockerfile"):
         if getattr(job, name) is not None:
             setattr(job, name, str(folder / getattr(job, name)))
     job.source = reader.source

@@ -292,8 +292,6 @@ def _script(job: Job) -> Iterator[JobProblem]:
                 f"{key} is {stated!r} and hyperparameters.{name} is {other!r}; remove one.",
                 also=(f"hyperparameters.{name}",),
             )
-    if job.local_script is not None and not Path(job.local_script).is_file():
-        yield JobProblem("local_script", f"local_script is {job.local_script!r}, which does not exist.")
     if job.source_dir is None:
         return
     named = job.script or job.hyperparameters.get("sagemaker_program") or job.environment.get("SAGEMAKER_PROGRAM")

@@ -25,7 +25,6 @@ from lightning_sm.submit.price_list import with_list_prices
 from lightning_sm.submit.problems import Findings, JobProblem
 from lightning_sm.submit.request import TrainingRequest, encode_hyperparameters, make_request
 from lightning_sm.submit.retry import submit_until_capacity
-from lightning_sm.submit.script_check import check_hyperparameters
 from lightning_sm.submit.service_limits import request_problems
 from lightning_sm.submit.storage import JobStorage
 from lightning_sm.submit.training_job import new_job_name, training_job
@@ -177,8 +176,6 @@ def _check_job(job: Job, region: str) -> tuple[TrainingRequest, dict[str, Any]]:
     plan = make_request(stand_in, hyperparameters)
     request = _request(plan, new_job_name(stand_in.name), JobStorage(stand_in, region))
     request = _checked_request(job, request, findings)
-    if not findings.problems:  # last, as it takes seconds
-        check_hyperparameters(job, hyperparameters, findings)
     findings.report()
     return make_request(job, hyperparameters), request
 

@@ -147,11 +147,6 @@ def count_problem(tune: Tune, request: Mapping[str, Any]) -> JobProblem | None:
     )
 
 
-def first_values(tune: Tune) -> dict[str, str]:
-    """Return one value of each range, as the service would write it into ``hyperparameters.json``."""
-    return {name: (_texts(one)[0] if one.values else _number(one.min)) for name, one in tune.ranges.items()}
-
-
 def _range_problems(name: str, one: Range) -> Iterator[str]:
     try:
         encode({name: 0})

@@ -513,7 +513,6 @@ def test_submitting_needs_neither_torch_nor_the_sdk(service, tmp_path, mode):
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "torch is not installed here" in done.stderr
     assert len(service.requests) == (mode == "--yes")
 
 

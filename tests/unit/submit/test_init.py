@@ -38,7 +38,7 @@ def filled(text):
 
 
 def test_a_dry_run_accepts_it_once_it_is_filled_in(folder, monkeypatch, caplog):
-    """The checks of the request and those by the script's own parser have nothing to say, not even a warning."""
+    """The checks of the request have nothing to say, not even a warning."""
     put(folder, src__digits=PARSER)
     assert main(["init", "src/digits.py"]) == 0
     (folder / "job.yaml").write_text(filled((folder / "job.yaml").read_text()))

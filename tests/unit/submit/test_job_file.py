@@ -120,9 +120,8 @@ def test_an_option_without_its_value_is_named(job_file):
 def test_relative_paths_start_from_the_file(job_file, tmp_path, monkeypatch):
     """Wherever the command is started; absolute paths stay."""
     monkeypatch.chdir("/")
-    job = read_job(job_file(SMALL + "config: a/b.yaml\nsource_dir: src\nlocal_script: c.py\n"))
+    job = read_job(job_file(SMALL + "config: a/b.yaml\nsource_dir: src\n"))
     assert (job.config, job.source_dir) == (str(tmp_path / "a" / "b.yaml"), str(tmp_path / "src"))
-    assert job.local_script == str(tmp_path / "c.py")
     assert read_job(job_file(SMALL + "config: /a/b.yaml\n")).config == "/a/b.yaml"
 
 

@@ -9,7 +9,7 @@ from lightning_sm.job.hyperparameters import to_argv
 from lightning_sm.submit.job_file import Range, Tune
 from lightning_sm.submit.request import encode_hyperparameters, make_request
 from lightning_sm.submit.service_limits import request_problems
-from lightning_sm.submit.tuning import advice, count_problem, first_values, tuning_job, tuning_problems
+from lightning_sm.submit.tuning import advice, count_problem, tuning_job, tuning_problems
 from tests.unit.submit.test_preflight import JOB
 from tests.unit.submit.test_service_limits import REQUEST
 
@@ -129,7 +129,8 @@ def test_tuned_hyperparameters_arrive_with_their_types_whatever_the_fixed_ones_a
     )
     fixed = encode_hyperparameters(job)
     assert fixed.keys() == {"model", "text", "nothing"}
-    written = {**fixed, **first_values(TUNE), "_tuning_objective_metric": "val_acc"}
+    tuned = {"model.learning_rate": "0.0001", "model.width": "16", "model.dropout": "0", "optimizer": '"adam"'}
+    written = {**fixed, **tuned, "_tuning_objective_metric": "val_acc"}
     assert to_argv(written) == [
         '--model={"width": 1, "name": "a b"}',
         "--model.dropout=0",
