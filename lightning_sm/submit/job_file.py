@@ -613,7 +613,7 @@ class Job:
     remote_debug: Annotated[
         bool,
         JobKey(
-            "Allow a shell on the running hosts (SSM); `lightning-sm jobs debug` allows it later.",
+            "Allow a shell on the running hosts (SSM).",
             "true",
             ("remote_debug_config", "enable_remote_debug"),
         ),
