@@ -104,7 +104,7 @@ def again(
         confirm(
             f"{description['TrainingJobName']} again, with {words}: {shown_hosts(request)}, for at most {hours:g} h."
         )
-    create_training_job(clients.sagemaker, request)
+    create_training_job(clients, request)
     return str(request["TrainingJobName"])
 
 

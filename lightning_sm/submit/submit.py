@@ -143,13 +143,13 @@ def _watch(clients: Clients, name: str, *, shows_log: bool) -> Mapping[str, Any]
 def _start(plan: TrainingRequest, clients: Clients, storage: JobStorage) -> str:
     """Start a training job under a new name, and return the name."""
     request = _with_code_uploaded(plan, clients, storage)
-    create_training_job(clients.sagemaker, request)
+    create_training_job(clients, request)
     return str(request["TrainingJobName"])
 
 
 def _start_tuning(tune: Tune, plan: TrainingRequest, clients: Clients, storage: JobStorage) -> Found:
     arguments, _ = tuning_job(tune, plan.job.name, _with_code_uploaded(plan, clients, storage))
-    create_tuning_job(clients.sagemaker, arguments)
+    create_tuning_job(clients, arguments)
     full_name = arguments["HyperParameterTuningJobName"]
     return Found("tuning", full_name, {"HyperParameterTuningJobName": full_name})
 

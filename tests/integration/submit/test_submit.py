@@ -441,15 +441,14 @@ def test_without_an_output_the_bucket_of_the_account_is_used(submit, service):
 
 
 def test_a_lost_answer_does_not_make_a_second_job(submit, service):
-    """The request is repeated, refused because the job exists, and the job is found to be this one."""
+    """The request is not repeated; the command says that the job may run, and how to find and stop it."""
     service.endings = [COMPLETED]
     service.lost = 1
     ended = submit(JOB, "--yes")
-    assert ended.returncode == 0, ended.stderr
-    asked = [operation for operation in service.operations if operation.endswith("TrainingJob")]
-    assert asked[:3] == ["CreateTrainingJob", "CreateTrainingJob", "DescribeTrainingJob"]
-    assert len(service.requests) == 1
-    assert "the answer to an earlier try was lost" in ended.stderr
+    assert ended.returncode == 2, ended.stderr
+    assert [operation for operation in service.operations if operation.endswith("TrainingJob")] == ["CreateTrainingJob"]
+    (request,) = service.requests
+    assert f"lightning-sm jobs logs {request['TrainingJobName']}" in ended.stderr
 
 
 @pytest.mark.matrix(first=1)  # each has unit tests
