@@ -27,33 +27,17 @@ from lightning_sm.submit.overrides import Override
 from lightning_sm.submit.problems import Findings
 from lightning_sm.submit.request import encode_hyperparameters, make_request
 from lightning_sm.submit.secret_check import secret_problems
-from lightning_sm.submit.service_limits import fitting, request_problems
-from lightning_sm.submit.training_job import NAME_ENDING_CHARS, new_job_name, training_job
+from lightning_sm.submit.service_limits import PLACES, fitting, request_problems
+from lightning_sm.submit.training_job import NAME_ENDING_CHARS, joined, new_job_name, training_job
 from lightning_sm.submit.without_secrets import without_secrets
 
 _LOG = command_logger(__name__)
 
-# Keys of the job file, to the places in the request that they decide.
-_PLACES: Mapping[str, tuple[str, ...]] = {
-    "image": ("AlgorithmSpecification.TrainingImage",),
-    "role": ("RoleArn",),
-    "output": ("OutputDataConfig.S3OutputPath",),
-    "checkpoints": ("CheckpointConfig.S3Uri",),
-    "tensorboard": ("TensorBoardOutputConfig.S3OutputPath",),
-    "max_run_s": ("StoppingCondition.MaxRuntimeInSeconds",),
-    "max_pending_s": ("StoppingCondition.MaxPendingTimeInSeconds",),
-    "spot": ("StoppingCondition.MaxWaitTimeInSeconds", "EnableManagedSpotTraining"),
-    "max_retry_attempts": ("RetryStrategy.MaximumRetryAttempts",),
-    "keep_alive_s": ("ResourceConfig.KeepAlivePeriodInSeconds",),
-    "volume_gb": ("ResourceConfig.VolumeSizeInGB",),
-    "training_plan": ("ResourceConfig.TrainingPlanArn",),
-    "infra_check": ("InfraCheckConfig.EnableInfraCheck",),
-    "remote_debug": ("RemoteDebugConfig.EnableRemoteDebug",),
-    "groups": ("ResourceConfig.InstanceGroups", "ResourceConfig.InstanceType", "ResourceConfig.InstanceCount"),
-}
 # Keys that become variables of the hosts.
 _VARIABLES = {"max_restarts": MAX_RESTARTS.name, "model": MODEL.name}
-_CHANGEABLE = (*_PLACES, *_VARIABLES, "name", "hyperparameters", "environment", "tags")
+_CHANGEABLE = (*PLACES, *_VARIABLES, "tags", "request")
+# Those that are not put into the request as they are.
+_JOINED = {"name", "hyperparameters", "environment"}
 # The end of a name that ``new_job_name`` or an SDK has made.
 _NAME_ENDING = re.compile(r"-\d{4}(-\d\d){5}-[0-9a-f]{3}\Z")
 _MAX_NAME_CHARS = 63 - NAME_ENDING_CHARS
@@ -150,8 +134,8 @@ def _changed(description: Mapping[str, Any], job: Job, changes: Sequence[Overrid
         raise SubmitError(
             f"{old_name} leaves the choice of its hosts to the service. To change that, submit a job file."
         )
-    for key in keys & _PLACES.keys():
-        for place in _PLACES[key]:
+    for key in (keys & PLACES.keys()) - _JOINED:
+        for place in PLACES[key]:
             _put(request, place, _get(new, place))
     request["TrainingJobName"] = name
     variables = {_VARIABLES[key] for key in keys & _VARIABLES.keys()} | {JOB_SECRET.name}
@@ -163,7 +147,7 @@ def _changed(description: Mapping[str, Any], job: Job, changes: Sequence[Overrid
         # Sent by an SDK as they are: beside them, quotes would count as text (job/hyperparameters.py, rule 1).
         added |= {one: value for one, value in job.hyperparameters.items() if isinstance(value, str)}
     request["HyperParameters"] = hyperparameters | added
-    return {name: value for name, value in request.items() if value != {}}
+    return joined({name: value for name, value in request.items() if value != {}}, job.request)
 
 
 def _without(hyperparameters: Mapping[str, str], names: set[str]) -> dict[str, str]:

@@ -34,12 +34,6 @@ _SCALES = {"auto": "Auto", "linear": "Linear", "log": "Logarithmic", "reverse_lo
 _WARM_STARTS = {"identical": "IdenticalDataAndAlgorithm", "transfer": "TransferLearning"}
 # Parts of the request that a tuning job has elsewhere, or that only state what it does anyway.
 _NOT_MISSED = frozenset({"TrainingJobName", "HyperParameters", "Tags", "ProfilerConfig", "DebugHookConfig"})
-_KEYS = {
-    "TensorBoardOutputConfig": "tensorboard",
-    "RemoteDebugConfig": "remote_debug",
-    "InfraCheckConfig": "infra_check",
-    "MlflowConfig": "mlflow_experiment, mlflow_run",
-}
 
 
 def tuning_problems(job: Job) -> Iterator[JobProblem]:
@@ -74,11 +68,6 @@ def advice(job: Job) -> Iterator[str]:
         yield (
             f"tune with {len(job.groups)} groups: the API accepts instance groups in tuning jobs; whether the service "
             "does is not documented."
-        )
-    if job.tune is not None and any(group.alternatives for group in job.groups.values()):
-        yield (
-            "tune with alternatives of an instance type: the API accepts them in tuning jobs; whether the service does "
-            "is not documented."
         )
 
 
@@ -121,7 +110,7 @@ def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[
             "WarmStartType": _WARM_STARTS[tune.warm_start_kind],
         }
     warnings = [
-        f"{_KEYS.get(member, member)} is ignored: the training jobs of a tuning job cannot have it."
+        f"{member} is ignored: the training jobs of a tuning job cannot have it."
         for member in dropped
         if member not in _NOT_MISSED
     ]

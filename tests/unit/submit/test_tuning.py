@@ -109,7 +109,7 @@ def test_the_number_of_jobs_has_a_default(strategy, expected):
 
 
 def test_settings_that_training_jobs_of_a_tuning_job_cannot_have_are_left_out_with_a_warning():
-    """By the key of the job file; what only says what is so anyway goes without."""
+    """By their names in the API; what only says what is so anyway goes without."""
     arguments, warnings = request(
         TensorBoardOutputConfig={"S3OutputPath": "s3://bucket/t"},
         RemoteDebugConfig={"EnableRemoteDebug": True},
@@ -117,7 +117,11 @@ def test_settings_that_training_jobs_of_a_tuning_job_cannot_have_are_left_out_wi
         AlgorithmSpecification={**REQUEST["AlgorithmSpecification"], "ContainerEntrypoint": ["x"]},
     )
     assert request_problems(arguments, "CreateHyperParameterTuningJob") == []
-    assert sorted(warning.split()[0] for warning in warnings) == ["ContainerEntrypoint", "remote_debug", "tensorboard"]
+    assert sorted(warning.split()[0] for warning in warnings) == [
+        "ContainerEntrypoint",
+        "RemoteDebugConfig",
+        "TensorBoardOutputConfig",
+    ]
 
 
 def test_tuned_hyperparameters_arrive_with_their_types_whatever_the_fixed_ones_are(tmp_path):
