@@ -201,50 +201,17 @@ class Tune:
             least=1,
         ),
     ] = 1
-    max_run_s: Annotated[
-        int | None, JobKey("Seconds after which the tuning job ends.", "86400", least=1, unit="seconds")
-    ] = None
-    early_stopping: Annotated[
-        bool,
+    request: Annotated[
+        dict[str, Any],
         JobKey(
-            "Stop training jobs that are unlikely to become the best one.",
-            "true",
-            ("early_stopping_type", "training_job_early_stopping_type"),
+            "Everything else that CreateHyperParameterTuningJob takes, by its own names.",
+            "{HyperParameterTuningJobConfig: {TrainingJobEarlyStoppingType: Auto, RandomSeed: 1}}",
+            (
+                *("early_stopping", "early_stopping_type", "training_job_early_stopping_type", "random_seed", "seed"),
+                *("warm_start", "warm_start_config", "max_runtime_in_seconds", "min_resource", "max_resource"),
+            ),
         ),
-    ] = False
-    min_epochs: Annotated[
-        int | None,
-        JobKey(
-            "With `hyperband`: a training job is not stopped before it has logged the metric this many times.",
-            "1",
-            ("min_resource",),
-            least=1,
-        ),
-    ] = None
-    max_epochs: Annotated[
-        int | None,
-        JobKey(
-            "With `hyperband`: maximum number of times that a training job logs the metric.",
-            "10",
-            ("max_resource",),
-            least=1,
-        ),
-    ] = None
-    warm_start: Annotated[
-        list[str],
-        JobKey(
-            "Names of earlier tuning jobs whose results are used.", "[digits-261124-101010]", ("warm_start_config",)
-        ),
-    ] = field(default_factory=list)
-    warm_start_kind: Annotated[
-        Literal["identical", "transfer"],
-        JobKey(
-            "Whether data and script are those of the earlier jobs (`identical`), or not (`transfer`).",
-            "identical",
-            ("warm_start_type",),
-        ),
-    ] = "transfer"
-    seed: Annotated[int | None, JobKey("Seed of the choice of values.", "1", ("random_seed",), least=0)] = None
+    ] = field(default_factory=dict)
 
 
 @dataclass

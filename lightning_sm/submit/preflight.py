@@ -26,7 +26,6 @@ from lightning_sm.submit.secret_check import secret_problems
 from lightning_sm.submit.service_limits import PLACES, matches
 from lightning_sm.submit.source_archive import source_entries
 from lightning_sm.submit.training_job import NAME_ENDING_CHARS
-from lightning_sm.submit.tuning import advice as tuning_advice
 from lightning_sm.submit.tuning import tuning_problems
 
 _MAX_NAME_CHARS = 63 - NAME_ENDING_CHARS
@@ -65,7 +64,7 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
         *_requested(job),
         *tuning_problems(job),
     ]
-    warnings = [*_advice(job), *_account_advice(job), *tuning_advice(job)]
+    warnings = [*_advice(job), *_account_advice(job)]
     if mode == "local":
         problems += _local_channels(job)
     else:

@@ -37,7 +37,7 @@ _TUNING = {
     "tune.ranges": "HyperParameterTuningJobConfig.ParameterRanges",
     "tune.objective": "HyperParameterTuningJobConfig.HyperParameterTuningJobObjective",
     "tune": "HyperParameterTuningJobConfig",
-    "tune.warm_start": "WarmStartConfig",
+    "tune.request": "WarmStartConfig",
 }
 # Of a tuning job: the place of what is a training job's elsewhere.
 _DEFINITION = "TrainingJobDefinition."

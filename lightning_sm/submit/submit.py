@@ -28,7 +28,7 @@ from lightning_sm.submit.retry import submit_until_capacity
 from lightning_sm.submit.service_limits import request_problems
 from lightning_sm.submit.storage import JobStorage
 from lightning_sm.submit.training_job import new_job_name, training_job
-from lightning_sm.submit.tuning import count_problem, tuning_job
+from lightning_sm.submit.tuning import tuning_job
 from lightning_sm.submit.without_secrets import without_secrets
 
 _LOG = command_logger(__name__)
@@ -185,8 +185,7 @@ def _checked_request(job: Job, request: dict[str, Any], findings: Findings) -> d
     if job.tune is not None:
         arguments, warnings = tuning_job(job.tune, with_placeholders(job).name, request)
         findings.warnings += warnings
-        problem = count_problem(job.tune, request)
-        findings.add([problem] if problem else request_problems(arguments, "CreateHyperParameterTuningJob"))
+        findings.add(request_problems(arguments, "CreateHyperParameterTuningJob"))
         return arguments
     findings.add(request_problems(request))
     return request
