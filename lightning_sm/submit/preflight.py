@@ -17,7 +17,7 @@ from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
 from lightning_sm.job.instance_types import num_gpus
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS, MODEL, SETTINGS, misspelled
+from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS, SETTINGS, misspelled
 from lightning_sm.submit.cost_limit import cost_problems
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.metric_patterns import pattern_problem
@@ -34,7 +34,6 @@ _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 ECR_IMAGE = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/[^\s:@]+([:@]\S+)?"
 )
-_ROLE_ACCOUNT = re.compile(r"arn:[a-z-]+:iam::(?P<account>\d{12}):")
 # Amazon S3, "General purpose bucket naming rules".
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
 # SageMaker API, StoppingCondition.MaxRuntimeInSeconds: "the maximum value is 28 days".
@@ -64,7 +63,7 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
         *_requested(job),
         *tuning_problems(job),
     ]
-    warnings = [*_advice(job), *_account_advice(job)]
+    warnings = [*_advice(job)]
     if mode == "local":
         problems += _local_channels(job)
     else:
@@ -147,13 +146,6 @@ def _environment(job: Job) -> Iterator[JobProblem]:
             setting.read(job.environment)
         except JobConfigError as error:  # noqa: PERF203 - a problem for each
             yield JobProblem(f"environment.{setting.name}", f"environment: {error}")
-    stated = job.environment.get(MODEL.name, job.model)
-    if job.model not in (MODEL.default.value, stated):
-        yield JobProblem(
-            "model",
-            f"model is {job.model}, but environment sets {MODEL.name}={stated}. Remove one of them.",
-            also=(f"environment.{MODEL.name}",),
-        )
     for name, near in misspelled(job.environment).items():
         yield JobProblem(f"environment.{name}", f"environment: nothing reads {name}. Did you mean {near}?")
 
@@ -164,13 +156,6 @@ def _restarts(job: Job) -> Iterator[JobProblem]:
         MAX_RESTARTS.parse(own)
     except ValueError as error:
         yield JobProblem("max_restarts", f"max_restarts is {own}; {error}.")
-    stated = job.environment.get(MAX_RESTARTS.name, own)
-    if job.max_restarts and stated != own:
-        yield JobProblem(
-            "max_restarts",
-            f"max_restarts is {own}, but environment sets {MAX_RESTARTS.name}={stated}. Remove one of them.",
-            also=(f"environment.{MAX_RESTARTS.name}",),
-        )
 
 
 def _requested(job: Job) -> Iterator[JobProblem]:
@@ -245,15 +230,6 @@ def _build(job: Job) -> Iterator[JobProblem]:
 
 
 def _script(job: Job) -> Iterator[JobProblem]:
-    for key, name in (("subcommand", "subcommand"), ("script", "sagemaker_program")):
-        stated = getattr(job, key)
-        other = job.hyperparameters.get(name)
-        if None not in {stated, other} and stated != other:
-            yield JobProblem(
-                key,
-                f"{key} is {stated!r} and hyperparameters.{name} is {other!r}; remove one.",
-                also=(f"hyperparameters.{name}",),
-            )
     if job.source_dir is None:
         return
     named = job.script or job.hyperparameters.get("sagemaker_program") or job.environment.get("SAGEMAKER_PROGRAM")
@@ -290,12 +266,6 @@ def _script(job: Job) -> Iterator[JobProblem]:
 
 
 def _metrics(job: Job) -> Iterator[JobProblem]:
-    for name in sorted(set(job.metrics) & set(job.metric_patterns)):
-        yield JobProblem(
-            "metrics",
-            f"metrics: {name!r} is in metrics and in metric_patterns; remove one.",
-            also=(f"metric_patterns.{name}",),
-        )
     for name, pattern in job.metric_patterns.items():
         problem = pattern_problem(pattern)
         if problem is not None:
@@ -376,14 +346,6 @@ def _advice(job: Job) -> Iterator[str]:
         yield "spot without checkpoints: an interrupted job restarts from the beginning. Set checkpoints: s3://..."
     if job.max_restarts and job.checkpoints is None:
         yield "max_restarts without checkpoints: the scripts start again from the beginning. Set checkpoints: s3://..."
-    for name, channel in job.channels.items():
-        if channel.mode == "Pipe":
-            yield f"channels.{name}.mode is Pipe: the script sees a named pipe instead of a folder."
-        if channel.distribution == "ShardedByS3Key":
-            yield (
-                f"channels.{name}.distribution is ShardedByS3Key: every host sees different files, which Lightning's "
-                "samplers do not take into account."
-            )
 
 
 def _source_advice(job: Job) -> Iterator[str]:
@@ -397,15 +359,6 @@ def _source_advice(job: Job) -> Iterator[str]:
     for entry in entries:
         if entry.name in _NOT_CODE or re.fullmatch(r"\.env[^/]*", entry.name):
             yield f"source_dir contains {entry.name}, which is uploaded too. Move it if the job does not need it."
-
-
-def _account_advice(job: Job) -> Iterator[str]:
-    image, role = ECR_IMAGE.fullmatch(job.image), _ROLE_ACCOUNT.match(job.role or "")
-    if image is not None and role is not None and image["account"] != role["account"]:
-        yield (
-            f"image is in account {image['account']}, and role in account {role['account']}: the policy of the "
-            "repository must let the role pull it."
-        )
 
 
 def _is_name(name: str) -> bool:
