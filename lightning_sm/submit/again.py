@@ -12,10 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from botocore.exceptions import ClientError
-
-from lightning_sm._log import command_logger
-from lightning_sm.cloud.aws import Clients, error_code
+from lightning_sm.cloud.aws import Clients
 from lightning_sm.cloud.hosts import groups_of, shown_hosts
 from lightning_sm.errors import SubmitError
 from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS, MODEL
@@ -30,8 +27,6 @@ from lightning_sm.submit.secret_check import secret_problems
 from lightning_sm.submit.service_limits import PLACES, fitting, request_problems
 from lightning_sm.submit.training_job import NAME_ENDING_CHARS, joined, new_job_name, training_job
 from lightning_sm.submit.without_secrets import without_secrets
-
-_LOG = command_logger(__name__)
 
 # Keys that become variables of the hosts.
 _VARIABLES = {"max_restarts": MAX_RESTARTS.name, "model": MODEL.name}
@@ -169,16 +164,8 @@ def _is_json(text: str) -> bool:
 
 def _tags(clients: Clients, description: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """Return the tags of the job, which its description lacks, and the new ones."""
-    tags: dict[str, str] = {}
-    try:
-        pages = clients.sagemaker.get_paginator("list_tags").paginate(ResourceArn=description["TrainingJobArn"])
-        tags = {tag["Key"]: tag["Value"] for page in pages for tag in page["Tags"] if not tag["Key"].startswith("aws:")}
-    except ClientError as error:
-        if error_code(error) != "AccessDeniedException":
-            raise
-        _LOG.warning(
-            "warning: the tags of %s may not be read; the new job has none of them.", description["TrainingJobName"]
-        )
+    pages = clients.sagemaker.get_paginator("list_tags").paginate(ResourceArn=description["TrainingJobArn"])
+    tags = {tag["Key"]: tag["Value"] for page in pages for tag in page["Tags"] if not tag["Key"].startswith("aws:")}
     tags |= job.tags
     return {"Tags": [{"Key": key, "Value": value} for key, value in tags.items()]} if tags else {}
 
