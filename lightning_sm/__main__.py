@@ -166,7 +166,7 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
     )
     init.add_arguments(first)
     submit = add_parser("submit", help="check a job file and submit it: dry run, containers on this machine, or cloud")
-    jobs = add_parser("jobs", help="look after jobs in the cloud: list, logs, stop, cost, files, report, again, shell")
+    jobs = add_parser("jobs", help="look after jobs in the cloud: list, logs, stop, report, again")
     complete = add_parser(
         "completion",
         help="print a script that completes commands and options in bash or zsh",

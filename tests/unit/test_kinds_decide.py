@@ -100,11 +100,6 @@ _EXCEPTIONS = {
         "re.search(name, message)": "argparse names an unknown option only in its message",
         "'unrecognized arguments' in message.lower()": "as above",
     },
-    "submit/script_check.py": {
-        "_ON_HOSTS in message": _STDERR,
-        "'error: ' in line": _STDERR,
-        r"'\n'.join(lines[start:]).partition('error: ')": _STDERR,
-    },
     "submit/service_limits.py": {"re.fullmatch(_pattern(pattern), text)": _SETTING},
     "launcher/hang.py": {
         "_FRAME": "faulthandler writes nothing but text",

@@ -54,7 +54,7 @@ def test_job_file_has_all_keys():
     assert shown["groups"][:2] == ["`{name: value}`, each value: [Group](#group)", "**required**"]
     assert shown["model"][:2] == ["`full` or `weights` or `none`", "`full`"]
     assert shown["max_restarts"][:2] == ["whole number", "`0`"]
-    assert shown["remote_debug"][:2] == ["`true` or `false`", "`false`"]
+    assert shown["request"][:2] == ["`{name: value}`, each value: any", "none"]
     assert shown["role"][:2] == ["text", "none"]
 
 

@@ -65,7 +65,9 @@ def test_what_the_job_leaves_is_a_variable_of_all_hosts():
 )
 def test_the_launcher_is_told_where_the_code_is(isolated, directory, channels):
     """In S3, from where it fetches it; hosts without a network find it in a channel."""
-    plan = make_request(replace(JOB, network_isolation=isolated), {"a": "1"}).with_code("s3://b/c.tar.gz")
+    plan = make_request(replace(JOB, request={"EnableNetworkIsolation": isolated}), {"a": "1"}).with_code(
+        "s3://b/c.tar.gz"
+    )
     assert plan.hyperparameters.keys() == {"a", "sagemaker_submit_directory"}
     assert json.loads(plan.hyperparameters["sagemaker_submit_directory"]) == directory
     assert list(plan.channels) == channels
