@@ -197,7 +197,6 @@ OF_OTHERS = {
     "training/strategies/pipeline/norm_watch.py": {"_foreach_norm"},  # torch
     "training/strategies/pipeline/rows.py": {"_fields"},  # named tuples
     "training/strategies/pipeline/stage.py": {"_is_view"},  # torch
-    "training/strategies/pipeline/stand_ins.py": {"_buffers", "_modules", "_parameters"},  # torch
     "training/strategies/pipeline/steps.py": {"_modules"},  # torch
 }
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_sm.training.strategies.pipeline.calls import CallForm, NetworkCall, NetworkCalls
 from lightning_sm.training.strategies.pipeline.effects import EffectRecorder, StepEffects
 from lightning_sm.training.strategies.pipeline.evaluation import Evaluation
 from lightning_sm.training.strategies.pipeline.exchange import Replica
@@ -20,12 +19,10 @@ class _NetworkRun(NamedTuple):
     """The order to run the network.
 
     Attributes:
-        form: How it is called.
         num_microbatches: How many pass through the stages.
         seed: The seed of the stages' random numbers.
     """
 
-    form: CallForm
     num_microbatches: int
     seed: int
 
@@ -44,24 +41,16 @@ class EvaluationSteps:
 
     Args:
         steps: The user's steps.
-        calls: How the network is called.
         evaluation: The forward pass.
         effects: The recorder of effects.
         replica: The ranks of the replica.
         last: The position of the last stage in the replica.
     """
 
-    def __init__(  # noqa: PLR0917  # the parts of a pipeline
-        self,
-        steps: UserSteps,
-        calls: NetworkCalls,
-        evaluation: Evaluation,
-        effects: EffectRecorder,
-        replica: Replica,
-        last: int,
+    def __init__(
+        self, steps: UserSteps, evaluation: Evaluation, effects: EffectRecorder, replica: Replica, last: int
     ) -> None:
         self._steps = steps
-        self._calls = calls
         self._evaluation = evaluation
         self._effects = effects
         self._replica = replica
@@ -89,10 +78,10 @@ class EvaluationSteps:
         error: Exception | None = None
         is_running = False
 
-        def run(call: NetworkCall) -> Any:
+        def run(*inputs: Any) -> Any:
             nonlocal is_running
             is_running = True
-            output = self._run(call, batch)
+            output = self._run(inputs, batch)
             is_running = False
             return output
 
@@ -108,19 +97,17 @@ class EvaluationSteps:
         self._replica.broadcast(effects, self._last)
         return result
 
-    def _run(self, call: NetworkCall, batch: Any) -> Any:
-        order = _NetworkRun(call.form, self._evaluation.num_microbatches(call.tensors), drawn_seed())
-        self._calls.form = call.form
+    def _run(self, inputs: tuple[Any, ...], batch: Any) -> Any:
+        order = _NetworkRun(self._evaluation.num_microbatches(inputs), drawn_seed())
         self._replica.broadcast(order, self._last)
         if self._last != 0:
             numbers = {id(tensor): number for number, tensor in enumerate(tensors_of(batch))}
-            inputs = [_OfBatch(numbers[id(value)]) if id(value) in numbers else value for value in call.tensors]
-            self._replica.send(inputs, 0)
-        return self._evaluation.output_of_last(call.tensors, order.num_microbatches, order.seed)
+            sent = [_OfBatch(numbers[id(value)]) if id(value) in numbers else value for value in inputs]
+            self._replica.send(sent, 0)
+        return self._evaluation.output_of_last(inputs, order.num_microbatches, order.seed)
 
     def _follow(self, batch: Any) -> Any:
         while (order := self._replica.broadcast(None, self._last)) is not None:
-            self._calls.form = order.form
             inputs: tuple[Tensor, ...] = ()
             if self._replica.position == 0:
                 of_batch = list(tensors_of(batch))

@@ -15,12 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sm._lightning import LightningModule, rank_zero_only
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.calls import NetworkCalls, PositionalCalls
-from lightning_sm.training.strategies.pipeline.pretrained import PretrainedParts, find_parts, is_pretrained
-from lightning_sm.training.strategies.pipeline.pretrained_calls import PretrainedCalls
-from lightning_sm.training.strategies.pipeline.pretrained_stage import PretrainedStage
 from lightning_sm.training.strategies.pipeline.stage import Stage
-from lightning_sm.training.strategies.pipeline.stand_ins import strip
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +25,7 @@ _TRIALS = 3
 
 
 class Network:
-    """The part of a LightningModule that is cut.
-
-    It is an ``nn.Sequential``, a module with ``pipeline_layers()``, or a model of transformers.
+    """The part of a LightningModule that is cut: an ``nn.Sequential``, or a module with ``pipeline_layers()``.
 
     Args:
         module: The LightningModule.
@@ -45,25 +38,12 @@ class Network:
     def __init__(self, module: LightningModule, name: str | None) -> None:
         self.name, self.module = _find(module, name)
         self._check_whole(module)
-        caller = f"{type(module).__name__} calls self.{self.name}"
-        self.calls: NetworkCalls = PositionalCalls(caller)
-        self.pretrained: PretrainedParts | None = None
-        self._paths: list[tuple[str, ...]]
-        if _lists_layers(self.module):
-            listed: Any = self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
-            self.layers: list[nn.Module] = list(listed)
-            paths = {id(child): path for path, child in self.module.named_modules()}
-            # A layer that pipeline_layers() makes, such as nn.Flatten, has no path.
-            self.names = [paths.get(id(layer), type(layer).__name__) for layer in self.layers]
-            self._paths = [(paths[id(layer)],) if id(layer) in paths else () for layer in self.layers]
-        else:
-            self.pretrained = find_parts(self.module, type(module).__name__, self.name)
-            self.calls = self._pretrained_calls = PretrainedCalls(self.pretrained, caller)
-            # The first and the last layer are several modules.
-            self._paths = self.pretrained.layers
-            found = [[self.module.get_submodule(path) for path in layer] for layer in self._paths]
-            self.layers = [layer[0] if len(layer) == 1 else nn.ModuleList(layer) for layer in found]
-            self.names = [*(layer[0] for layer in self._paths[:-1]), self.pretrained.head]
+        listed: Any = self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
+        self.layers: list[nn.Module] = list(listed)
+        paths = {id(child): path for path, child in self.module.named_modules()}
+        # A layer that pipeline_layers() makes, such as nn.Flatten, has no path.
+        self._paths = [paths.get(id(layer)) for layer in self.layers]
+        self.names = [path or type(layer).__name__ for path, layer in zip(self._paths, self.layers, strict=True)]
         self._check(module)
 
     def stage(self, layers: range, *, copies_views: bool = False, recompute_every: int = 0) -> Stage:
@@ -74,19 +54,13 @@ class Network:
             copies_views: See ``Stage``.
             recompute_every: n, for the network's layers 0, n, 2n, ... to keep no activations; 0 for none.
         """
-        names = [f"{self.name}.{self.names[i]}" for i in layers]
-        own = [self.layers[i] for i in layers]
-        recomputed = {i for i in layers if recompute_every and i % recompute_every == 0}
-        if self.pretrained is not None:
-            return PretrainedStage(
-                self.pretrained, self._pretrained_calls, layers, self.name, copies_views, frozenset(recomputed)
-            )
+        recomputed = [i - layers.start for i in layers if recompute_every and i % recompute_every == 0]
         return Stage(
-            own,
-            names,
+            [self.layers[i] for i in layers],
+            [f"{self.name}.{self.names[i]}" for i in layers],
             is_first=layers.start == 0,
             copies_views=copies_views,
-            recomputed=frozenset(i - layers.start for i in recomputed),
+            recomputed=frozenset(recomputed),
         )
 
     def remove(self, layers: Sequence[range], holders: Sequence[str]) -> None:
@@ -97,13 +71,11 @@ class Network:
             holders: For each of these stages, what holds it, for messages.
         """
         for i, holder in ((i, holder) for part, holder in zip(layers, holders, strict=True) for i in part):
-            for path in self._paths[i]:
+            path = self._paths[i]
+            if path is not None:
                 parent, _, child_name = path.rpartition(".")
                 placeholder = RemoteLayerPlaceholder(f"{self.name}.{path}", holder)
                 setattr(self.module.get_submodule(parent), child_name, placeholder)
-        if self.pretrained is not None:
-            # Stand-ins have attributes of what is removed, but no need of its values.
-            strip([self.layers[i] for part in layers for i in part], keep=self.module)
 
     def _check_whole(self, module: LightningModule) -> None:
         if any(isinstance(layer, RemoteLayerPlaceholder) for layer in self.module.modules()):
@@ -196,17 +168,13 @@ def _find(module: LightningModule, name: str | None) -> tuple[str, nn.Module]:
         have = ", ".join(f"{child} ({type(network).__name__})" for child, network in children.items())
         raise StrategyError(
             f"{type(module).__name__} has {len(found) or 'no'} networks that can be cut into stages; its children are "
-            f"{have}. A network is an nn.Sequential, a module with a method {_LAYERS}() that returns its layers in "
-            "order, or a model of transformers. Say which with network=NAME."
+            f"{have}. A network is an nn.Sequential, or a module with a method {_LAYERS}() that returns its layers in "
+            "order. Say which with network=NAME."
         )
     return next(iter(found.items()))
 
 
 def _can_be_cut(network: nn.Module) -> bool:
-    return _lists_layers(network) or is_pretrained(network)
-
-
-def _lists_layers(network: nn.Module) -> bool:
     return isinstance(network, nn.Sequential) or callable(getattr(network, _LAYERS, None))
 
 

@@ -15,7 +15,6 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.calls import CallForm, NetworkCall, NetworkCalls, PositionalCalls
 from lightning_sm.training.strategies.pipeline.random_state import random_state
 from lightning_sm.training.strategies.pipeline.stage import as_tuple
 
@@ -27,9 +26,9 @@ CONTAINERS = (list, dict, set, deque)
 class _NetworkCalled(BaseException):
     """The exception that carries the network's inputs out of ``training_step``, past the user's exception handlers."""
 
-    def __init__(self, call: NetworkCall) -> None:
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()
-        self.call = call
+        self.inputs = inputs
 
 
 class UserSteps:
@@ -46,24 +45,19 @@ class UserSteps:
         name: The network's name.
         evaluate: Called with the tensors of a call in place of ``network.forward`` outside of training steps.
         group: The ranks over which metrics are reduced: the replicas.
-        calls: How the network is called; None: with tensors in their order.
     """
 
-    def __init__(  # noqa: PLR0917  # what a step needs
+    def __init__(
         self,
         module: LightningModule,
         network: nn.Module,
         name: str,
         evaluate: Callable[..., Any],
         group: dist.ProcessGroup,
-        calls: NetworkCalls | None = None,
     ) -> None:
         self._module = module
         self._name = name
-        self._calls = calls or PositionalCalls(f"{type(module).__name__} calls self.{name}")
-        self._captured = NetworkCall(())
-        self._forward: Callable[[NetworkCall], Any] = self._evaluated
-        self._evaluate = evaluate
+        self._forward = self._evaluate = evaluate
         self._is_loss_checked = False
         self._spares = _spare_metrics(module)
         inner = {id(child) for child in network.modules()}
@@ -90,9 +84,7 @@ class UserSteps:
             with self._quiet(self._stop), torch.no_grad():
                 self._module.training_step(*arguments)
         except _NetworkCalled as called:
-            self._captured = called.call
-            self._calls.form = called.call.form
-            inputs = called.call.tensors
+            inputs = called.inputs
         else:
             raise StrategyError(f"{self.where} does not call self.{self._name}(...), the network that is cut.")
         if any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
@@ -107,26 +99,6 @@ class UserSteps:
                 "each with different numbers. Draw them in on_after_batch_transfer, which runs once for all stages."
             )
         return inputs
-
-    def settle_form(self, known: CallForm) -> StrategyError | None:
-        """Return an error if the call that was captured has another form than an earlier one; then keep the earlier.
-
-        Args:
-            known: The form with which a batch of the same shapes passed through the stages.
-        """
-        now = self._calls.form
-        if (now.names, now.unsent) == (known.names, known.unsent):
-            return None
-        self._calls.form = known
-        return StrategyError(
-            f"{self.where} calls self.{self._name}(...) with {', '.join(now.names)}, but with {', '.join(known.names)} "
-            "for an earlier batch of the same shapes. The ranks exchange tensors whose number follows from the shapes "
-            "of the batch: pass the same ones for each batch."
-        )
-
-    def counts(self) -> Tensor | None:
-        """Return how many values of each row the loss averages over, if the call that was captured says so."""
-        return self._calls.counts(self._captured)
 
     def changed_inputs(self, inputs: tuple[Tensor, ...], known: tuple[Tensor, ...]) -> StrategyError | None:
         """Return an error if the network's inputs are not as in an earlier step with a batch of the same shapes.
@@ -184,13 +156,13 @@ class UserSteps:
         Raises:
             StrategyError: ``forward`` does not call the network.
         """
-        handle = network.register_forward_pre_hook(lambda _, inputs: UserSteps._stop(NetworkCall(inputs)))
+        handle = network.register_forward_pre_hook(lambda _, inputs: UserSteps._stop(*inputs))
         try:
             with torch.no_grad():
                 arguments = example if isinstance(example, (tuple, list)) else (example,)
                 module(**example) if isinstance(example, Mapping) else module(*arguments)
         except _NetworkCalled as called:
-            return called.call.tensors
+            return called.inputs
         finally:
             handle.remove()
         raise StrategyError(f"{type(module).__name__}.forward does not call the network that is cut.")
@@ -201,16 +173,16 @@ class UserSteps:
         return f"{type(self._module).__name__}.training_step"
 
     def _call(self, *inputs: Any, **keywords: Any) -> Any:
-        call = self._calls.bind(inputs, keywords)
-        return self._calls.result(self._forward(call), call)
-
-    def _evaluated(self, call: NetworkCall) -> Any:
-        self._calls.form = call.form
-        return self._evaluate(*call.tensors)
+        if keywords:
+            raise StrategyError(
+                f"{type(self._module).__name__} calls self.{self._name}({', '.join(keywords)}=...). Stages get "
+                "positional arguments only: remove the names."
+            )
+        return self._forward(*inputs)
 
     @staticmethod
-    def _stop(call: NetworkCall) -> Any:
-        raise _NetworkCalled(call)
+    def _stop(*inputs: Any) -> Any:
+        raise _NetworkCalled(inputs)
 
     def _check_loss(self, arguments: tuple[Any, ...], output: Any) -> None:
         leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in as_tuple(output)]
@@ -231,7 +203,7 @@ class UserSteps:
             raise StrategyError(f"The loss of {self.where} does not depend on the output of self.{self._name}(...).")
 
     @contextmanager
-    def network_as(self, forward: Callable[[NetworkCall], Any]) -> Iterator[None]:
+    def network_as(self, forward: Callable[..., Any]) -> Iterator[None]:
         """Have calls of the network answered by a function.
 
         Args:
@@ -241,10 +213,10 @@ class UserSteps:
         try:
             yield
         finally:
-            self._forward = self._evaluated
+            self._forward = self._evaluate
 
     @contextmanager
-    def _quiet(self, forward: Callable[[NetworkCall], Any]) -> Iterator[None]:
+    def _quiet(self, forward: Callable[..., Any]) -> Iterator[None]:
         """Keep a part of a step out of logs, metrics, and the module's attributes: a counter counts in the replay."""
         module: Any = self._module
         attributes = vars(module)
@@ -283,7 +255,7 @@ class _Once:
         self._where = where
         self._is_called = False
 
-    def __call__(self, call: NetworkCall) -> Any:
+    def __call__(self, *_: Any) -> Any:
         if self._is_called:
             raise StrategyError(
                 f"{self._where} calls the network several times. A pipeline runs it once for each step: join the "

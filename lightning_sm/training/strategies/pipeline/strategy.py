@@ -23,7 +23,6 @@ from lightning_sm._lightning import (
 from lightning_sm._table import draw_table
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
-from lightning_sm.training.strategies.pipeline.calls import CallForm
 from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint, mapped_checkpoint, synchronize
 from lightning_sm.training.strategies.pipeline.effects import EffectRecorder, StepEffects
 from lightning_sm.training.strategies.pipeline.evaluation import Evaluation
@@ -74,11 +73,11 @@ _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 class PipelineParallelStrategy(DDPStrategy):
     """A strategy that spreads the layers of a model over several processes, with data parallelism over the rest.
 
-    The LightningModule is an ordinary one: its network is an ``nn.Sequential``, a module with a method
-    ``pipeline_layers()`` that returns its layers in order, or a model of Hugging Face's transformers; ``training_step``
-    calls the network once. Each process keeps its stages of the network. Logged values, metrics, the returned loss,
-    gradient accumulation, clipping, schedulers, validation, test and prediction are those of DDP with one process for
-    each replica, and so are checkpoints: one file, from which any number of stages, or a single process, can resume.
+    The LightningModule is an ordinary one: its network is an ``nn.Sequential``, or a module with a method
+    ``pipeline_layers()`` that returns its layers in order, and ``training_step`` calls the network once. Each process
+    keeps its stages of the network. Logged values, metrics, the returned loss, gradient accumulation, clipping,
+    schedulers, validation, test and prediction are those of DDP with one process for each replica, and so are
+    checkpoints: one file, from which any number of stages, or a single process, can resume.
 
     Args:
         pipeline_parallel_size: Processes for one replica of the model; "auto": those of a host, or of all hosts if each
@@ -495,13 +494,9 @@ class PipelineParallelStrategy(DDPStrategy):
         self._stages = own
         evaluation = Evaluation(own, placement, self._replica, self._num_microbatches, self.root_device)
         last = placement.last_position
-        self._steps = UserSteps(module, network.module, network.name, evaluation, self._data_group, network.calls)
-        self._calls = network.calls
-        self._forms: dict[Hashable, CallForm] = {}
+        self._steps = UserSteps(module, network.module, network.name, evaluation, self._data_group)
         self._effects = EffectRecorder(module, network.module, is_rank_zero=last == 0)
-        self._evaluation_steps = EvaluationSteps(
-            self._steps, network.calls, evaluation, self._effects, self._replica, last
-        )
+        self._evaluation_steps = EvaluationSteps(self._steps, evaluation, self._effects, self._replica, last)
         self._loss = StepLoss(module, self._steps, self._loss_kind)
         self._trial = Trial(own, placement, self._replica, self._loss.try_out)
         self._runner = ScheduleRunner(own, placement, self._replica.group, self.root_device, self._schedule, self._loss)
@@ -513,12 +508,6 @@ class PipelineParallelStrategy(DDPStrategy):
         if self._split == "parameters":
             sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in network.layers]
             return balanced(sizes, num_stages)
-        if network.pretrained is not None:
-            raise StrategyError(
-                "split=time measures layers that take what the one before returns, unlike those of a model of "
-                "transformers. Use split=parameters, or name the layers that begin stages: "
-                f"split=[{network.names[1 + (len(network.names) - 2) // 2]}]."
-            )
         if module.example_input_array is None:
             raise StrategyError(
                 f"split=time measures the layers on {type(module).__name__}.example_input_array, which is not set. "
@@ -649,8 +638,8 @@ class PipelineParallelStrategy(DDPStrategy):
         return result if is_last or effects is None else self._effects.repeat(effects)
 
     def _captured(self, arguments: tuple[Any, ...], rows: int) -> tuple[tuple[Tensor, ...], Exception | None]:
-        """Return the network's inputs on ranks that need the call, and the error in getting them."""
-        if self._replica.position != 0 and not self._calls.every_rank_binds:
+        """Return the network's inputs on the first rank, else nothing, and the error in getting them."""
+        if self._replica.position != 0:
             return (), None
         try:
             return self._steps.capture(arguments, rows), None
@@ -664,18 +653,13 @@ class PipelineParallelStrategy(DDPStrategy):
 
         After an error, inputs are placeholders, with which the schedule can run to its end.
         """
-        is_first = self._replica.position == 0
-        if not is_first:
-            inputs = ()
         size = rows // microbatches
         if not self._runner.knows(microbatches, shapes):
             tried = self._trial(tuple(value[:size] for value in inputs), error)
             free_gathered(self._stages)
             self._replica.raise_together(error or tried.error)
             self._runner.learn(microbatches, shapes, tried.shapes)
-            self._forms[microbatches, shapes] = self._calls.form
-        error = self._steps.settle_form(self._forms[microbatches, shapes]) or error
-        if is_first:
+        if self._replica.position == 0:
             known = self._runner.inputs_of(microbatches, shapes)
             if error is None:
                 error = self._steps.changed_inputs(tuple(value[:size] for value in inputs), known)

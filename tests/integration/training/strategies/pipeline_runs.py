@@ -27,8 +27,8 @@ from app.transformer import TransformerLanguageModel
 from lightning_sm import PipelineParallelStrategy
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.group_exit import leave_at_exit
+from tests.integration.training.strategies.gpt2 import GPT2_MODELS
 from tests.integration.training.strategies.pipeline_models import LAYERS, LOSSES
-from tests.integration.training.strategies.pretrained_models import PRETRAINED
 
 ROWS = 16  # of all replicas together, in a step
 CLASSES = 5
@@ -199,7 +199,7 @@ MODELS: dict[str, Any] = {
     "resnet": (AppResNet, _images),
     **LOSSES,
     **LAYERS,
-    **PRETRAINED,
+    **GPT2_MODELS,
 }
 
 
