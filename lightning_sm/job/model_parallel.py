@@ -17,11 +17,6 @@ _HYPERPARAMETER = "mp_parameters"
 _PIPELINE = "pipeline_parallel_degree"
 
 _SCHEDULES = {"interleaved": "1f1b", "simple": "gpipe"}
-_SPLITS = {"memory": "parameters", "speed": "time"}
-# The weights of memory with which SMP balances partitions: those of its two defaults, and the two extremes.
-_SPLITS_BY_WEIGHT = {0.0: "time", 0.2: "time", 0.8: "parameters", 1.0: "parameters"}
-# Orders of data, pipeline and tensor parallelism, whose last letter has neighbouring ranks.
-_ORDERS = {"DPT": "cluster", "PDT": "spread"}
 _BACKENDS = {"auto": None, "nccl": "nccl"}
 # The one value of a parameter that needs nothing here, and what to do instead of the others.
 _ACCEPTED: Mapping[str, tuple[Any, str]] = {
@@ -34,9 +29,17 @@ _ACCEPTED: Mapping[str, tuple[Any, str]] = {
     "fp16": (False, "Set trainer.precision to bf16-mixed or bf16-true instead"),
     "fp16_params": (False, "Set trainer.precision to bf16-true instead"),
     "bf16": (False, "Set trainer.precision to bf16-true instead"),
-    "offload_activations": (False, "Set activation_checkpointing of PipelineParallelStrategy instead"),
+    "offload_activations": (False, "Call layers by torch.utils.checkpoint instead"),
     "delayed_parameter_initialization": (False, "Build the network under torch.device('meta') instead"),
-    "sharded_data_parallel_degree": (1, "Use strategy=fsdp or ModelParallelStrategy, or shard_optimizer_state"),
+    "shard_optimizer_state": (
+        False,
+        "Remove modelparallel from distribution, and set trainer.strategy to fsdp or ModelParallelStrategy (FSDP2)",
+    ),
+    "tensor_parallel_degree": (
+        1,
+        "Remove modelparallel from distribution, and set trainer.strategy to ModelParallelStrategy",
+    ),
+    "sharded_data_parallel_degree": (1, "Use strategy=fsdp or ModelParallelStrategy"),
     "hybrid_shard_degree": (1, "It is SMP v2's, which shards by FSDP: use strategy=fsdp or ModelParallelStrategy"),
     "sm_activation_offloading": (False, "It is SMP v2's: use strategy=fsdp with activation checkpointing"),
     "context_parallel_degree": (1, "No strategy here splits sequences"),
@@ -51,7 +54,10 @@ _WITHOUT_EFFECT = {
     "default_partition",
     "deterministic_server",
     "fsdp_cache_flush_warnings",
+    "memory_weight",
+    "optimize",
     "partition_file",
+    "prescaled_batch",
     "random_seed",
     "sdp_gradient_clipping",
     "sdp_hierarchical_allgather",
@@ -66,14 +72,9 @@ _READ = {
     "microbatches",
     "active_microbatches",
     "pipeline",
-    "optimize",
-    "memory_weight",
     "placement_strategy",
     "ddp",
     "ddp_dist_backend",
-    "tensor_parallel_degree",
-    "prescaled_batch",
-    "shard_optimizer_state",
 }
 
 
@@ -164,8 +165,6 @@ class _Parameters:
             if self._asked.get(name, accepted) != accepted:
                 raise self._error(f"{name}={self._asked[name]!r} has no counterpart here", remedy)
         pipeline = self._pipeline_size()
-        tensor = self._number("tensor_parallel_degree", 1)
-        shard = self._flag("shard_optimizer_state", False)
         has_replicas = self._flag("ddp", False)
         microbatches = self._number("microbatches", 1)
         schedule = self._one_of("pipeline", "interleaved", _SCHEDULES)
@@ -175,18 +174,14 @@ class _Parameters:
             "data_parallel_size": "auto" if has_replicas else 1,
             "num_microbatches": microbatches,
             "schedule": schedule,
-            "placement": self._placement(tensor),
-            "split": self._split(),
+            "placement": self._placement(),
         }
-        if shard or tensor > 1:
-            self._check_whole_groups(pipeline, tensor, shard=shard, has_replicas=has_replicas)
-            options |= {"shard": True, "tensor_parallel_size": tensor}
         backend = self._one_of("ddp_dist_backend", "auto", _BACKENDS)
         if backend is not None:
             options["process_group_backend"] = backend
         if pipeline == 1:
             return ModelParallelism(self._asked, "ddp", has_replicas=has_replicas)
-        return ModelParallelism(self._asked, "pipeline", options, pipeline * tensor, has_replicas)
+        return ModelParallelism(self._asked, "pipeline", options, pipeline, has_replicas)
 
     def _pipeline_size(self) -> int:
         sizes = {name: self._number(name, 1) for name in ("partitions", _PIPELINE) if name in self._asked}
@@ -196,25 +191,6 @@ class _Parameters:
                 "They are two names of one number: remove one",
             )
         return next(iter(sizes.values()), 1)
-
-    def _check_whole_groups(self, pipeline: int, tensor: int, *, shard: bool, has_replicas: bool) -> None:
-        if pipeline == 1:
-            given = "shard_optimizer_state=True" if shard else f"tensor_parallel_degree={tensor}"
-            raise self._error(
-                f"{given} with a {_PIPELINE} of 1 is no pipeline",
-                "Remove modelparallel from distribution, and set trainer.strategy to fsdp or ModelParallelStrategy",
-            )
-        if shard and not has_replicas:
-            raise self._error(
-                "shard_optimizer_state=True and ddp=False contradict each other",
-                "Shards are spread over replicas: set ddp to true",
-            )
-        if tensor > 1 and not self._flag("prescaled_batch", False):
-            raise self._error(
-                f"tensor_parallel_degree={tensor} without prescaled_batch=True gives each rank other samples",
-                "Here the ranks of a tensor-parallel group get the same batch: set prescaled_batch to true, and check "
-                "the batch size, which is then that of the group",
-            )
 
     def _check_active(self, pipeline: int, microbatches: int, schedule: str) -> None:
         kept = min(microbatches, pipeline) if schedule == "1f1b" else microbatches
@@ -226,39 +202,15 @@ class _Parameters:
                 + ("" if schedule == "1f1b" else "; pipeline=interleaved holds those of one for each partition"),
             )
 
-    def _placement(self, tensor: int) -> str:
-        value = self._asked.get("placement_strategy", "cluster")
-        letters = {"cluster": "DPT", "spread": "TPD"}.get(str(value), str(value))
+    def _placement(self) -> str:
+        value = str(self._asked.get("placement_strategy", "cluster"))
+        # The last letter has neighbouring ranks: of data, pipeline and tensor parallelism.
+        letters = {"cluster": "DPT", "spread": "TPD"}.get(value, value)
         if sorted(letters) != sorted("DPT"):
             raise self._error(
                 f"placement_strategy={value!r} is none of cluster, spread and the permutations of DPT", "Correct it"
             )
-        if tensor == 1:
-            letters = letters.replace("T", "") + "T"
-        if letters not in _ORDERS:
-            raise self._error(
-                f"placement_strategy={value!r} with tensor_parallel_degree={tensor} has tensor-parallel ranks apart "
-                "from each other",
-                "Here they are always neighbours: use DPT (cluster) or PDT",
-            )
-        return _ORDERS[letters]
-
-    def _split(self) -> str:
-        split = self._one_of("optimize", "memory", _SPLITS)
-        weight = self._asked.get("memory_weight")
-        if weight is None:
-            return str(split)
-        if isinstance(weight, bool) or weight not in _SPLITS_BY_WEIGHT:
-            raise self._error(
-                f"memory_weight={weight!r} has no counterpart here",
-                "Stages are balanced by parameters (1.0, or 0.8) or by time (0.0, or 0.2)",
-            )
-        if "optimize" in self._asked and _SPLITS_BY_WEIGHT[weight] != split:
-            raise self._error(
-                f"optimize={self._asked['optimize']} and memory_weight={weight} contradict each other",
-                "Remove one: stages are balanced by parameters (memory) or by time (speed)",
-            )
-        return _SPLITS_BY_WEIGHT[weight]
+        return "cluster" if letters.index("D") < letters.index("P") else "spread"
 
     def _number(self, name: str, default: int) -> int:
         value = self._asked.get(name, default)

@@ -194,9 +194,7 @@ OF_OTHERS = {
     "training/strategies/pipeline/effects.py": {"_forward_cache", "_version"},  # torchmetrics, torch
     "training/strategies/pipeline/object_state.py": {"_update_count", "_version"},  # torchmetrics, torch
     "training/strategies/pipeline/layers.py": {"_BatchNorm", "_reset_parameters"},  # torch
-    "training/strategies/pipeline/norm_watch.py": {"_foreach_norm"},  # torch
     "training/strategies/pipeline/rows.py": {"_fields"},  # named tuples
-    "training/strategies/pipeline/stage.py": {"_is_view"},  # torch
     "training/strategies/pipeline/steps.py": {"_modules"},  # torch
 }
 

@@ -85,12 +85,10 @@ class EffectRecorder:
     Args:
         module: The LightningModule.
         network: Its network, which is not looked at: ranks have different layers.
-        is_rank_zero: Whether the ranks that record include rank 0, whose loggers write.
     """
 
-    def __init__(self, module: LightningModule, network: nn.Module, *, is_rank_zero: bool) -> None:
+    def __init__(self, module: LightningModule, network: nn.Module) -> None:
         self._module = module
-        self._is_rank_zero = is_rank_zero
         inner = {id(child) for child in network.modules()}
         self._parts = {name: child for name, child in module.named_modules() if id(child) not in inner}
         self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -180,9 +178,6 @@ class EffectRecorder:
         """Raise if a step uses a logger itself: those of other ranks than 0 write nothing."""
         trainer: Any = self._module.trainer
         loggers = trainer.loggers
-        if self._is_rank_zero or not loggers:
-            yield
-            return
         trainer.loggers = [_NoLogger(self._step) for _ in loggers]
         try:
             yield

@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sm.training.strategies.pipeline.exchange import Replica
-from lightning_sm.training.strategies.pipeline.placement import Placement
 from lightning_sm.training.strategies.pipeline.random_state import drawn_seed, stage_stream
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches
-from lightning_sm.training.strategies.pipeline.sharding import free_gathered
-from lightning_sm.training.strategies.pipeline.stage import as_tuple
-
-_Tensors = tuple[Tensor, ...]
+from lightning_sm.training.strategies.pipeline.stage import Stage, as_tuple
 
 
 class Evaluation:
-    """A forward pass through the network's stages.
-
-    torch's schedules cannot run it for every number of rows, and the V-shaped ones not at all. Here, the microbatches
-    pass through the stages in waves: in wave t, stage s has microbatch t - s. All transfers between two ranks in a wave
-    are one batch, so that NCCL, which keeps the order of calls, cannot block.
+    """A forward pass through the network's stages: each rank passes one microbatch after the other on to the next.
 
     Args:
-        stages: This rank's modules by the number of the stage.
-        placement: The grid of ranks.
+        stage: This rank's stage.
         replica: The ranks of this replica.
         microbatches: Highest number of microbatches.
-        device: This rank's device.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        placement: Placement,
-        replica: Replica,
-        microbatches: int,
-        device: torch.device,
-    ) -> None:
-        self._stages = stages
-        self._placement = placement
+    def __init__(self, stage: Stage, replica: Replica, microbatches: int) -> None:
+        self._stage = stage
         self._replica = replica
         self._microbatches = microbatches
-        self._device = device
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the network; a collective call of the replica.
@@ -58,7 +37,7 @@ class Evaluation:
             The network's output, on every rank.
         """
         output = self.output_of_last(inputs, self.num_microbatches(inputs), drawn_seed())
-        return self._replica.broadcast(output, self._placement.last_position)
+        return self._replica.broadcast(output, self._replica.last)
 
     def num_microbatches(self, inputs: tuple[Any, ...]) -> int:
         """Return how many microbatches pass through the stages.
@@ -81,65 +60,22 @@ class Evaluation:
         Returns:
             The network's output on the rank of the last stage, None elsewhere.
         """
-        with stage_stream(seed, self._replica.position):
-            return self._output_of_last(inputs, number)
-
-    def _output_of_last(self, inputs: tuple[Any, ...], number: int) -> Any:
-        batches = _split(inputs, number)
-        last = self._placement.num_stages - 1
-        arrived: dict[int, _Tensors] = {}
-        shapes: dict[int, _Tensors] = {}
-        outputs: list[_Tensors] = []
-        for wave in range(len(batches) + last):
-            made: dict[int, _Tensors] = {}
-            for stage, module in self._stages.items():
-                if 0 <= wave - stage < len(batches):
-                    values = batches[wave - stage] if stage == 0 else arrived.pop(stage)
-                    # Lightning evaluates in inference mode (but on gloo), in which the buffers for gathered shards
-                    # would become inference tensors, which a later training step cannot fill.
-                    with torch.inference_mode(mode=False), torch.no_grad():
-                        made[stage] = as_tuple(module(*values))
-            if last in made:
-                outputs.append(made.pop(last))
-            self._pass_on(wave, len(batches), made, arrived, shapes)
-        free_gathered(self._stages)
+        position = self._replica.position
+        batches = _split(inputs, number) if position == 0 else [()] * number
+        outputs: list[tuple[Tensor, ...]] = []
+        with stage_stream(seed, position):
+            for batch in batches:
+                values = batch if position == 0 else self._replica.receive(position - 1)
+                with torch.no_grad():
+                    made = as_tuple(self._stage(*values))
+                if self._replica.is_last:
+                    outputs.append(made)
+                else:
+                    self._replica.send(made, position + 1)
         if not outputs:
             return None
         joined = tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True))
         return joined[0] if len(joined) == 1 else joined
-
-    def _pass_on(
-        self,
-        wave: int,
-        number: int,
-        made: dict[int, _Tensors],
-        arrived: dict[int, _Tensors],
-        shapes: dict[int, _Tensors],
-    ) -> None:
-        """Pass the outputs of a wave on to the next stages."""
-        owner = self._placement.position_of
-        transfers = []
-        for stage in range(max(0, wave - number + 1), min(wave + 1, self._placement.num_stages - 1)):
-            here, there = owner(stage), owner(stage + 1)
-            if self._replica.position not in (here, there):
-                continue
-            if here == there:
-                arrived[stage + 1] = made[stage]
-            elif stage == wave:  # the first microbatch, whose shapes are those of all
-                if here == self._replica.position:
-                    self._replica.send(made[stage], there)
-                else:
-                    arrived[stage + 1] = shapes[stage + 1] = self._replica.receive(here)
-            elif here == self._replica.position:
-                transfers += [self._transfer(dist.isend, tensor.contiguous(), there) for tensor in made[stage]]
-            else:
-                arrived[stage + 1] = tuple(torch.empty_like(tensor) for tensor in shapes[stage + 1])
-                transfers += [self._transfer(dist.irecv, tensor, here) for tensor in arrived[stage + 1]]
-        for work in dist.batch_isend_irecv(transfers) if transfers else ():
-            work.wait()
-
-    def _transfer(self, call: Any, tensor: Tensor, position: int) -> dist.P2POp:
-        return dist.P2POp(call, tensor, self._replica.ranks[position], group=self._replica.group)
 
 
 def _split(inputs: tuple[Any, ...], number: int) -> list[tuple[Any, ...]]:

@@ -44,17 +44,13 @@ class EvaluationSteps:
         evaluation: The forward pass.
         effects: The recorder of effects.
         replica: The ranks of the replica.
-        last: The position of the last stage in the replica.
     """
 
-    def __init__(
-        self, steps: UserSteps, evaluation: Evaluation, effects: EffectRecorder, replica: Replica, last: int
-    ) -> None:
+    def __init__(self, steps: UserSteps, evaluation: Evaluation, effects: EffectRecorder, replica: Replica) -> None:
         self._steps = steps
         self._evaluation = evaluation
         self._effects = effects
         self._replica = replica
-        self._last = last
 
     def __call__(self, name: str, step: Callable[[], Any], batch: Any) -> Any:
         """Run a step; a collective call of the replica.
@@ -68,7 +64,7 @@ class EvaluationSteps:
             What the user's method returns. On other ranks than that of the last stage, tensors of several numbers, and
             objects, are left out.
         """
-        if self._replica.position == self._last:
+        if self._replica.is_last:
             return self._lead(name, step, batch)
         return self._follow(batch)
 
@@ -92,27 +88,26 @@ class EvaluationSteps:
             if is_running:
                 raise  # the other ranks are within a transfer, and fail when this process ends
             error = raised
-        self._replica.broadcast(None, self._last)
+        self._replica.broadcast(None, self._replica.last)
         self._replica.raise_together(error)
-        self._replica.broadcast(effects, self._last)
+        self._replica.broadcast(effects, self._replica.last)
         return result
 
     def _run(self, inputs: tuple[Any, ...], batch: Any) -> Any:
         order = _NetworkRun(self._evaluation.num_microbatches(inputs), drawn_seed())
-        self._replica.broadcast(order, self._last)
-        if self._last != 0:
-            numbers = {id(tensor): number for number, tensor in enumerate(tensors_of(batch))}
-            sent = [_OfBatch(numbers[id(value)]) if id(value) in numbers else value for value in inputs]
-            self._replica.send(sent, 0)
+        self._replica.broadcast(order, self._replica.last)
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors_of(batch))}
+        sent = [_OfBatch(numbers[id(value)]) if id(value) in numbers else value for value in inputs]
+        self._replica.send(sent, 0)
         return self._evaluation.output_of_last(inputs, order.num_microbatches, order.seed)
 
     def _follow(self, batch: Any) -> Any:
-        while (order := self._replica.broadcast(None, self._last)) is not None:
+        while (order := self._replica.broadcast(None, self._replica.last)) is not None:
             inputs: tuple[Tensor, ...] = ()
             if self._replica.position == 0:
                 of_batch = list(tensors_of(batch))
-                received = self._replica.receive(self._last)
+                received = self._replica.receive(self._replica.last)
                 inputs = tuple(of_batch[one.number] if isinstance(one, _OfBatch) else one for one in received)
             self._evaluation.output_of_last(inputs, order.num_microbatches, order.seed)
         self._replica.raise_together(None)
-        return self._effects.repeat(self._replica.broadcast(None, self._last))
+        return self._effects.repeat(self._replica.broadcast(None, self._replica.last))

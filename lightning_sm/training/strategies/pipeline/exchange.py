@@ -10,11 +10,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.sharding import whole
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,8 @@ class Replica:
         self._objects = objects
         self.ranks = ranks
         self.position = ranks.index(dist.get_rank())
+        self.last = len(ranks) - 1
+        self.is_last = self.position == self.last
         self._device = device
 
     def broadcast(self, value: Any, position: int) -> Any:
@@ -68,7 +67,7 @@ class Replica:
         around = [self._without_tensors(value, tensors)]
         dist.send_object_list(around, target, group=self._objects)
         for tensor in tensors:
-            dist.send(whole(tensor).contiguous(), target, group=self.group)
+            dist.send(tensor.contiguous(), target, group=self.group)
 
     def receive(self, position: int, *, to_host: bool = False) -> Any:
         """Return the value that a position sends.
@@ -89,8 +88,7 @@ class Replica:
     def gather(self, value: Any) -> list[Any] | None:
         """Return the values of all positions at position 0, in main memory, and None elsewhere.
 
-        Tensors are gathered and moved one by one, so that a device needs room for one tensor more. The ranks that have
-        the other parts of sharded tensors call ``join`` with theirs.
+        Tensors are gathered and moved one by one, so that a device needs room for one tensor more.
 
         Args:
             value: This rank's value.
@@ -98,19 +96,8 @@ class Replica:
         if self.position != 0:
             self.send(value, 0)
             return None
-        own = apply_to_collection(value, Tensor, lambda tensor: whole(tensor).cpu())
+        own = apply_to_collection(value, Tensor, Tensor.cpu)
         return [own, *(self.receive(position, to_host=True) for position in range(1, len(self.ranks)))]
-
-    @staticmethod
-    def join(value: Any) -> None:
-        """Take part in the ``gather`` of another replica, with this rank's parts of sharded tensors.
-
-        Args:
-            value: This rank's value, of the same structure.
-        """
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, DTensor):
-                whole(tensor)
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on all ranks of the replica if one of them has an error; a collective call.

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sm._lightning import LightningModule, rank_zero_only
 from lightning_sm.errors import StrategyError
@@ -21,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 _warn_once = rank_zero_only(logger.warning)
 _LAYERS = "pipeline_layers"
-_TRIALS = 3
 
 
 class Network:
@@ -46,31 +41,23 @@ class Network:
         self.names = [path or type(layer).__name__ for path, layer in zip(self._paths, self.layers, strict=True)]
         self._check(module)
 
-    def stage(self, layers: range, *, copies_views: bool = False, recompute_every: int = 0) -> Stage:
+    def stage(self, layers: range) -> Stage:
         """Return the layers of a stage as one module.
 
         Args:
             layers: Their indices.
-            copies_views: See ``Stage``.
-            recompute_every: n, for the network's layers 0, n, 2n, ... to keep no activations; 0 for none.
         """
-        recomputed = [i - layers.start for i in layers if recompute_every and i % recompute_every == 0]
-        return Stage(
-            [self.layers[i] for i in layers],
-            [f"{self.name}.{self.names[i]}" for i in layers],
-            is_first=layers.start == 0,
-            copies_views=copies_views,
-            recomputed=frozenset(recomputed),
-        )
+        names = [f"{self.name}.{self.names[i]}" for i in layers]
+        return Stage([self.layers[i] for i in layers], names, is_first=layers.start == 0)
 
-    def remove(self, layers: Sequence[range], holders: Sequence[str]) -> None:
-        """Replace the layers that other ranks hold by placeholders, which keeps the names of the remaining layers.
+    def remove(self, layers: range, holder: str) -> None:
+        """Replace layers that another rank holds by placeholders, which keeps the names of the remaining layers.
 
         Args:
-            layers: Their indices, by stage.
-            holders: For each of these stages, what holds it, for messages.
+            layers: Their indices.
+            holder: What holds them, for messages.
         """
-        for i, holder in ((i, holder) for part, holder in zip(layers, holders, strict=True) for i in part):
+        for i in layers:
             path = self._paths[i]
             if path is not None:
                 parent, _, child_name = path.rpartition(".")
@@ -225,32 +212,3 @@ def _initializers(layers: Sequence[nn.Module]) -> list[tuple[nn.Module, Callable
 def num_trainable(layers: Sequence[nn.Module]) -> int:
     """Return the number of the layers' parameters that are trained."""
     return sum(parameter.numel() for layer in layers for parameter in layer.parameters() if parameter.requires_grad)
-
-
-def measured_seconds(network: Network, inputs: tuple[Any, ...], device: torch.device) -> list[float]:
-    """Return the seconds that the forward and backward passes of each layer take: the median of three trials.
-
-    Args:
-        network: The network.
-        inputs: Its inputs, on the device.
-        device: Device to measure on; each layer is there only while it is measured.
-    """
-    seconds = []
-    for layer in network.layers:
-        trial = copy.deepcopy(layer)
-        materialize([trial], device)
-        trial.to(device)
-        seconds.append(statistics.median(_seconds(trial, inputs, device) for _ in range(_TRIALS)))
-        # The input of the next layer, with a gradient to compute.
-        detached = tree_map(lambda one: one.detach().requires_grad_(one.is_floating_point()), trial(*inputs))
-        inputs = (detached,)
-    return seconds
-
-
-def _seconds(layer: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> float:
-    began = time.perf_counter()
-    outputs = [tensor for tensor in tree_leaves(layer(*inputs)) if tensor.requires_grad]
-    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - began

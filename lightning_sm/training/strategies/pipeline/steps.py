@@ -144,29 +144,6 @@ class UserSteps:
         _loss_of(result, self.where)
         return result
 
-    @staticmethod
-    def network_inputs(module: LightningModule, network: nn.Module, example: Any) -> tuple[Any, ...]:
-        """Return the inputs with which ``module.forward(example)`` calls the network.
-
-        Args:
-            module: The LightningModule.
-            network: Its network, as yet uncut.
-            example: ``example_input_array``.
-
-        Raises:
-            StrategyError: ``forward`` does not call the network.
-        """
-        handle = network.register_forward_pre_hook(lambda _, inputs: UserSteps._stop(*inputs))
-        try:
-            with torch.no_grad():
-                arguments = example if isinstance(example, (tuple, list)) else (example,)
-                module(**example) if isinstance(example, Mapping) else module(*arguments)
-        except _NetworkCalled as called:
-            return called.inputs
-        finally:
-            handle.remove()
-        raise StrategyError(f"{type(module).__name__}.forward does not call the network that is cut.")
-
     @property
     def where(self) -> str:
         """The step's name for messages."""

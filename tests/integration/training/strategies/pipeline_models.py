@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import random
 from collections.abc import Sequence
@@ -524,45 +523,14 @@ class _OnMeta(Classifier):
 
 
 class _Norms(Classifier):
-    """A hook that keeps the norms of gradients before they are clipped.
-
-    Args:
-        how: "helper": by lightning_sm.gradient_norm; "torch": by torch's clip_grad_norm_.
-    """
-
-    def __init__(self, how: str) -> None:
-        super().__init__(perceptron())
-        self.how = how
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.how == "torch":
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 1e9)
-            return
-        norms = [float(gradient_norm(self, p)) for p in (2.0, 1.0, math.inf)]
-        self.extra.setdefault("norms", []).extend(norms)
-
-    def on_fit_start(self) -> None:
-        logging.getLogger("lightning_sm").addHandler(_Kept(self.extra.setdefault("warnings", [])))
-
-
-class _Kept(logging.Handler):
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
-
-
-class _Inference(Classifier):
-    """Validation in inference mode, as by Lightning on GPUs, before the first step and between steps."""
+    """A hook that keeps the norms of gradients before they are clipped."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())
 
-    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        with torch.inference_mode():
-            self.extra.setdefault("means", []).append(float(self.network(torch.ones(4, 8)).mean()))
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norms = [float(gradient_norm(self, p)) for p in (2.0, 1.0, math.inf)]
+        self.extra.setdefault("norms", []).extend(norms)
 
 
 class _LBFGS(Classifier):
@@ -598,9 +566,7 @@ LAYERS: dict[str, Any] = {
     "tied, adamw": (partial(_Tied, "adamw"), tokens),
     "changed copy": (_ChangedCopy, tokens),
     "meta": (_OnMeta, sequences),
-    "norms": (partial(_Norms, "helper"), vectors),
-    "norms by torch": (partial(_Norms, "torch"), vectors),
-    "inference": (_Inference, vectors),
+    "norms": (_Norms, vectors),
     "lbfgs": (_LBFGS, vectors),
     "skip": (partial(_Fails, "skip"), vectors),
     "draw": (partial(_Fails, "draw"), vectors),

@@ -17,7 +17,6 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -295,27 +294,11 @@ def _run(fit: Fit, world_size: int, folder: Path, name: str) -> dict[str, Any]:
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
         "step": trainer.global_step,
         "extra": getattr(module, "extra", {}),
-        "held": _held(trainer),
     }
     if fit.model == "tokens" and not fit.trainer.get("max_steps"):
         seen["tested"] = trainer.test(module, DataLoader(_tokens(13, 7), 5), verbose=False)[0]
         seen["predictions"] = torch.cat(trainer.predict(module, DataLoader(_tokens(13, 7), 5)))
     return seen
-
-
-def _held(trainer: pl.Trainer) -> dict[str, int]:
-    """Numbers that this rank holds: of parameters, and of the optimizer's states."""
-    states = [
-        value for optimizer in trainer.optimizers for state in optimizer.state.values() for value in state.values()
-    ]
-    tensors = {
-        "parameters": list(trainer.lightning_module.parameters()),
-        "states": [value for value in states if isinstance(value, Tensor) and value.ndim],
-    }
-    return {
-        name: sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in some)
-        for name, some in tensors.items()
-    }
 
 
 class _Loaders(pl.LightningDataModule):

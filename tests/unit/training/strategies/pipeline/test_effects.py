@@ -50,13 +50,13 @@ class Model(pl.LightningModule):
         self.trainer.calls.append((arguments, keywords))
 
 
-def run(step, *, is_rank_zero=False, steps=1):
+def run(step, *, steps=1):
     """Run steps on one module, and repeat their effects on another; returns both, and the results there."""
     first = Model(step)
     second = Model(step)
     vars(second)["mine"] = {"rank": 1}
     vars(first)["mine"] = {"rank": 0}
-    recorder, repeater = (EffectRecorder(model, model.network, is_rank_zero=is_rank_zero) for model in (first, second))
+    recorder, repeater = (EffectRecorder(model, model.network) for model in (first, second))
     for _ in range(steps):
         _, effects = recorder.record("training_step", lambda: step(first))
         result = repeater.repeat(copy.deepcopy(effects))
@@ -126,10 +126,8 @@ def test_buffers_and_containers_stay_the_same_objects():
 
     recording, model = Model(step), Model(step)
     kept = [model.around.mean, model.unique]
-    _, effects = EffectRecorder(recording, recording.network, is_rank_zero=False).record(
-        "training_step", lambda: step(recording)
-    )
-    EffectRecorder(model, model.network, is_rank_zero=False).repeat(effects)
+    _, effects = EffectRecorder(recording, recording.network).record("training_step", lambda: step(recording))
+    EffectRecorder(model, model.network).repeat(effects)
     assert model.around.mean is kept[0]
     assert model.unique is kept[1]
     assert model.unique == {1, 2}
@@ -163,7 +161,7 @@ def test_the_recording_rank_has_its_loggers_again_after_an_error():
     """And its own self.log."""
     model = Model(None)
     loggers = model.trainer.loggers
-    recorder = EffectRecorder(model, model.network, is_rank_zero=False)
+    recorder = EffectRecorder(model, model.network)
     with pytest.raises(ZeroDivisionError):
         recorder.record("training_step", lambda: 1 / 0)
     assert model.trainer.loggers is loggers
@@ -188,18 +186,6 @@ def test_what_cannot_be_repeated_is_an_error(step, said):
     assert [part for part in [*said, "outputs: all"] if part not in str(error.value)] == []
 
 
-def test_loggers_may_be_used_where_rank_zero_runs_the_step():
-    """With schedules in a V, the last stage is on the first rank."""
-    used = []
-
-    def step(model):
-        used.extend(model.trainer.loggers)
-        return torch.zeros(())
-
-    first, _, _ = run(step, is_rank_zero=True)
-    assert used == first.trainer.loggers
-
-
 class _Evaluator:
     """An evaluator of the user's, with state in a list, in an array, and in a metric."""
 
@@ -220,7 +206,7 @@ def test_a_change_within_another_object_is_told_once(update, caplog):
     """With the step, the attribute and its class: hooks of other ranks would find the object as it was."""
     model = Model(None)
     model.evaluator, model.other = _Evaluator(), _Evaluator()
-    recorder = EffectRecorder(model, model.network, is_rank_zero=False)
+    recorder = EffectRecorder(model, model.network)
     for _ in range(2):
         recorder.record("validation_step", lambda: update(model.evaluator))
     assert [record.getMessage().partition(" on the ranks")[0] for record in caplog.records] == [
@@ -243,7 +229,7 @@ def test_a_change_of_the_trainer_is_told_once(change, name, caplog):
     """Its attributes are not repeated on other ranks, unlike those of the module."""
     model = Model(None)
     model.trainer.kept, model.trainer.average = [], torch.zeros(2)
-    recorder = EffectRecorder(model, model.network, is_rank_zero=False)
+    recorder = EffectRecorder(model, model.network)
     recorder.record("validation_step", lambda: model.items.append(1))
     assert caplog.records == []
     for _ in range(2):

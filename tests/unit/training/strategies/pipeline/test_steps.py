@@ -191,12 +191,3 @@ def test_the_network_is_back_after_an_error():
     assert model.logged == ["after"]
     assert model.accuracy is accuracy
     assert model.network(BATCH[0]) == "evaluated"
-
-
-def test_the_inputs_for_an_example_are_found():
-    """Layers are measured on what forward passes on to the network."""
-    model = Model()
-    model.forward = lambda x: model.network(x.flatten(1))
-    (inputs,) = UserSteps.network_inputs(model, model.network, BATCH[0])
-    assert inputs.shape == (6, 4)
-    assert model.network(inputs).shape == (6, 3)
