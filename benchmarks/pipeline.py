@@ -79,9 +79,9 @@ class SleepingLayer(nn.Module):
 def bubble(rank: int, p: int, schedule: Any, m: int) -> float | None:
     """Return the idle share of a step, on rank 0."""
     from lightning_sm.training.strategies.pipeline.exchange import Replica
+    from lightning_sm.training.strategies.pipeline.forward import StageShapes
     from lightning_sm.training.strategies.pipeline.schedules import ScheduleRunner
     from lightning_sm.training.strategies.pipeline.stage import Stage
-    from lightning_sm.training.strategies.pipeline.trial import StageShapes
 
     stage = Stage([SleepingLayer(FORWARD_S, is_first=rank == 0)], ["layer"], is_first=rank == 0)
     world: Any = dist.group.WORLD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ class _Gap:
 
     shape: torch.Size
     dtype: torch.dtype
+    requires_grad: bool
 
 
 class Replica:
@@ -44,6 +46,8 @@ class Replica:
         self.position = ranks.index(dist.get_rank())
         self.last = len(ranks) - 1
         self.is_last = self.position == self.last
+        # What raise_together has raised.
+        self.raised: Exception | None = None
         self._device = device
 
     def broadcast(self, value: Any, position: int) -> Any:
@@ -56,7 +60,14 @@ class Replica:
         source = self.ranks[position]
         tensors: list[Tensor] = []
         around = [self._without_tensors(value, tensors) if self.position == position else None]
-        dist.broadcast_object_list(around, source, group=self._objects)
+        try:
+            dist.broadcast_object_list(around, source, group=self._objects)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            # Raised before anything is sent.
+            around = [StrategyError(f"What a step logs cannot be sent to the other ranks ({error}). Set outputs: all.")]
+            dist.broadcast_object_list(around, source, group=self._objects)
+        if isinstance(around[0], StrategyError):
+            raise around[0]
         tensors = [tensor.contiguous() for tensor in tensors]
         return self._with_tensors(around[0], tensors, lambda tensor: dist.broadcast(tensor, source, group=self.group))
 
@@ -116,10 +127,11 @@ class Replica:
         texts: list[str | None] = [None] * len(self.ranks)
         text = None if error is None else f"{type(error).__name__}: {error}"
         dist.all_gather_object(texts, text, group=self._objects)
-        if error is not None:
-            raise error
-        first = next(position for position, text in enumerate(texts) if text is not None)
-        raise StrategyError(f"Rank {self.ranks[first]} of this replica failed: {texts[first]}")
+        if error is None:
+            first = next(position for position, text in enumerate(texts) if text is not None)
+            error = StrategyError(f"Rank {self.ranks[first]} of this replica failed: {texts[first]}")
+        self.raised = error
+        raise error
 
     def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
         def take(tensor: Tensor) -> Any:
@@ -127,7 +139,7 @@ class Replica:
             if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
                 return tensor.cpu()
             tensors.append(tensor.detach())
-            return _Gap(tensor.shape, tensor.dtype)
+            return _Gap(tensor.shape, tensor.dtype, tensor.requires_grad)
 
         return apply_to_collection(value, Tensor, take)
 
@@ -141,6 +153,6 @@ class Replica:
             if tensor is None:
                 tensor = torch.empty(gap.shape, dtype=gap.dtype, device=self._device)
             transfer(tensor)
-            return tensor.cpu() if to_host else tensor
+            return (tensor.cpu() if to_host else tensor).requires_grad_(gap.requires_grad)
 
         return apply_to_collection(around, _Gap, fill)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.forward import StageShapes
 from lightning_sm.training.strategies.pipeline.stage import Stage
-from lightning_sm.training.strategies.pipeline.trial import StageShapes
 
 ScheduleName = Literal["gpipe", "1f1b"]
 # Names in torch.distributed.pipelining.
@@ -66,15 +66,6 @@ class ScheduleRunner:
             found: Those of this rank's stage.
         """
         self._shapes[microbatches, shapes] = found
-
-    def inputs_of(self, microbatches: int, shapes: Hashable) -> tuple[Tensor, ...]:
-        """Return the inputs of this rank's stage for a microbatch, without data.
-
-        Args:
-            microbatches: Number of microbatches.
-            shapes: Key for the shapes of the activations.
-        """
-        return self._shapes[microbatches, shapes].inputs
 
     def step(self, inputs: tuple[Any, ...], microbatches: int, shapes: Hashable) -> Any:
         """Run forward and backward passes, which leave the sum of the microbatches' gradients in ``.grad``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, cast, get_args
@@ -25,10 +25,8 @@ from lightning_sm._table import draw_table
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
 from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint, synchronize
-from lightning_sm.training.strategies.pipeline.effects import EffectRecorder, StepEffects
-from lightning_sm.training.strategies.pipeline.evaluation import Evaluation
-from lightning_sm.training.strategies.pipeline.evaluation_steps import EvaluationSteps
 from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.forward import evaluate, try_out
 from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average, total_norm
 from lightning_sm.training.strategies.pipeline.layers import Network, materialize, num_trainable
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
@@ -42,18 +40,18 @@ from lightning_sm.training.strategies.pipeline.placement import (
 )
 from lightning_sm.training.strategies.pipeline.random_state import (
     drawn_seed,
+    random_state,
     sent_random_state,
     stage_stream,
     take_random_state,
 )
-from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows, tensors_of
+from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows
 from lightning_sm.training.strategies.pipeline.schedules import (
     ScheduleName,
     ScheduleRunner,
 )
-from lightning_sm.training.strategies.pipeline.steps import UserSteps
+from lightning_sm.training.strategies.pipeline.steps import UserSteps, loss_of
 from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied, retie
-from lightning_sm.training.strategies.pipeline.trial import try_out
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +87,8 @@ class PipelineParallelStrategy(DDPStrategy):
         split: Where the network is cut: "parameters" balances their number; a list names the layer that begins each
             stage but the first.
         outputs: "loss": the ranks of the last stage alone have the network's outputs in training, validation and test;
-            the others get what the step logs and changes there, and the numbers that it returns. "all": the outputs go
-            to all ranks, and each runs all of the step. Predictions always go to all ranks.
+            the others get what the step logs, its metrics and buffers, and the numbers that it returns. "all": the
+            outputs go to all ranks, and each runs all of the step. Predictions always go to all ranks.
         process_group_backend: As for DDP.
         timeout: Time after which waiting for another process is an error.
 
@@ -407,10 +405,9 @@ class PipelineParallelStrategy(DDPStrategy):
         stage_of = [stage for stage, part in enumerate(parts) for _ in part]
         self._tied = TiedWeights(module, tied, stage_of, placement, self._replica)
         self._stage = own
-        evaluation = Evaluation(own, self._replica, self._num_microbatches)
-        self._steps = UserSteps(module, network.module, network.name, evaluation, self._data_group)
-        self._effects = EffectRecorder(module, network.module)
-        self._evaluation_steps = EvaluationSteps(self._steps, evaluation, self._effects, self._replica)
+        self._steps = UserSteps(
+            module, network.module, network.name, self._replica, self._forward_everywhere, self._data_group
+        )
         self._loss = StepLoss(module, self._steps, self._loss_kind)
         self._runner = ScheduleRunner(own, self._replica, self.root_device, self._schedule, self._loss)
 
@@ -446,6 +443,11 @@ class PipelineParallelStrategy(DDPStrategy):
             self._num_microbatches,
             draw_table(rows, ("stage", "ranks, by replica", "layers", "parameters")),
         )
+        if self._outputs == "loss":
+            logger.info(
+                "Steps run to their end on the ranks of the last stage. What they keep in attributes stays there; what "
+                "they log, metrics and buffers reach all ranks. outputs: all runs them everywhere."
+            )
 
     # Steps
 
@@ -466,24 +468,28 @@ class PipelineParallelStrategy(DDPStrategy):
         rows = num_rows(batch)
         microbatches = num_microbatches(rows, self._num_microbatches)
         self._tell_once(rows, microbatches)
-        is_last = self._replica.is_last
-        shapes = _shapes(batch)
+        before = random_state()
+        gradients = StepGradients(self._module)
+
+        def prepare(inputs: tuple[Any, ...]) -> None:
+            self._steps.check_inputs(inputs, rows, before)
+            if self._replica.is_last:
+                self._loss.begin(arguments, rows, microbatches, pair=self._num_steps)
+
+        def step() -> Any:
+            result = self._module.training_step(*arguments)
+            loss_of(result, self._steps.where)
+            return result
+
         with self.precision_plugin.train_step_context():
-            inputs, error = self._captured(arguments, rows)
-            with self._stage_stream():
-                if is_last:
-                    self._loss.begin(arguments, rows, microbatches, pair=self._num_steps)
-                inputs, error = self._inputs(inputs, error, rows, microbatches, shapes)
-                with StepGradients(self._module) as gradients:
-                    output = self._runner.step(inputs, microbatches, shapes)
-            error = error or (self._loss.end() if is_last else None)
-            if self._outputs == "all":
-                self._replica.raise_together(error)
-                output = self._replica.broadcast(output, self._replica.last)
-                self._check_loss(is_last=is_last)
-                result = self._steps.replay(arguments, output)
-            else:
-                result = self._result_of_last(arguments, output, error)
+            result = self._steps.run(
+                "training_step",
+                step,
+                prepare,
+                lambda inputs: self._trained(inputs, microbatches, gradients),
+                is_everywhere=self._outputs == "all",
+            )
+            self._check_loss()
         self._num_steps += 1
         if isinstance(result, Mapping):
             return {**result, "loss": gradients.loss(result["loss"], self._average)}
@@ -511,61 +517,39 @@ class PipelineParallelStrategy(DDPStrategy):
         step = getattr(self._module, name)
         if self._outputs == "all":
             return step(*arguments)
-        return self._evaluation_steps(name, lambda: step(*arguments), arguments[0])
+        return self._steps.run(name, lambda: step(*arguments), lambda _: None, self._forward_of_last)
 
-    def _result_of_last(self, arguments: tuple[Any, ...], output: Any, error: Exception | None) -> Any:
-        """Return what ``training_step`` returns on the rank of the last stage, after its effects on this rank."""
-        result: Any = None
-        effects: StepEffects | None = None
-        is_last = self._replica.is_last
-        if is_last and error is None:
-            try:
-                result, effects = self._effects.record("training_step", lambda: self._steps.replay(arguments, output))
-            except Exception as raised:  # noqa: BLE001  # raised on all ranks of the replica below
-                error = raised
-        self._replica.raise_together(error)
-        self._check_loss(is_last=is_last)
-        effects = self._replica.broadcast(effects, self._replica.last)
-        return result if is_last or effects is None else self._effects.repeat(effects)
+    def _forward_of_last(self, inputs: tuple[Any, ...]) -> Any:
+        return evaluate(self._stage, self._replica, inputs, self._num_microbatches)
 
-    def _captured(self, arguments: tuple[Any, ...], rows: int) -> tuple[tuple[Tensor, ...], Exception | None]:
-        """Return the network's inputs on the first rank, else nothing, and the error in getting them."""
-        if self._replica.position != 0:
-            return (), None
-        try:
-            return self._steps.capture(arguments, rows), None
-        except Exception as raised:  # noqa: BLE001  # raised on all ranks once shapes are known, or after the schedule
-            return (), raised
+    def _forward_everywhere(self, *inputs: Any) -> Any:
+        """Return the network's output, on every rank of the replica."""
+        return self._replica.broadcast(self._forward_of_last(inputs), self._replica.last)
 
-    def _inputs(
-        self, inputs: tuple[Tensor, ...], error: Exception | None, rows: int, microbatches: int, shapes: Hashable
-    ) -> tuple[tuple[Any, ...], Exception | None]:
-        """Return the network's inputs on the first rank, else nothing, and the error in getting them.
+    def _trained(self, inputs: tuple[Any, ...], microbatches: int, gradients: StepGradients) -> Any:
+        """Run the stages forward and backward; return the network's output on ranks that go on with the step."""
+        shapes = tuple((tuple(value.shape), value.dtype) for value in inputs)
+        with stage_stream(drawn_seed(), self._replica.position):
+            if not self._runner.knows(microbatches, shapes):
+                first = tuple(value[: len(value) // microbatches] for value in inputs)
+                found = try_out(self._stage, self._replica, first, self._loss.try_out)
+                self._runner.learn(microbatches, shapes, found)
+            with gradients:
+                output = self._runner.step(inputs if self._replica.position == 0 else (), microbatches, shapes)
+        if self._outputs == "all":
+            output = self._replica.broadcast(output, self._replica.last)
+        error = self._loss.end() if self._replica.is_last else None
+        if error is not None:
+            raise error
+        return output
 
-        After an error, inputs are placeholders, with which the schedule can run to its end.
-        """
-        size = rows // microbatches
-        if not self._runner.knows(microbatches, shapes):
-            first = tuple(value[:size] for value in inputs)
-            found = try_out(self._stage, self._replica, self._loss.try_out, first, error)
-            self._runner.learn(microbatches, shapes, found)
-        if self._replica.position == 0:
-            known = self._runner.inputs_of(microbatches, shapes)
-            if error is None:
-                error = self._steps.changed_inputs(tuple(value[:size] for value in inputs), known)
-            if error is not None:
-                inputs = tuple(
-                    torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=self.root_device) for value in known
-                )
-        return inputs, error
-
-    def _check_loss(self, *, is_last: bool) -> None:
+    def _check_loss(self) -> None:
         """Raise the same error on all ranks if a loss is not that of its microbatches, or copies of weights differ."""
         if not is_checked(self._num_steps):
             return
         found: list[str | None] = [None] * self.world_size
         difference = self._tied.difference()
-        dist.all_gather_object(found, difference or (self._loss.check() if is_last else None))
+        dist.all_gather_object(found, difference or (self._loss.check() if self._replica.is_last else None))
         wrong = next(filter(None, found), None)
         if wrong is not None:
             raise StrategyError(wrong)
@@ -690,10 +674,6 @@ class _SharedDraws(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy.share_random_state()
-
-
-def _shapes(batch: Any) -> Hashable:
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch))
 
 
 def _named(network: Network, part: range) -> str:

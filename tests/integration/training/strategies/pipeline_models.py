@@ -188,6 +188,16 @@ def _raw_lstm() -> Classifier:
     return Classifier(nn.Sequential(nn.LSTM(8, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, 8)))
 
 
+class _RawLSTMInValidation(Classifier):
+    """The same, which validates before it trains."""
+
+    def __init__(self) -> None:
+        super().__init__(_raw_lstm().network)
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.network(batch[0])
+
+
 class _ChannelsLast(Classifier):
     def __init__(self) -> None:
         convolutions = [layer for _ in range(3) for layer in (nn.Conv2d(3, 3, 3), nn.ReLU())]
@@ -291,7 +301,7 @@ class _Counters(Classifier):
 
     def __init__(self) -> None:
         super().__init__(perceptron())
-        self.rows = 0
+        self.rows = self.counted_behind = 0
         self.batches: list[int] = []
         self.register_buffer("mean", torch.zeros(8))
 
@@ -299,11 +309,13 @@ class _Counters(Classifier):
         self.rows += len(batch[0])
         self.batches.append(batch_idx)
         loss = super().training_step(batch, batch_idx) * (1 + self.mean.square().sum())
+        self.counted_behind += 1
         self.mean.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
         return loss
 
     def on_fit_end(self) -> None:
-        self.extra.update(rows=self.rows, batches=self.batches, mean=self.mean)
+        self.extra.update({"rows": self.rows, "batches": self.batches, "mean": self.mean})
+        self.extra["counted behind"] = self.counted_behind
 
 
 class _Outputs(Recorded):
@@ -452,7 +464,8 @@ class _Fails(Classifier):
     """A training_step that does in its third batch what a pipeline refuses.
 
     Args:
-        how: "skip": returns no loss; "draw": draws random numbers first; "trim": gives the network other shapes.
+        how: "skip": returns no loss; "draw": draws random numbers first; "trim": gives the network other shapes;
+            "twice": calls it in a validation step a second time.
     """
 
     def __init__(self, how: str) -> None:
@@ -467,6 +480,11 @@ class _Fails(Classifier):
             x = x[:, None]
         logits = self.network(x).flatten(1)
         return None if batch_idx == 2 and self.how == "skip" else functional.cross_entropy(logits, labels)
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.network(batch[0])
+        if self.how == "twice":
+            self.network(batch[0])
 
 
 class _Tied(Recorded):
@@ -571,4 +589,6 @@ LAYERS: dict[str, Any] = {
     "skip": (partial(_Fails, "skip"), vectors),
     "draw": (partial(_Fails, "draw"), vectors),
     "trim": (partial(_Fails, "trim"), vectors),
+    "twice": (partial(_Fails, "twice"), vectors),
+    "raw lstm in validation": (_RawLSTMInValidation, sequences),
 }

@@ -140,22 +140,20 @@ def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str
 
 @pytest.mark.parametrize("name", ["pipeline 4", "cluster", "spread", "all outputs"])
 def test_a_pipeline_evaluates_as_one_process_does(fits: Seen, name: str):
-    """With several calls of the network in a step, and the outputs on the ranks of the last stage, or on all."""
+    """With the outputs on the ranks of the last stage, or on all; the others have the numbers that a step returns."""
     (alone,) = fits["one"]
     assert alone["extra"]["val_outputs"] == ["logits", "loss"]
     assert alone["extra"]["val_rows"][-3:] == [10, 10, 2]
     with_outputs = 0
     for seen in fits[name]:
         assert difference(seen, alone, "tested") <= TOLERANCE
-        assert seen["extra"]["val_rows"] == alone["extra"]["val_rows"]
         if seen["extra"]["tested"] is None:
-            for key, step in (("refused", "validation_step"), ("refused in training", "training_step")):
-                assert f"outputs['logits'] of {step}, a tensor of shape " in seen["extra"][key]
+            assert seen["extra"]["val_outputs"] == ["loss"]
         else:
             with_outputs += 1
+            assert seen["extra"]["val_rows"] == alone["extra"]["val_rows"]
             assert difference(seen["extra"], alone["extra"], "tested") <= TOLERANCE
-            assert not any("refused" in key for key in seen["extra"])
-        assert seen["extra"]["val_outputs"] == ["logits", "loss"]
+            assert seen["extra"]["val_outputs"] == ["logits", "loss"]
     assert with_outputs == {"pipeline 4": 1, "cluster": 2, "spread": 2, "all outputs": 4}[name]
 
 

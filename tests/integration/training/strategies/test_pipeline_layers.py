@@ -36,7 +36,9 @@ TWO = {
     "changed copy": Fit({}, "changed copy", refused=True),
     "skip": Fit({}, "skip", refused=True),
     "draw": Fit({}, "draw", refused=True),
-    "trim": Fit({}, "trim", refused=True),
+    "trim": Fit({}, "trim"),
+    "twice": Fit({}, "twice", refused=True),
+    "raw lstm in validation": Fit({"split": [1]}, "raw lstm in validation", {"max_epochs": 1}, refused=True),
 }
 
 FOUR = {
@@ -85,12 +87,13 @@ def test_lengths_that_have_been_seen_cost_no_extra_pass(fits: Seen):
     assert fits["lengths"][0]["extra"]["passes"] == 12 * 4 + 6
 
 
-def test_what_a_step_counts_is_counted_once_on_every_rank(fits: Seen):
-    """Attributes, containers and buffers of the module are those of one process."""
+def test_what_a_step_counts_is_counted_once(fits: Seen):
+    """Before the network's call on every rank, behind it on the last; buffers around the network are on all."""
     (alone,) = fits["one counters"]
     for seen in fits["counters"]:
-        assert seen["extra"]["rows"] == alone["extra"]["rows"]
-        assert seen["extra"]["batches"] == alone["extra"]["batches"]
+        for name in ("rows", "batches", "counted behind"):
+            expected = 0 if name == "counted behind" and seen is fits["counters"][0] else alone["extra"][name]
+            assert seen["extra"][name] == expected
         assert difference({"mean": seen["extra"]["mean"]}, {"mean": alone["extra"]["mean"]}, "mean") <= TOLERANCE
 
 
@@ -100,7 +103,7 @@ def test_only_the_last_stage_has_whole_outputs_unless_all_ask_for_them(fits: See
     (alone,) = fits["one outputs"]
     for seen, is_holder in zip(fits[name], holders, strict=True):
         assert (seen["extra"]["whole outputs"] > 0) is is_holder
-        assert seen["extra"]["returned"] == ["largest", "logits", "loss"]
+        assert seen["extra"]["returned"] == (["largest", "logits", "loss"] if is_holder else ["largest", "loss"])
         for key in ("losses", "metrics"):
             assert difference(seen, alone, key) <= TOLERANCE
         assert difference(seen["extra"], alone["extra"], "largest") <= TOLERANCE
@@ -114,8 +117,12 @@ def test_a_logger_that_only_the_last_stage_would_use_is_an_error_on_every_rank(f
         assert "outputs: all" in seen["error"]
     for seen in fits["logger in validation"]:
         assert "validation_step uses self.logger.log_metrics" in seen["error"]
-        assert "on_validation_batch_end" in seen["error"]
     assert [seen["step"] for seen in fits["own logger, all"]] == [12, 12]
+
+
+def test_inputs_of_other_shapes_train_as_before(fits: Seen):
+    """A step may give the network other shapes for a batch of the same ones."""
+    assert [seen["step"] for seen in fits["trim"]] == [12, 12]
 
 
 def test_stages_drop_different_features(fits: Seen):
@@ -127,11 +134,12 @@ def test_stages_drop_different_features(fits: Seen):
 
 @pytest.mark.parametrize("name", ["draws", "draws, resumed", "draws, all"])
 def test_hooks_draw_the_same_numbers_on_all_ranks(fits: Seen, name: str):
-    """Also after the fetching rank alone has drawn, or that of the last stage, or stages with dropout."""
+    """Also after the fetching rank alone has drawn, or stages with dropout, or the last rank at the end of a step."""
     first, second = (seen["extra"]["draws"] for seen in fits[name])
-    assert len(set(first.values())) == len(first) > 30  # an epoch's
-    assert {where.partition(",")[0] for where in first} >= {"on_train_epoch_start", "training_step", "validation_step"}
-    assert first == second
+    assert len(first) > 20  # an epoch's
+    assert {where.partition(",")[0] for where in first} >= {"on_train_epoch_start", "validation_step"}
+    assert {where.partition(",")[0] for where in second} >= {"training_step", "validation_step"}
+    assert first == {where: numbers for where, numbers in second.items() if where in first}
 
 
 def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
@@ -154,7 +162,8 @@ def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
         ("changed copy", "copies of the tied parameter network.0.weight on 2 ranks are no longer equal"),
         ("skip", "returned NoneType without a loss"),
         ("draw", "draws random numbers before it calls self.network"),
-        ("trim", "for an earlier batch of the same shapes"),
+        ("twice", "calls the network several times"),
+        ("raw lstm in validation", "network.0, the last layer of its stage, returns a tuple of Tensor, tuple"),
     ],
 )
 def test_what_one_rank_refuses_is_an_error_on_every_rank(fits: Seen, name: str, message: str):
