@@ -18,9 +18,11 @@ from lightning_sm.job.hyperparameters import toolkit_value
 _HYPERPARAMETER = "mp_parameters"
 
 _SCHEDULES = {"interleaved": "1f1b", "simple": "gpipe"}
-_SPLITS = {"memory": "parameters", "speed": "time"}
 # Orders of data, pipeline and tensor parallelism, whose last letter has neighbouring ranks.
-_ORDERS = {"DPT": "cluster", "PDT": "spread"}
+_PLACEMENTS = {
+    **dict.fromkeys(("cluster", "DPT", "DTP", "TDP"), "cluster"),
+    **dict.fromkeys(("spread", "PDT", "PTD", "TPD"), "spread"),
+}
 # The one value of a parameter that needs nothing here, and what to do instead of the others.
 _ACCEPTED: Mapping[str, tuple[Any, str]] = {
     "auto_partition": (
@@ -32,17 +34,21 @@ _ACCEPTED: Mapping[str, tuple[Any, str]] = {
     "fp16": (False, "Set trainer.precision to bf16-mixed or bf16-true instead"),
     "fp16_params": (False, "Set trainer.precision to bf16-true instead"),
     "bf16": (False, "Set trainer.precision to bf16-true instead"),
-    "offload_activations": (False, "Set activation_checkpointing of PipelineParallelStrategy instead"),
+    "offload_activations": (False, "Call layers by torch.utils.checkpoint instead"),
     "delayed_parameter_initialization": (False, "Build the network under torch.device('meta') instead"),
-    "sharded_data_parallel_degree": (1, "Use strategy=fsdp or ModelParallelStrategy, or shard_optimizer_state"),
+    "shard_optimizer_state": (
+        False,
+        "Remove modelparallel from distribution, and set trainer.strategy to fsdp or ModelParallelStrategy (FSDP2)",
+    ),
+    "tensor_parallel_degree": (
+        1,
+        "Remove modelparallel from distribution, and set trainer.strategy to ModelParallelStrategy",
+    ),
+    "sharded_data_parallel_degree": (1, "Use strategy=fsdp or ModelParallelStrategy"),
     "hybrid_shard_degree": (1, "It is SMP v2's, which shards by FSDP: use strategy=fsdp or ModelParallelStrategy"),
     "sm_activation_offloading": (False, "It is SMP v2's: use strategy=fsdp with activation checkpointing"),
     "context_parallel_degree": (1, "No strategy here splits sequences"),
     "expert_parallel_degree": (1, "No strategy here spreads experts"),
-    "memory_weight": (
-        None,
-        "Remove it: stages are balanced as optimize says, by parameters (memory) or by time (speed)",
-    ),
     "active_microbatches": (
         None,
         "Remove it: pipeline=interleaved holds the activations of one microbatch for each partition, simple of all",
@@ -57,7 +63,10 @@ _WITHOUT_EFFECT = {
     "default_partition",
     "deterministic_server",
     "fsdp_cache_flush_warnings",
+    "memory_weight",
+    "optimize",
     "partition_file",
+    "prescaled_batch",
     "random_seed",
     "sdp_gradient_clipping",
     "sdp_hierarchical_allgather",
@@ -76,13 +85,9 @@ class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pipeline_parallel_degree: _Size | None = None
     microbatches: _Size = 1
     pipeline: Literal["interleaved", "simple"] = "interleaved"
-    optimize: Literal["memory", "speed"] = "memory"
-    placement_strategy: Literal["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"] = "cluster"
+    placement_strategy: Literal["cluster", "spread", "DPT", "DTP", "TDP", "PDT", "PTD", "TPD"] = "cluster"
     ddp: bool = False
     ddp_dist_backend: Literal["auto", "nccl"] = "auto"
-    tensor_parallel_degree: _Size = 1
-    prescaled_batch: bool = False
-    shard_optimizer_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,57 +176,18 @@ def _strategy(asked: Mapping[str, Any], wanted: _Parameters) -> ModelParallelism
             "They are two names of one number: remove one",
         )
     pipeline = wanted.partitions or wanted.pipeline_parallel_degree or 1
-    tensor = wanted.tensor_parallel_degree
     options = {
         "pipeline_parallel_size": pipeline,
         "data_parallel_size": "auto" if wanted.ddp else 1,
         "num_microbatches": wanted.microbatches,
         "schedule": _SCHEDULES[wanted.pipeline],
-        "placement": _placement(wanted),
-        "split": _SPLITS[wanted.optimize],
+        "placement": _PLACEMENTS[wanted.placement_strategy],
     }
-    if wanted.shard_optimizer_state or tensor > 1:
-        _check_whole_groups(wanted, pipeline)
-        options |= {"shard": True, "tensor_parallel_size": tensor}
     if wanted.ddp_dist_backend != "auto":
         options["process_group_backend"] = wanted.ddp_dist_backend
     if pipeline == 1:
         return ModelParallelism(asked, "ddp", has_replicas=wanted.ddp)
-    return ModelParallelism(asked, "pipeline", options, pipeline * tensor, wanted.ddp)
-
-
-def _check_whole_groups(wanted: _Parameters, pipeline: int) -> None:
-    tensor = wanted.tensor_parallel_degree
-    if pipeline == 1:
-        given = "shard_optimizer_state=True" if wanted.shard_optimizer_state else f"tensor_parallel_degree={tensor}"
-        raise _error(
-            f"{given} with one partition is no pipeline",
-            "Remove modelparallel from distribution, and set trainer.strategy to fsdp or ModelParallelStrategy",
-        )
-    if wanted.shard_optimizer_state and not wanted.ddp:
-        raise _error(
-            "shard_optimizer_state=True and ddp=False contradict each other",
-            "Shards are spread over replicas: set ddp to true",
-        )
-    if tensor > 1 and not wanted.prescaled_batch:
-        raise _error(
-            f"tensor_parallel_degree={tensor} without prescaled_batch=True gives each rank other samples",
-            "Here the ranks of a tensor-parallel group get the same batch: set prescaled_batch to true, and check "
-            "the batch size, which is then that of the group",
-        )
-
-
-def _placement(wanted: _Parameters) -> str:
-    letters = {"cluster": "DPT", "spread": "TPD"}.get(wanted.placement_strategy, wanted.placement_strategy)
-    if wanted.tensor_parallel_degree == 1:
-        letters = letters.replace("T", "") + "T"
-    if letters not in _ORDERS:
-        raise _error(
-            f"placement_strategy={wanted.placement_strategy!r} with "
-            f"tensor_parallel_degree={wanted.tensor_parallel_degree} has tensor-parallel ranks apart from each other",
-            "Here they are always neighbours: use DPT (cluster) or PDT",
-        )
-    return _ORDERS[letters]
+    return ModelParallelism(asked, "pipeline", options, pipeline, wanted.ddp)
 
 
 def _error(problem: str, remedy: str) -> StrategyError:

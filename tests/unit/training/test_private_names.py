@@ -191,13 +191,11 @@ OF_OTHERS = {
     "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch
     "training/loggers.py": {"_file_name", "_get_file_writer"},  # tensorboard and torch's SummaryWriter
     "training/rank_barrier.py": {"_get_default_store"},  # torch
-    "training/strategies/pipeline/effects.py": {"_forward_cache", "_version"},  # torchmetrics, torch
-    "training/strategies/pipeline/object_state.py": {"_update_count", "_version"},  # torchmetrics, torch
+    "training/strategies/pipeline/effects.py": {  # torchmetrics
+        *("_computed", "_defaults", "_forward_cache", "_update_count"),
+    },
     "training/strategies/pipeline/layers.py": {"_BatchNorm", "_reset_parameters"},  # torch
-    "training/strategies/pipeline/norm_watch.py": {"_foreach_norm"},  # torch
     "training/strategies/pipeline/rows.py": {"_fields"},  # named tuples
-    "training/strategies/pipeline/stage.py": {"_is_view"},  # torch
-    "training/strategies/pipeline/stand_ins.py": {"_buffers", "_modules", "_parameters"},  # torch
     "training/strategies/pipeline/steps.py": {"_modules"},  # torch
 }
 
