@@ -38,7 +38,7 @@ from lightning_sm.training.checkpoints.newest import JOB_KEY
 
 logger = logging.getLogger(__name__)
 
-MID_EPOCH_KEY = "lightning_sm.mid_epoch"
+_KEY = "lightning_sm.mid_epoch"
 _HOOK = "on_train_epoch_start"
 # Lightning's callbacks whose work at the start of an epoch is not in the checkpoint.
 _TO_REPEAT = (GradientAccumulationScheduler, StochasticWeightAveraging)
@@ -85,7 +85,7 @@ class MidEpoch(UnlistedCallback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the state of the epoch, if the checkpoint has one."""
-        self._loaded = checkpoint.get(MID_EPOCH_KEY)
+        self._loaded = checkpoint.get(_KEY)
         self._is_restart = (checkpoint.get(JOB_KEY) or {}).get("name") == self._job_name
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -100,21 +100,12 @@ class MidEpoch(UnlistedCallback):
         own = {
             "random": self._started.random.saved(),
             "requires_grad": changed,
-            **self.collected(trainer),
+            "metrics": collected_metrics(trainer, self._before_validation),
+            "callback_metrics": saved_callback_metrics(trainer),
         }
         ranks = [own] if trainer.interrupted else of_all_ranks(own)
         started = {"epoch": self._started.epoch, "callbacks": self._started.callbacks}
-        checkpoint[MID_EPOCH_KEY] = {**started, "ranks": ranks, "gradients": accumulated_gradients(trainer)}
-
-    def collected(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what this rank has collected in the epoch so far."""
-        metrics = collected_metrics(trainer, self._before_validation)
-        return {"metrics": metrics, "callback_metrics": saved_callback_metrics(trainer)}
-
-    @property
-    def random_at_start(self) -> RandomState | None:
-        """The random state with which the epoch has started; None if none is in progress."""
-        return None if self._started is None else self._started.random
+        checkpoint[_KEY] = {**started, "ranks": ranks, "gradients": accumulated_gradients(trainer)}
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note which metrics have collected something before the validation."""

@@ -37,7 +37,6 @@ from lightning_sm.job.uploads import files_of
 from lightning_sm.training.checkpoints.fits import Fit, MadeTrainer, model_size
 from lightning_sm.training.checkpoints.model_checkpoints import save_last_saves
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, object_stores
-from lightning_sm.training.checkpoints.restart_files import restart_folders
 from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.searches import save_searched
 from lightning_sm.training.pace import Pace
@@ -140,7 +139,7 @@ class SpotCheckpoint(Checkpoint):
                 folder = None if own.is_relative_to(self._job.host_output_dir) else own
                 stores = object_stores(trainer)
                 self._store = stores[0] if folder is None and stores else None
-                if folder is not None or stores or restart_folders(None):
+                if folder is not None or stores:
                     CheckpointLoader.of(trainer, self._job).resume_from_latest(folder, self._fit)
         # Lightning kills rank 0 of a host when another local rank exits with a code other than 0, and the parent of
         # workers (ddp_spawn) raises an error: exit with 0 there.
@@ -280,7 +279,7 @@ class SpotCheckpoint(Checkpoint):
         # At the start of a step, stateful loaders have already yielded its batch, and the checkpoint needs their states
         # from before it: continue until these are recorded.
         needs_states = moment is _SavedMoment.STEP_START and any(trainer.fit_loop._combined_loader._state_dicts())
-        if needs_states and len(self._loader_states) <= num_prefetched(trainer):
+        if needs_states and len(self._loader_states) <= _num_prefetched(trainer):
             return
         if trainer.sanity_checking:
             logger.info("Interrupted before the first step: there is nothing to save.")
@@ -304,29 +303,6 @@ class SpotCheckpoint(Checkpoint):
             torch.distributed.all_reduce(tensor)
         sums: list[float] = tensor.tolist()
         return sums
-
-    @property
-    def fit_name(self) -> str:
-        """A name for the current fit among those of the script."""
-        return f"{self._fit.trainer.order}-{self._fit.number}"
-
-    def dump_between_steps(self, trainer: Any, loader_states: list[dict[str, Any]], *, is_epoch_start: bool) -> Any:
-        """Return the checkpoint of an interruption at the start of a step.
-
-        A collective call of all ranks, unless the Trainer has failed.
-
-        Args:
-            trainer: The Trainer. Its progress is that of the start of the step.
-            loader_states: The states of its stateful loaders before the step.
-            is_epoch_start: Whether the step is the first one of its epoch.
-        """
-        self._moment = _SavedMoment.EPOCH_START if is_epoch_start else _SavedMoment.STEP_START
-        recorded, self._loader_states = self._loader_states, deque([loader_states] * (1 + num_prefetched(trainer)))
-        try:
-            return trainer._checkpoint_connector.dump_checkpoint(False)
-        finally:
-            self._moment = _SavedMoment.OTHER
-            self._loader_states = recorded
 
     def _save(self, trainer: Trainer, moment: _SavedMoment) -> None:
         if moment is _SavedMoment.VALIDATION:
@@ -371,7 +347,7 @@ class SpotCheckpoint(Checkpoint):
             and type(model).on_train_batch_end is LightningModule.on_train_batch_end
             and not any(one.reduce_on_plateau and one.interval == "step" for one in trainer.lr_scheduler_configs)
             and not any(trainer.fit_loop._combined_loader._state_dicts())
-            and not num_prefetched(trainer)
+            and not _num_prefetched(trainer)
         )
         path: Path | str | None = None
         if is_unchanged:
@@ -443,7 +419,7 @@ class SpotCheckpoint(Checkpoint):
         elif self._moment is _SavedMoment.STEP_START:
             _rewind_to_step_end(loop)
             if "combined_loader" in loop["state_dict"] and self._loader_states:
-                loop["state_dict"]["combined_loader"] = self._loader_states[-1 - num_prefetched(trainer)]
+                loop["state_dict"]["combined_loader"] = self._loader_states[-1 - _num_prefetched(trainer)]
         elif self._moment is _SavedMoment.VALIDATION:
             _rewind_to_validation_start(loop)
 
@@ -458,7 +434,7 @@ def _length_of(loader: Any) -> float:
         return math.inf
 
 
-def num_prefetched(trainer: Any) -> int:
+def _num_prefetched(trainer: Any) -> int:
     """Return how many batches Lightning fetches ahead where the length is unknown, to recognize the last batch."""
     fetcher = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0

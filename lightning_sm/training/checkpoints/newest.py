@@ -75,7 +75,6 @@ def newest_checkpoint(
     *,
     fit: Fit | None = None,
     is_own: bool = False,
-    restart_folders: Sequence[Path] = (),
     object_stores: Sequence[str] = (),
     gather: Gather = lambda own: [own],
 ) -> FoundCheckpoint | None:
@@ -96,7 +95,6 @@ def newest_checkpoint(
         load: ``load_checkpoint`` of a ``CheckpointIO``, for other formats.
         fit: Which of the script's fits is to resume; checkpoints of other fits do not count. None accepts all.
         is_own: Whether to accept only checkpoints of ``job`` itself, from an earlier attempt.
-        restart_folders: Further folders of this host, with checkpoints that it wrote when a rank failed.
         object_stores: Addresses of further folders that fsspec knows, such as ``s3://bucket/checkpoints``. Of their
             files only the pickle is read, not the tensors. No strategy can write sharded checkpoints there.
         gather: Returns a value of this host and of all others that call this function at the same time, in the order
@@ -108,7 +106,7 @@ def newest_checkpoint(
     Raises:
         CheckpointError: An object store cannot be read, or it is unclear which fit a checkpoint is of.
     """
-    paths = sorted({path for one in (folder, *restart_folders) if one is not None for path in _candidates(Path(one))})
+    paths = [] if folder is None else sorted(_candidates(Path(folder)))
     sizes = _joined(gather({str(path): _sizes(path) for path in paths if path.is_dir()}))
     own = [_read(path, partial(_contents, path, job, load, sizes.get(str(path), {}))) for path in paths]
     for address in object_stores:

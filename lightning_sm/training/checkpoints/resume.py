@@ -16,7 +16,6 @@ from lightning_sm.training.checkpoints.fits import Fit
 from lightning_sm.training.checkpoints.misfit import explain_misfit
 from lightning_sm.training.checkpoints.model_checkpoints import restore_last_saves
 from lightning_sm.training.checkpoints.newest import JOB_KEY, FoundCheckpoint, Load, newest_checkpoint, object_stores
-from lightning_sm.training.checkpoints.restart_files import remove_tried, restart_folders
 from lightning_sm.training.checkpoints.searches import HeldSearches
 from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_host
 
@@ -101,16 +100,12 @@ class CheckpointLoader:
         found = None
         leaders = HostLeaders(trainer)
         if leaders.takes_part:
-            folders = restart_folders(self._job.checkpoint_dir)
-            if leaders.is_leader:
-                remove_tried(folders)
             found = newest_checkpoint(
                 folder,
                 self._job,
                 _reader_of_another_format(trainer.strategy.checkpoint_io),
                 fit=fit,
                 is_own=stated is not None,
-                restart_folders=folders,
                 object_stores=object_stores(trainer) if trainer.is_global_zero else (),
                 gather=leaders.gather,
             )

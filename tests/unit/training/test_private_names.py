@@ -55,11 +55,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}:Trainer",
         ["_checkpoint_connector"],
-        [
-            "training/callbacks/failing_rank.py",
-            "training/callbacks/spot_checkpoint.py",
-            "training/checkpoints/resume.py",
-        ],
+        ["training/callbacks/failing_rank.py", "training/checkpoints/resume.py"],
     ),
     (
         f"{DISTRIBUTION}.trainer.connectors.checkpoint_connector:_CheckpointConnector",
@@ -95,8 +91,8 @@ LIGHTNING = [
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader"],
         [
-            *("data/trainer/remote_loader.py", "training/callbacks/keep_last_step.py"),
-            *("training/callbacks/step_times.py", "training/strategies/pipeline/loaders.py"),
+            *("data/trainer/remote_loader.py", "training/callbacks/step_times.py"),
+            "training/strategies/pipeline/loaders.py",
         ],
     ),
     (
@@ -133,7 +129,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.utilities:CombinedLoader",
         ["_state_dicts"],
-        ["training/callbacks/keep_last_step.py", "training/callbacks/spot_checkpoint.py"],
+        ["training/callbacks/spot_checkpoint.py"],
     ),
     (
         f"{DISTRIBUTION}:LightningModule",
