@@ -31,7 +31,7 @@ from types import FrameType
 from lightning_sm.job.failure_file import PREFIX as FAILURE
 from lightning_sm.job.failure_file import SUFFIX as FAILURE_SUFFIX
 from lightning_sm.job.imports import Imports
-from lightning_sm.job.variables import CONTROL_DIR, RESTART_DIR
+from lightning_sm.job.variables import CONTROL_DIR, MAX_RESTARTS
 
 # Asks a process for the stacks of its threads. faulthandler answers in C, even while Python code cannot run. No library
 # uses real-time signals; macOS has none.
@@ -153,7 +153,7 @@ class OwnProcess:
 
     def note_imports(self) -> None:
         """Tell the launcher what this process has imported; only a restart within the job uses that."""
-        if RESTART_DIR.read(os.environ) is None:
+        if not MAX_RESTARTS.read(os.environ):
             return
         unfinished = self._folder / f"{_IMPORTS}.{self._pid}"
         unfinished.write_text(json.dumps(asdict(Imports.of_this_process())), encoding="utf-8")

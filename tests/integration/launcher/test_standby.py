@@ -200,7 +200,7 @@ def test_a_process_says_what_it_has_imported(control, monkeypatch):
     monkeypatch.setenv("SET_BY_SCRIPT", "yes")
     OwnProcess(control.path).note_imports()
     assert control.imports() is None, "the job does not restart"
-    monkeypatch.setenv("LIGHTNING_SM_RESTART_DIR", "/restarts")
+    monkeypatch.setenv("LIGHTNING_SM_MAX_RESTARTS", "1")
     OwnProcess(control.path).note_imports()
     imports = control.imports()
     assert imports == Imports.of_this_process()
