@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.trainer import call
     from pytorch_lightning.trainer.connectors import data_connector
-    from pytorch_lightning.trainer.connectors.logger_connector import result
     from pytorch_lightning.utilities import CombinedLoader, parsing, rank_zero_only
 else:
     # Lightning's names by module; a private one loses its underscore. Older versions than 2.6 lack WeightAveraging, of
@@ -92,7 +91,6 @@ else:
         f"{DISTRIBUTION}.strategies.launchers": "_MultiProcessingLauncher",
         f"{DISTRIBUTION}.trainer": "call",
         f"{DISTRIBUTION}.trainer.connectors": "data_connector",
-        f"{DISTRIBUTION}.trainer.connectors.logger_connector": "result",
         f"{DISTRIBUTION}.utilities": "CombinedLoader parsing rank_zero_only",
         _FABRIC: "Fabric",
         f"{_FABRIC}.utilities.data": "_replace_dunder_methods",

@@ -23,7 +23,6 @@ FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightni
 
 _MLFLOW = ("_experiment_name", "_initialized", "_mlflow_client", "_run_id", "_run_name")
 _WANDB = ("_experiment", "_id", "_name", "_save_dir", "_wandb_init")
-_RESULT = f"{DISTRIBUTION}.trainer.connectors.logger_connector.result"
 # Owner in Lightning (a module, or a class after the colon), its private names, and the files that rely on them.
 LIGHTNING = [
     (f"{FABRIC}.utilities.data", ["_replace_dunder_methods"], ["_lightning.py"]),
@@ -33,18 +32,11 @@ LIGHTNING = [
     (f"{DISTRIBUTION}.plugins.io.wrapper", ["_WrappingCheckpointIO"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.strategies.launchers", ["_MultiProcessingLauncher"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.trainer.connectors.data_connector", ["_InfiniteBarrier"], ["training/strategies/smddp.py"]),
-    (_RESULT, ["_Metadata", "_ResultMetric", "_Sync"], ["training/checkpoints/epoch_metrics.py"]),
-    (f"{_RESULT}:_Sync", ["_should"], ["training/checkpoints/epoch_metrics.py"]),
-    (f"{DISTRIBUTION}:Trainer", ["_logger_connector"], ["training/checkpoints/epoch_metrics.py"]),
+    (f"{DISTRIBUTION}:Trainer", ["_logger_connector"], ["training/callbacks/mid_epoch.py"]),
     (
         f"{DISTRIBUTION}.trainer.connectors.logger_connector:_LoggerConnector",
-        ["_callback_metrics", "_first_loop_iter"],
-        ["training/checkpoints/epoch_metrics.py"],
-    ),
-    (
-        f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
-        ["_results"],
-        ["training/checkpoints/epoch_metrics.py"],
+        ["_callback_metrics"],
+        ["training/callbacks/mid_epoch.py"],
     ),
     (f"{DISTRIBUTION}.utilities", ["_pytree"], ["training/known_warnings.py"]),
     (
@@ -183,7 +175,6 @@ OF_OTHERS = {
     },
     "data/trainer/remote_loader.py": {"_iterator"},  # the same
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
-    "training/checkpoints/epoch_metrics.py": {"_computed", "_defaults", "_update_count"},  # torchmetrics
     "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch
     "training/loggers.py": {"_file_name", "_get_file_writer"},  # tensorboard and torch's SummaryWriter
     "training/rank_barrier.py": {"_get_default_store"},  # torch
