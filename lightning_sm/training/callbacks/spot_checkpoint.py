@@ -35,7 +35,6 @@ from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.job.uploads import files_of
 from lightning_sm.training.checkpoints.fits import Fit, MadeTrainer, model_size
-from lightning_sm.training.checkpoints.model_checkpoints import save_last_saves
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, object_stores
 from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.searches import save_searched
@@ -406,7 +405,6 @@ class SpotCheckpoint(Checkpoint):
                 is_interruption=self._moment is not _SavedMoment.OTHER,
             )
         save_searched(trainer, checkpoint)
-        save_last_saves(trainer, checkpoint)
         if self._moment is _SavedMoment.OTHER:
             progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
             # Only in on_train_batch_end, a batch is processed and not yet completed.

@@ -14,7 +14,6 @@ from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.checkpoints.durable_io import DurableCheckpointIO
 from lightning_sm.training.checkpoints.fits import Fit
 from lightning_sm.training.checkpoints.misfit import explain_misfit
-from lightning_sm.training.checkpoints.model_checkpoints import restore_last_saves
 from lightning_sm.training.checkpoints.newest import JOB_KEY, FoundCheckpoint, Load, newest_checkpoint, object_stores
 from lightning_sm.training.checkpoints.searches import HeldSearches
 from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_host
@@ -83,7 +82,6 @@ class CheckpointLoader:
         path = self._connector._ckpt_path
         if path:
             searches.skip(path, self._connector._loaded_checkpoint)
-            restore_last_saves(self._trainer, self._connector._loaded_checkpoint, path)
         else:
             searches.start()
 

@@ -61,7 +61,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.callbacks:ModelCheckpoint",
         ["_last_checkpoint_saved", "_last_global_step_saved"],
-        ["training/callbacks/spot_checkpoint.py", "training/checkpoints/model_checkpoints.py"],
+        ["training/callbacks/spot_checkpoint.py"],
     ),
     (f"{DISTRIBUTION}:Trainer", ["_signal_connector"], ["training/callbacks/spot_checkpoint.py"]),
     (
