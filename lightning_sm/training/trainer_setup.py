@@ -24,7 +24,7 @@ from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.sharded import install_shard_hooks
 from lightning_sm.training.cluster_checks import check_launcher_of_ranks
 from lightning_sm.training.environment import SageMakerEnvironment
-from lightning_sm.training.loggers import ContinuedCurves, continue_runs
+from lightning_sm.training.loggers import continue_runs
 from lightning_sm.training.process import prepare_process
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ class TrainerSetup:
         self._first: list[Callback] = [FailingRank(), Heartbeat(), MidEpoch()]
         self._callbacks: list[Callback] = [
             LocalPosition(),
-            ContinuedCurves(),
             StepTimes(job),
             self._outputs,
         ]

@@ -1,6 +1,6 @@
 # Trains on all ranks with what an epoch collects: gradients of several batches, and a curriculum of random numbers.
-# Rank n writes the sum of the weights to NOTES/<n>.txt. The batch TOLD_IN ("epoch batch_idx") waits until a rank has been
-# told to stop.
+# Rank n writes the sum of the weights to NOTES/<n>.txt. The batch TOLD_IN ("epoch batch_idx") waits until a rank has
+# been told to stop.
 import os
 import time
 from pathlib import Path

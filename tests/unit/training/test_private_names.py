@@ -21,13 +21,11 @@ from lightning_sm._lightning import DISTRIBUTION
 PACKAGE = Path(lightning_sm.__file__).parent
 FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
 
-_MLFLOW = ("_experiment_name", "_initialized", "_mlflow_client", "_run_id", "_run_name")
 _WANDB = ("_experiment", "_id", "_name", "_save_dir", "_wandb_init")
 # Owner in Lightning (a module, or a class after the colon), its private names, and the files that rely on them.
 LIGHTNING = [
     (f"{FABRIC}.utilities.data", ["_replace_dunder_methods"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.distributed", ["_InfiniteBarrier", "_destroy_dist_connection"], ["_lightning.py"]),
-    (f"{FABRIC}.utilities.logger", ["_convert_params", "_flatten_dict"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.types", ["_PATH"], ["training/checkpoints/durable_io.py"]),
     (f"{DISTRIBUTION}.plugins.io.wrapper", ["_WrappingCheckpointIO"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.strategies.launchers", ["_MultiProcessingLauncher"], ["_lightning.py"]),
@@ -100,7 +98,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
         ["_batches_that_stepped"],
-        ["data/trainer/reporter.py", "training/callbacks/step_times.py", "training/loggers.py"],
+        ["data/trainer/reporter.py", "training/callbacks/step_times.py"],
     ),
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
@@ -136,19 +134,9 @@ LIGHTNING = [
     ),
     (f"{DISTRIBUTION}.strategies:DDPStrategy", ["_configure_launcher"], ["training/strategies/smddp.py"]),
     (f"{DISTRIBUTION}.strategies:FSDPStrategy", ["_state_dict_type"], ["training/checkpoints/sharded.py"]),
-    (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_fs", "_root_dir", "_version"], ["training/loggers.py"]),
+    (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_root_dir", "_version"], ["training/loggers.py"]),
     (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_log_graph"], ["training/strategies/pipeline/strategy.py"]),
-    (
-        f"{DISTRIBUTION}.loggers:CSVLogger",
-        ["_experiment", "_fs", "_root_dir", "_save_dir", "_version"],
-        ["training/loggers.py"],
-    ),
-    (
-        f"{DISTRIBUTION}.loggers.csv_logs:ExperimentWriter",
-        ["_check_log_dir_exists", "_fs", "_rewrite_with_new_header"],
-        ["training/loggers.py"],
-    ),
-    (f"{DISTRIBUTION}.loggers:MLFlowLogger", _MLFLOW, ["training/loggers.py"]),
+    (f"{DISTRIBUTION}.loggers:CSVLogger", ["_root_dir", "_save_dir"], ["training/loggers.py"]),
     (f"{DISTRIBUTION}.loggers:WandbLogger", _WANDB, ["training/loggers.py"]),
     (f"{DISTRIBUTION}.cli:LightningCLI", ["_get", "_parser", "_subcommand_parsers"], ["training/cli.py"]),
 ]
@@ -176,7 +164,6 @@ OF_OTHERS = {
     "data/trainer/remote_loader.py": {"_iterator"},  # the same
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
     "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch
-    "training/loggers.py": {"_file_name", "_get_file_writer"},  # tensorboard and torch's SummaryWriter
     "training/rank_barrier.py": {"_get_default_store"},  # torch
     "training/strategies/pipeline/effects.py": {"_forward_cache", "_version"},  # torchmetrics, torch
     "training/strategies/pipeline/object_state.py": {"_update_count", "_version"},  # torchmetrics, torch
