@@ -316,14 +316,6 @@ CONTROL_DIR = Setting[Path | None](
     "on SIGUSR2.",
     is_internal=True,
 )
-RESTART_DIR = Setting[Path | None](
-    name="LIGHTNING_SM_RESTART_DIR",
-    parse=Path,
-    default=None,
-    default_text="no restart within the job",
-    meaning="Folder, in memory where the host has room, for states from which a restart within the job resumes.",
-    is_internal=True,
-)
 RANK_ZERO_PID = Setting[int | None](
     name="LIGHTNING_SM_RANK_ZERO_PID",
     parse=whole_number(*_PIDS),

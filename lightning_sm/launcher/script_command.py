@@ -20,7 +20,7 @@ from lightning_sm.job.hash_seed import hash_seed
 from lightning_sm.job.overrides import to_overrides
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HIDDEN_OPTIONS, RESTART_DIR
+from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HIDDEN_OPTIONS
 from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.ranks import Ranks
 from lightning_sm.launcher.toolkit.distribution import exported_variables, processes_per_host
@@ -59,7 +59,6 @@ class CommandBuilder:
         preparation: Gets code and requirements.
         record: The record of the run.
         control: The control folder.
-        restart_dir: The folder in memory in which ranks save their last step; None in a job that never restarts.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class CommandBuilder:
         preparation: Preparation,
         record: HostRecord,
         control: ControlFolder,
-        restart_dir: Path | None,
     ) -> None:
         self._job = job
         self._topology = topology
@@ -79,7 +77,6 @@ class CommandBuilder:
         self._preparation = preparation
         self._record = record
         self._control = control
-        self._restart_dir = restart_dir
 
     def build(self, name: str | None, args: Sequence[str]) -> ScriptCommand:
         """Get the code, install its requirements, and return the command.
@@ -149,8 +146,6 @@ class CommandBuilder:
         if devices is not None:
             env[DEVICES.name] = str(devices)
         env[CONTROL_DIR.name] = str(self._control.path)
-        if self._restart_dir is not None:
-            env[RESTART_DIR.name] = str(self._restart_dir)
         env |= self._record.variables
         env |= toolkit_variables(self._job, program.name, argv, given)
         # Python puts only the script's own folder on sys.path; "from app.model import X" needs the folder above app.

@@ -14,8 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,7 +85,6 @@ _LOG = command_logger(__name__)
 
 _USAGE_EXIT_CODE = 2
 _POLL_S = 0.05
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's name
 _SAVED = "The script saved a checkpoint and exited, as it was asked to."
 # Exit codes that the signals of ``ChildProcess.end`` cause.
 _ENDED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
@@ -181,7 +179,7 @@ class _HostLauncher:
         child.on_kill_is_near = self._on_kill_is_near
         self._warn_without_secret()
         self._peers = self._make_peers()
-        with self._peers, self._control, self._record, self._restart_folder() as restart_dir:
+        with self._peers, self._control, self._record:
             child.on_late_signal = self._peers.stop_waiting
             builder = CommandBuilder(
                 self._job,
@@ -190,7 +188,6 @@ class _HostLauncher:
                 preparation=self._preparation,
                 record=self._record,
                 control=self._control,
-                restart_dir=restart_dir,
             )
             self._build = lambda: builder.build(script, args)
             while self._state.phase is not LauncherPhase.OVER:
@@ -248,7 +245,7 @@ class _HostLauncher:
     def _on_restart(self, restart: Restart) -> None:
         start = "the latest valid checkpoint"
         if self._job.checkpoint_dir is None:
-            start = "the newest state in memory, or else the beginning, because the job has no checkpoint folder"
+            start = "the beginning, because the job has no checkpoint folder"
         _LOG.warning("%s: all trainer hosts restart from %s. Cause: %s", restart, start, restart.cause)
         self._record.event("restart", f"{restart}. Cause: {restart.cause}")
         self._tell(RestartOrdered(restart))
@@ -450,16 +447,6 @@ class _HostLauncher:
     @property
     def _is_stopped(self) -> bool:
         return self._child.stopped_by is not None
-
-    @contextmanager
-    def _restart_folder(self) -> Iterator[Path | None]:
-        """Keep a folder in memory in which the ranks save their last step for a restart, if there may be one."""
-        if self._max_restarts == 0 or self._topology.role is not Role.TRAINER:
-            yield None
-            return
-        parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-        with tempfile.TemporaryDirectory(prefix="lightning_sm-", dir=parent, ignore_cleanup_errors=True) as folder:
-            yield Path(folder)
 
     def _on_hang(self, beats: Sequence[Beat]) -> None:
         """Save the stacks of the script's processes, and kill the script. The watchdog's thread calls this."""

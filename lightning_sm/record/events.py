@@ -265,8 +265,7 @@ class Event(Line, frozen=True, tag="event"):
     Attributes:
         t: When it happened.
         what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``slow_request``,
-            ``hang``, ``failure``, ``checkpoint_saved``, ``resumed`` or ``approximate``: a restart without the random
-            numbers of its step (docs/lifecycle.md, "The last step").
+            ``hang``, ``failure``, ``checkpoint_saved`` or ``resumed``.
         text: The event in words.
     """
 

@@ -22,7 +22,6 @@ from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.record import events, step_clock
 from lightning_sm.record.totals import Totals
-from lightning_sm.training.callbacks.keep_last_step import KeepLastStep
 from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
 from lightning_sm.training.gpu_timer import GpuTimer
 
@@ -144,8 +143,6 @@ class StepTimes(UnlistedCallback):
             self._reporter.follow(self._clock, lambda: self.totals)
         if trainer.global_step:
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
-        if any(isinstance(one, KeepLastStep) and one.is_approximate for one in trainer.callbacks):  # type: ignore[attr-defined]
-            self._event("approximate", "random numbers, buffers and values of the epoch are not those of this step")
         self._next_line_at = time.perf_counter() + _STEPS_S
         self._observe(trainer)
         self._is_first_batch = True

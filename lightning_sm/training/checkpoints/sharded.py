@@ -21,7 +21,6 @@ from lightning_sm._lightning import DeepSpeedStrategy, FSDPStrategy, ModelParall
 from lightning_sm.errors import StrategyError
 from lightning_sm.job.uploads import files_of
 from lightning_sm.training.all_ranks import of_all_ranks
-from lightning_sm.training.checkpoints.newest import object_stores
 
 # Names under which ModelParallelStrategy and FSDPStrategy save the weights.
 _WEIGHTS = ("state_dict", "model")
@@ -50,11 +49,6 @@ def install_shard_hooks(trainer: Trainer) -> None:
 def remove_folder(path: str | os.PathLike[str]) -> None:
     """Remove a folder, which other hosts that share it may be removing at the same time."""
     shutil.rmtree(path, ignore_errors=True)
-
-
-def has_index(folder: Path) -> bool:
-    """Return whether a checkpoint has the file that names its shards, which only rank 0 writes."""
-    return any((folder / name).exists() for name in (_INDEX, "latest"))
 
 
 def holders(folder: Path) -> dict[str, int]:
@@ -151,6 +145,12 @@ def _fetch(strategy: Any, file: Path, offset: int, length: int, holder: int) -> 
 
 def _bytes(piece: Tensor) -> bytes:
     return piece.cpu().numpy().tobytes()
+
+
+def object_stores(trainer: Trainer) -> list[str]:
+    """Return the addresses, such as ``s3://bucket/folder``, to which callbacks of a Trainer write checkpoints."""
+    folders = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
+    return sorted({folder for folder in folders if "://" in folder})
 
 
 def _refuse_object_stores(trainer: Trainer) -> None:
