@@ -27,9 +27,11 @@ from lightning_sm._lightning import (
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.uploads import files_of
 from lightning_sm.job.variables import MODEL, Model
+from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
 from lightning_sm.training.checkpoints.durable_io import LARGER_VOLUME, first_line, free_space, is_disk_full
-from lightning_sm.training.checkpoints.sharded import gather_weights, holders, lacks_shards, remove_folder
+from lightning_sm.training.checkpoints.sharded import gather_weights, has_index, holders, lacks_shards, remove_folder
 from lightning_sm.training.rank_barrier import wait_for_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ _log_once = rank_zero_only(logger.info)
 MODEL_CHECKPOINT = "model.ckpt"
 MODEL_STATE_DICT = "state_dict.pt"
 MODEL_CONFIG = "config.yaml"
+
+# A stopped job copies no more than this while its checkpoint is uploaded: at 100 MB/s, 15 s of its 120 s.
+_STOP_BYTES = 1_500_000_000
 
 
 class JobOutputs(UnlistedCallback):
@@ -51,6 +56,8 @@ class JobOutputs(UnlistedCallback):
 
     All ranks wait for the export, because SageMaker's local mode stops all hosts as soon as the first one exits. They
     do not wait in a collective call, whose timeout would fail a job whose model takes longer to copy.
+
+    A job that is interrupted or stopped saves its checkpoint first, and then exports its best model so far.
 
     Args:
         job: The job with its folders.
@@ -150,6 +157,57 @@ class JobOutputs(UnlistedCallback):
                 f"To keep it, {LARGER_VOLUME}{less}. The checkpoints are intact."
             ) from error
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Export the best model so far if the job is stopped and its checkpoint is saved, without collective calls.
+
+        If no model is the best yet, export that of the saved checkpoint.
+        """
+        spots = [one for one in trainer.checkpoint_callbacks if isinstance(one, SpotCheckpoint)]
+        saved = next((str(spot.saved) for spot in spots if spot.saved is not None), None)
+        is_stopped = isinstance(exception, TrainingInterrupted) and saved is not None
+        if self._model is Model.NONE or not is_stopped or trainer.local_rank != 0:
+            return
+        candidates = [*(found for _, found in self._stated_best(trainer)), saved]
+        best = next((path for path in candidates if path is not None and os.path.exists(path)), None)
+        if best is None:  # only another host has it
+            return
+        try:
+            self._model_dir.mkdir(parents=True, exist_ok=True)
+            is_exported = self._export_at_once(Path(best), trainer)
+        except Exception as error:  # noqa: BLE001 - another exception would turn the interruption into a failure
+            logger.warning("The model so far was not exported (%s: %s).", type(error).__name__, error)
+            return
+        if is_exported and trainer.is_global_zero:
+            self._export_config()
+            logger.info("The model so far is in %s (from %s).", self._model_dir, os.path.basename(best))
+
+    def _export_at_once(self, best: Path, trainer: Trainer) -> bool:
+        """Export what takes little time, and return whether anything was exported."""
+        incoming = self._incoming(MODEL_CHECKPOINT)
+        if best.is_dir():
+            # Only rank 0 writes the index: another host that has one has downloaded all files, as has the host of rank
+            # 0, which exports them.
+            if has_index(best) and not trainer.is_global_zero:
+                return False
+            files = files_of(best)
+            is_little = sum(file.stat().st_size for file in files) <= _STOP_BYTES
+            # Even if only the weights are wanted: gathering them would take a collective call.
+            is_placed = self._place_shards(best, [str(file.relative_to(best)) for file in files], may_copy=is_little)
+            if is_placed and trainer.is_global_zero:
+                self._say_how_to_consolidate(is_deepspeed=(best / "latest").exists())
+            return is_placed
+        if not trainer.is_global_zero:  # another host has it only if it was downloaded when the job started
+            return False
+        is_little = best.stat().st_size <= _STOP_BYTES
+        is_placed = self._model is Model.FULL and self._place(best, incoming, may_copy=is_little)
+        if is_placed:
+            self._complete(MODEL_CHECKPOINT)
+        weights = _read_weights(best)
+        is_small = sum(value.nbytes for value in weights.values() if isinstance(value, torch.Tensor)) <= _STOP_BYTES
+        if is_small:
+            self._export_weights(weights)
+        return is_placed or is_small
+
     def _find_best(self, trainer: Trainer) -> tuple[str | None, dict[str, int] | None]:
         """Return the best checkpoint and, if it is a folder, which rank has which file; the same on all ranks."""
         best = trainer.strategy.broadcast(self._best_checkpoint(trainer) if trainer.is_global_zero else None)
@@ -214,26 +272,32 @@ class JobOutputs(UnlistedCallback):
         if weights is not None:
             self._export_weights(weights)
         else:
-            logger.info(
-                "%s is a sharded checkpoint, so %s is not written. To make it from the files of all hosts, run `%s`.",
-                self._model_dir / MODEL_CHECKPOINT,
-                MODEL_STATE_DICT,
-                f"python {MODEL_CHECKPOINT}/zero_to_fp32.py {MODEL_CHECKPOINT} weights"
-                if "latest" in held
-                else f"python -m {DISTRIBUTION}.utilities.consolidate_checkpoint {MODEL_CHECKPOINT}",
-            )
+            self._say_how_to_consolidate(is_deepspeed="latest" in held)
 
-    def _place_shards(self, folder: Path, names: Sequence[str]) -> None:
+    def _say_how_to_consolidate(self, *, is_deepspeed: bool) -> None:
+        logger.info(
+            "%s is a sharded checkpoint, so %s is not written. To make it from the files of all hosts, run `%s`.",
+            self._model_dir / MODEL_CHECKPOINT,
+            MODEL_STATE_DICT,
+            f"python {MODEL_CHECKPOINT}/zero_to_fp32.py {MODEL_CHECKPOINT} weights"
+            if is_deepspeed
+            else f"python -m {DISTRIBUTION}.utilities.consolidate_checkpoint {MODEL_CHECKPOINT}",
+        )
+
+    def _place_shards(self, folder: Path, names: Sequence[str], *, may_copy: bool = True) -> bool:
         incoming = self._incoming(MODEL_CHECKPOINT)
         if folder != incoming:
             remove_folder(incoming)
             for name in names:
                 (incoming / name).parent.mkdir(parents=True, exist_ok=True)
-                self._place(folder / name, incoming / name)
+                if not self._place(folder / name, incoming / name, may_copy=may_copy):
+                    remove_folder(incoming)
+                    return False
         self._complete(MODEL_CHECKPOINT)
+        return True
 
-    def _place(self, source: Path, target: Path) -> None:
-        """Link a file, or copy it where a link is impossible."""
+    def _place(self, source: Path, target: Path, *, may_copy: bool = True) -> bool:
+        """Link a file, or copy it where a link is impossible and copies are allowed; return whether it is in place."""
         target.unlink(missing_ok=True)
         real = Path(os.path.realpath(source))
         folder = self._job.checkpoint_dir
@@ -241,8 +305,10 @@ class JobOutputs(UnlistedCallback):
         if folder is not None and real.is_relative_to(os.path.realpath(folder)):
             with suppress(OSError):  # another file system, another mount of this one, or one without links
                 os.link(real, target)
-                return
-        shutil.copyfile(real, target)
+                return True
+        if may_copy:
+            shutil.copyfile(real, target)
+        return may_copy
 
     def _complete(self, name: str) -> None:
         """Rename an incoming file or folder to its final name, in place of what an earlier fit exported."""

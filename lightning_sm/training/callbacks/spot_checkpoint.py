@@ -93,6 +93,9 @@ class SpotCheckpoint(Checkpoint):
         dirpath: Folder for the checkpoint.
         check_every_s: Target time between two exchanges of flags, in seconds; slow steps make it longer.
         keep: Number of checkpoints of this callback to keep. At least 2: the latest may not be fully uploaded.
+
+    Attributes:
+        saved: The checkpoint of the interruption, once all ranks have saved it.
     """
 
     def __init__(self, dirpath: str | Path, check_every_s: float = 1.0, keep: int = 2) -> None:
@@ -110,6 +113,7 @@ class SpotCheckpoint(Checkpoint):
         self._exit_code = INTERRUPTED_EXIT_CODE
         self._is_worker = False
         self._signalled_at: float | None = None
+        self.saved: Path | str | None = None
         self._is_stopping = False  # any rank was signalled; the same on all ranks
         # One per moment: steps and validation batches take different times.
         self._paces: dict[_SavedMoment, Pace] = {}
@@ -314,6 +318,7 @@ class SpotCheckpoint(Checkpoint):
             trainer.strategy.checkpoint_io.teardown()
         trainer.strategy.barrier("interrupted")  # without it, ranks that write nothing would exit too early
         self._note_saved(trainer, files_of(path))
+        self.saved = path
         if self._signalled_at is not None:
             seconds = time.monotonic() - self._signalled_at
             logger.info(

@@ -51,6 +51,11 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def has_index(folder: Path) -> bool:
+    """Return whether a checkpoint has the file that names its shards, which only rank 0 writes."""
+    return any((folder / name).exists() for name in (_INDEX, "latest"))
+
+
 def holders(folder: Path) -> dict[str, int]:
     """Return the lowest rank that has each file of a checkpoint, by relative path. A collective call.
 

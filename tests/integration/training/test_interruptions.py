@@ -104,7 +104,7 @@ def test_a_signal_to_one_host_stops_all(tmp_path):
     assert exit_codes(output) == [(1, "trainer", 143)] * 2 + [(2, "trainer", 0)] * 2
 
 
-def test_a_stopped_job_leaves_a_checkpoint_and_says_so(tmp_path):
+def test_a_stopped_job_leaves_a_checkpoint_and_a_model_and_says_so(tmp_path):
     """StopTrainingJob: 143 on every trainer, a reason that names the signal, and no second attempt."""
     code, output = run_job(tmp_path, "--fault", "stop@step=5,skew=0.2", arguments=told_after(5))
     assert code == 143, output
@@ -114,6 +114,8 @@ def test_a_stopped_job_leaves_a_checkpoint_and_says_so(tmp_path):
     assert all(reason.startswith("The job was stopped or interrupted (SIGTERM)") for reason in reasons)
     (checkpoint,) = tmp_path.glob("jobs/*/algo-*/checkpoints/interrupted-*.ckpt")
     assert (tmp_path / "checkpoints" / checkpoint.name).read_bytes() == checkpoint.read_bytes()
+    (model,) = tmp_path.glob("jobs/*/algo-*/model/model.ckpt")
+    assert model.samefile(checkpoint)
     assert not list((tmp_path / "checkpoints").glob("*.sagemaker-ignore"))
 
 

@@ -1,19 +1,24 @@
-"""How the model gets into the model directory: what the job wants of it, and at what cost."""
+"""How the model gets into the model directory: what the job wants of it, at what cost, and when the job is stopped."""
 
 import errno
 import os
 import re
+import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_sm.errors import CheckpointError, JobConfigError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.variables import MODEL
+from lightning_sm.training.callbacks import outputs
 from lightning_sm.training.callbacks.outputs import JobOutputs
+from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
 
 MODEL_FILES = {"model.ckpt", "state_dict.pt", "config.yaml"}
 BEST = (
@@ -159,3 +164,93 @@ def test_a_first_job_has_no_warning_of_its_own_folder(host):
 
 def _refuse_links(*_, **__):
     raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
+class _Stop(Callback):
+    """The job is stopped at the start of an epoch's second step."""
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        """Send the gentle signal."""
+        if (trainer.current_epoch, batch_idx) == (self.epoch, 0):
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+@pytest.mark.usefixtures("restored_signals")
+class TestStop:
+    """A stopped job leaves its best model so far, when the checkpoint is safe."""
+
+    @staticmethod
+    def stop(host, *arguments, epoch=2, **defaults):
+        """Train until the job is stopped."""
+        plugins = defaults.pop("plugins", [])
+        settings = {"callbacks": _Stop(epoch), "plugins": plugins}
+        with pytest.raises(TrainingInterrupted) as caught:
+            fit(host, "--model.scores=[0, 2, 1]", BEST, *arguments, epochs=5, trainer_defaults=settings)
+        assert caught.value.code == 143
+
+    @pytest.mark.parametrize(
+        ("model", "expected"),
+        [("full", MODEL_FILES), ("weights", {"state_dict.pt", "config.yaml"}), ("none", set())],
+    )
+    def test_the_best_model_so_far_is_exported(self, host, checkpoints, monkeypatch, model, expected):
+        """That of the second epoch, though the third has begun; what is left out at the end is left out here."""
+        monkeypatch.setenv(MODEL.name, model)
+        self.stop(host)
+        assert len(list(checkpoints.glob("interrupted-*.ckpt"))) == 1
+        assert files_in(host.model_dir) == expected
+        if model == "full":
+            assert torch.load(host.model_dir / "model.ckpt", weights_only=True)["epoch"] == 1
+            assert (host.model_dir / "model.ckpt").samefile(checkpoints / "epoch=1.ckpt")
+
+    def test_without_a_best_model_the_interrupted_one_is_exported(self, host, checkpoints):
+        """In the first epoch there is only the checkpoint of the interruption."""
+        self.stop(host, epoch=0)
+        (saved,) = checkpoints.glob("interrupted-*.ckpt")
+        assert files_in(host.model_dir) == MODEL_FILES
+        assert (host.model_dir / "model.ckpt").samefile(saved)
+
+    @pytest.mark.usefixtures("checkpoints")
+    def test_what_takes_time_is_left_out(self, host, monkeypatch):
+        """Large files are linked, but neither copied nor read: the checkpoint is being uploaded."""
+        monkeypatch.setattr(outputs, "_STOP_BYTES", 0)
+        self.stop(host)
+        assert files_in(host.model_dir) == {"model.ckpt", "config.yaml"}
+
+    @pytest.mark.usefixtures("checkpoints")
+    @pytest.mark.parametrize("plugins", [[], [FolderIO()]])
+    def test_what_can_neither_be_linked_nor_copied_in_time_is_left_out(self, host, monkeypatch, plugins):
+        """Nothing is left of the attempt."""
+        monkeypatch.setattr(outputs, "_STOP_BYTES", 0)
+        monkeypatch.setattr(os, "link", _refuse_links)
+        self.stop(host, plugins=plugins)
+        assert files_in(host.model_dir) == set()
+
+    @pytest.mark.parametrize("model", ["full", "weights"])
+    def test_shards_are_exported_by_the_hosts_that_wrote_them(self, host, checkpoints, monkeypatch, caplog, model):
+        """All of rank 0's; of another host those without the index, which it has only if it downloaded everything.
+
+        There is no time to gather the weights: where only these are wanted, a line says how to make them.
+        """
+        monkeypatch.setenv(MODEL.name, model)
+        self.stop(host, plugins=[FolderIO()])
+        assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
+        assert "pytorch_lightning.utilities.consolidate_checkpoint model.ckpt" in caplog.text
+        exporter, best = JobOutputs(SageMakerJob.from_environment()), checkpoints / "epoch=1.ckpt"
+        other = SimpleNamespace(is_global_zero=False)
+        assert exporter._export_at_once(best, other)
+        (best / ".metadata").touch()
+        assert not exporter._export_at_once(best, other)
+
+    @pytest.mark.usefixtures("checkpoints")
+    def test_an_export_that_fails_does_not_turn_the_stop_into_a_failure(self, host, monkeypatch, caplog):
+        """The exit code is that of an interruption, and the log says why there is no model."""
+
+        def refuse(*_, **__):
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(torch, "load", refuse)
+        self.stop(host)
+        assert "The model so far was not exported (RuntimeError: broken)." in caplog.text
