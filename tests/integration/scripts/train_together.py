@@ -35,9 +35,7 @@ class Together(LightningModule):
             self.optimizers().zero_grad()
 
     def on_train_end(self):
-        folder = Path(os.environ["NOTES"])
-        folder.mkdir(exist_ok=True)
-        (folder / f"{self.global_rank}.txt").write_text(f"{self.line.weight.sum().item()}\n")
+        (Path(os.environ["NOTES"]) / f"{self.global_rank}.txt").write_text(f"{self.line.weight.sum().item()}\n")
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -45,6 +43,7 @@ class Together(LightningModule):
 
 if __name__ == "__main__":
     seed_everything(1)
+    Path(os.environ["NOTES"]).mkdir(exist_ok=True)
     x = torch.randn(240, 2, dtype=torch.float64)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
     SageMakerTrainer(accelerator="cpu", logger=False, max_epochs=2).fit(Together(), loader)
