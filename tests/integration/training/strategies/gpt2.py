@@ -1,4 +1,4 @@
-"""A GPT-2 of transformers whose blocks are the layers of a pipeline, as docs/strategies.md shows it."""
+"""A GPT-2 of transformers whose blocks are the layers of a pipeline, as docs/strategies.md describes it."""
 
 from __future__ import annotations
 
