@@ -65,3 +65,14 @@ def test_the_pages_in_the_repository_have_what_is_generated_today(name):
     page = (REFERENCE["FOLDER"] / f"{name}.md").read_text(encoding="utf-8")
     assert f"<!-- generated: {name} -->" in page
     assert page == REFERENCE["complete"](page), "run: python docs/reference.py"
+
+
+def test_long_signatures_have_several_parameters_on_a_line():
+    """As many as fit, each whole."""
+    page = (REFERENCE["FOLDER"] / "python.md").read_text(encoding="utf-8")
+    signature = re.search(r"^DataHost\(\n(.*?)^\)$", page, re.M | re.S)
+    assert signature is not None
+    lines = signature[1].splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [line for line in lines if not line.startswith("    ") or not line.endswith(",")] == []
+    assert lines[0].lstrip().startswith("address: str = '127.0.0.1:0', workers: int = 2, *,")
