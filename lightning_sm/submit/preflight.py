@@ -285,7 +285,7 @@ def _addresses(job: Job) -> Iterator[JobProblem]:
         yield JobProblem(
             "image",
             f"image is {job.image!r}; SageMaker needs an image in Amazon ECR, "
-            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. README.md shows how to push one.",
+            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. Set build: . to have one built and pushed.",
         )
     for name, channel in job.channels.items():
         if not _S3.fullmatch(channel.uri):
