@@ -34,7 +34,7 @@ OWN_CAUSE_S = 5.0
 CAUSE_ELSEWHERE_S = 10.0
 # SageMaker stops the other hosts when the hanging one exits: give them time to save their stacks first.
 STACKS_ELSEWHERE_S = 3.0
-# For hosts that have never connected, when all others have ended. A setting.
+# For hosts that have never connected, which would otherwise be stopped without learning why. A setting.
 ABSENT_HOSTS_S = 10.0
 # The host that failed first must exit first, so that SageMaker shows its exit code and reason as the job's. Its
 # interpreter needs some tens of milliseconds to exit: all other hosts wait this long.

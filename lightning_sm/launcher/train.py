@@ -162,6 +162,7 @@ class _HostLauncher:
             LauncherPhase.UPLOADING: self._await_upload,
             LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
             LauncherPhase.AWAITING_DECISION: self._await_decision,
+            LauncherPhase.AWAITING_ABSENT_HOSTS: self._await_absent_hosts,
             LauncherPhase.AWAITING_STOP: self._await_stop,
             LauncherPhase.AWAITING_STACKS: self._await_stacks,
             LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
@@ -392,6 +393,10 @@ class _HostLauncher:
         if self._max_restarts and own is not None and own.may_restart:  # a connection just lost may come back
             timeout_s = max(timeout_s, self._timings.reconnect_s)
         self._peers.wait_for_decision(timeout_s)
+
+    def _await_absent_hosts(self) -> None:
+        # Containers start seconds apart. A host that connects too late would be stopped without learning why.
+        self._peers.wait_for_absent_hosts(self._timings.peers_timeout_s)
 
     def _await_restart(self) -> End:
         if not self._peers.wait_for_start():

@@ -47,6 +47,7 @@ class Hub:
 
     Attributes:
         awaited: Hosts that must exit, or acknowledge the job's outcome, before this host may exit.
+        absent: Hosts that have never connected.
 
     Raises:
         OSError: The hub cannot listen on the address.
@@ -79,6 +80,7 @@ class Hub:
             max_restarts=max_restarts,
         )
         self._tracker.joined(own, now)
+        self.absent = self._tracker.absent
         self._on_news = on_news
         self._backlog = len(trainers) + len(data_hosts) + _MAX_STRANGERS
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,6 +137,7 @@ class Hub:
             self._tell_all(OrderRestart(self.restart), now)
         if self.job_outcome is not None:
             self._tell_all(JobEnd(self.job_outcome, self._tracker.is_over), now)
+        self.absent = self._tracker.absent
         self.awaited = sorted(self._unacknowledged) if self._tracker.is_over else self._tracker.awaited
 
     async def close(self) -> None:

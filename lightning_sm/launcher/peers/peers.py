@@ -153,6 +153,16 @@ class Peers:
         self._wait(lambda: self._job_outcome is not None or self.restart is not None, timeout_s)
         return self._job_outcome
 
+    def wait_for_absent_hosts(self, timeout_s: float) -> None:
+        """Wait until all hosts have connected, and so know the job's outcome; only the main host waits.
+
+        Args:
+            timeout_s: The longest wait, in seconds.
+        """
+        end = self._end
+        if isinstance(end, Hub):
+            self._wait(lambda: not end.absent or self.restart is not None, timeout_s)
+
     def wait_for_start(self) -> bool:
         """Wait, after ``report`` and the order to restart, until the scripts of all hosts have exited.
 

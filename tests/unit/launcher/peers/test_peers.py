@@ -114,6 +114,37 @@ def test_late_host_is_notified_at_once(exits):
     assert {outcome.host for outcome in outcomes_after_waiting(hosts).values()} == {"algo-2"}
 
 
+def test_main_host_that_fails_first_stays_until_all_have_come(exits):
+    """A host that starts when the main host's script has failed already learns why, though that host leaves then."""
+    job = Job(exits, 2, 1)
+    hub, events = job.start(MAIN), queue.Queue()
+
+    def fail():
+        hub.report(BROKEN)
+        hub.wait_for_absent_hosts(TIMEOUT_S)
+        events.put("the main host leaves")
+        hub.close()
+
+    failing = threading.Thread(target=fail, daemon=True)
+    failing.start()
+    assert hub.received.get(timeout=TIMEOUT_S).host == MAIN
+    other = job.start("algo-2")
+    assert other.received.get(timeout=TIMEOUT_S).host == MAIN
+    assert events.empty()  # the data host is still to come
+    assert job.start(DATA).received.get(timeout=TIMEOUT_S).host == MAIN
+    failing.join(TIMEOUT_S)
+    assert not events.empty()
+
+
+def test_main_host_that_fails_waits_only_so_long_for_hosts_that_never_come(exits):
+    """Hosts without a launcher of ours do not keep a failed job."""
+    hub = Job(exits).start(MAIN)
+    hub.report(BROKEN)
+    started = time.monotonic()
+    hub.wait_for_absent_hosts(FAST["peers_timeout_s"])
+    assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
+
+
 def test_main_host_waits_only_so_long_for_hosts_that_never_came(exits):
     """Hosts without a launcher of ours are no error: the main host waits peers_timeout_s and calls the job finished."""
     hub = Job(exits, 3, 1).start(MAIN)
