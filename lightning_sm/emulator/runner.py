@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import threading
@@ -83,6 +84,9 @@ def _run_attempts(
     """Run attempts until one is not interrupted, or until there have been as many as the settings allow."""
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
+    if sys.stdout.isatty():  # output to a file needs no hint
+        watch = f"lightning-sm report --live {shlex.quote(str(cluster.job_dir))}"
+        output.say(f"Job {cluster.name}. To watch it in another terminal: {watch}")
     if cluster.bucket is not None:
         output.say(f"Folder that stands for the checkpoints' address in S3: {cluster.bucket}")
     shared_disk_reason = cluster.runtime.shared_disk_reason() if len(cluster.hosts) > 1 else ""
