@@ -49,7 +49,9 @@ class Proof(PeerMessage, frozen=True):
 
 
 class StillThere(PeerMessage, frozen=True):
-    """A sign of life."""
+    """A sign of life; from the hub with the hosts that must exit before others may."""
+
+    awaited: list[str] = []  # noqa: RUF012 - a struct copies it
 
 
 class Report(PeerMessage, frozen=True):

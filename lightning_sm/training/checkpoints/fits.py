@@ -103,7 +103,7 @@ class StatedFit:
         fit: Its fit.
     """
 
-    path: Path
+    path: Path | str
     job: str | None
     fit: Fit | None
 
