@@ -71,15 +71,6 @@ class TransformerLanguageModel(LightningModule):
         if self.device_mesh is not None and not isinstance(self.network, FSDPModule):  # fit and validate both call this
             _shard(self.network, self.device_mesh)
 
-    def shard_stage(self, layers: nn.Sequential, mesh: DeviceMesh) -> None:
-        """Shard the layers of a stage of ``PipelineParallelStrategy(shard=True)``, which calls this for each stage.
-
-        Args:
-            layers: Some of the network's layers, with their names.
-            mesh: The processes that have this stage.
-        """
-        _shard(layers, mesh)
-
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute the logits of each next token.
 

@@ -7,19 +7,12 @@ documentation recommends for this.
 
     python benchmarks/interruption.py --rounds 10
     python benchmarks/interruption.py --experiment overhead
-
-A third experiment kills a rank of a job that may restart, and compares a restart from the last step with one from the
-latest periodic checkpoint:
-
-    python benchmarks/interruption.py --experiment restart
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,16 +26,11 @@ import torch
 from data_service import in_turn, machine, ratio, sleep_s, spread
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sm import SageMakerCLI, SageMakerEnvironment, SageMakerTrainer, SpotCheckpoint, prepare_process
+from lightning_sm import SageMakerCLI, SageMakerEnvironment, SpotCheckpoint, prepare_process
 from lightning_sm._lightning import Callback, LightningDataModule, LightningModule, ModelCheckpoint, Trainer
 from lightning_sm._table import draw_table
-from lightning_sm.job.variables import MAX_RESTARTS, RESTART_DIR
 
 _JOB_TIMEOUT_S = 300.0
-_INTERRUPT_AT = 20
-# Late enough that the standby process, which imports beside the first steps, waits; two cores need seconds for that.
-_KILL_AT, _SAVE_EVERY = 295, 50
-_WAYS_TO_RESTART = ("from the latest checkpoint", "from the last step")
 
 
 class Line(LightningModule):
@@ -107,39 +95,10 @@ class Clock(Callback):
             trainer.should_stop = True
 
 
-class Killed(Callback):
-    """Kill rank 1 once, and print the time of that and of the next step."""
-
-    def __init__(self, mark: Path) -> None:
-        super().__init__()
-        self.mark, self.is_first = mark, True
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Kill the rank."""
-        if trainer.global_step == _KILL_AT and trainer.global_rank == 1 and not self.mark.exists():
-            self.mark.touch()
-            os.write(1, f"killed at {time.time()}\n".encode())
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Print the time of the first step of an attempt."""
-        if self.is_first and trainer.global_rank == 0:
-            os.write(1, f"step {trainer.global_step} at {time.time()}\n".encode())
-        self.is_first = False
-        trainer.should_stop = trainer.global_step > _KILL_AT
-
-
 def train(way: str, folder: str, step_s: float) -> None:
     """The script that runs on each host."""
     torch.set_num_threads(1)
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    if way in _WAYS_TO_RESTART:
-        if way == _WAYS_TO_RESTART[0]:
-            os.environ.pop(RESTART_DIR.name, None)
-        callbacks = [ModelCheckpoint(every_n_train_steps=_SAVE_EVERY), Killed(Path(folder).parent / "killed")]
-        trainer = SageMakerTrainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **quiet)
-        trainer.fit(Line(step_s), datamodule=Points())
-        return
     if way == "lightning_sm":
         sys.argv = [sys.argv[0], "fit", f"--model.step_s={step_s}"]
         SageMakerCLI(Line, Points, trainer_defaults={**quiet, "callbacks": [Clock()], "max_epochs": 1})
@@ -190,17 +149,6 @@ def interrupted(way: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def restarted(way: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Kill a rank of one job; return the seconds to the next step, and the steps lost."""
-    output, _ = run_job(way, args.step_s, "--env", f"{MAX_RESTARTS.name}=1")
-    killed = re.findall(r"killed at ([\d.]+)", output)
-    steps = re.findall(r"step (\d+) at ([\d.]+)", output)
-    if len(killed) != 1 or len(steps) != 2:  # noqa: PLR2004  # two attempts
-        raise RuntimeError(f"the job {way} was not restarted once:\n{output[-3000:]}")
-    step, at = steps[1]
-    return float(at) - float(killed[0]), _KILL_AT + 1 - int(step)
-
-
 def overhead(way: str, args: argparse.Namespace) -> tuple[float, float]:
     """Milliseconds per step of an undisturbed job, and the percentage that SpotCheckpoint takes of them."""
     output, _ = run_job(way, args.step_s)
@@ -213,7 +161,7 @@ def overhead(way: str, args: argparse.Namespace) -> tuple[float, float]:
 def main() -> None:
     """Run both in turn, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experiment", choices=["interrupt", "overhead", "restart"], default="interrupt")
+    parser.add_argument("--experiment", choices=["interrupt", "overhead"], default="interrupt")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skew", type=float, default=0.5, help="seconds between the signals to the two hosts")
     parser.add_argument("--after", type=float, default=12.0, help="seconds from the start of the job to the signal")
@@ -225,19 +173,14 @@ def main() -> None:
     if args.train:
         train(args.train, args.folder, args.step_s)
         return
-    ways = _WAYS_TO_RESTART if args.experiment == "restart" else ("stock Lightning", "lightning_sm")
-    function = {"interrupt": interrupted, "overhead": overhead, "restart": restarted}[args.experiment]
+    ways = ("stock Lightning", "lightning_sm")
+    function = {"interrupt": interrupted, "overhead": overhead}[args.experiment]
     results = in_turn({way: lambda way=way: function(way, args) for way in ways}, args.rounds)
     if args.experiment == "overhead":
         times = {way: [ms for ms, _ in runs] for way, runs in results.items()}
         shares = {way: spread([percent for _, percent in runs], 3) for way, runs in results.items()}
         rows = [[way, spread(times[way]), ratio(times[way], times[ways[0]], 3), shares[way]] for way in ways]
         headers = ["way", "ms per step", f"x {ways[0]}", "% of it in SpotCheckpoint"]
-    elif args.experiment == "restart":
-        rows = [
-            [way, *(spread([run[number] for run in runs], 1) for number in (0, 1))] for way, runs in results.items()
-        ]
-        headers = ["restart", "kill to the next step s", "steps lost"]
     else:
         rows = [_row(way, runs) for way, runs in results.items()]
         headers = [

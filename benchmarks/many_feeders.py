@@ -75,7 +75,6 @@ _FIGURES = RankFigures(
     sync_s=1234.5678,
     queue_s=1234.5678,
     produce_s=12345.6789,
-    produce_ms2=1234567.8912,
     transfer_s=1234.5678,
 )
 
@@ -230,7 +229,7 @@ class Feeders:
         clients = []
         for rank in ranks:
             heartbeat = HeartbeatRequest(f"rank {rank}", num_ranks, wants_figures=rank == 0)
-            clients.append(FeederClient(Configure(self._servers.addresses, credentials, heartbeat, 3.0, is_quiet=True)))
+            clients.append(FeederClient(Configure(self._servers.addresses, credentials, heartbeat, is_quiet=True)))
             self._clients.append(clients[-1])
         for client in clients:
             self._open(client)

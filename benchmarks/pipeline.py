@@ -2,8 +2,7 @@
 
 bubble  Steps of our ScheduleRunner over p ranks, in which layers sleep instead of computing: 40 ms for the forward pass
         of a microbatch over all stages of a rank, 80 ms for the backward pass. Idle is 1 - compute of a rank /
-        duration of the step. Theory for one process after the other: (p - 1) / (v m + p - 1), with v stages on each
-        rank and m microbatches. Zero-bubble schedules split the backward pass to get below it.
+        duration of the step. Theory: (p - 1) / (m + p - 1), with m microbatches.
 memory  Largest resident memory of a process in 5 steps of the app's transformer with AdamW, above that before the model
         is built: one process, and each rank of a pipeline.
 
@@ -32,17 +31,11 @@ from torch import Tensor, nn
 from lightning_sm._table import draw_table
 
 FORWARD_S = 0.04
-BUBBLE = [
-    (schedule, p, m)
-    for p in (2, 4)
-    for m in (4, 8)
-    for schedule in ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv")
-]
+BUBBLE = [(schedule, p, m) for p in (2, 4) for m in (4, 8) for schedule in ("gpipe", "1f1b")]
 MEMORY = {
     "one process": (1, {}),
     "gpipe": (4, {"schedule": "gpipe", "num_microbatches": 8}),
     "1f1b": (4, {"schedule": "1f1b", "num_microbatches": 8}),
-    "interleaved": (4, {"schedule": "interleaved", "num_microbatches": 8}),
 }
 _TIMEOUT_S = 300
 
@@ -61,10 +54,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """A layer that sleeps once forward, and twice backward.
-
-    For the gradient of its input and for that of its weight it has a node each: zero-bubble schedules run a node that
-    computes both twice.
+    """A layer that sleeps once forward, and twice backward: for the gradient of its input and for that of its weight.
 
     Args:
         seconds: Of each.
@@ -86,24 +76,22 @@ class SleepingLayer(nn.Module):
         return slept
 
 
-def bubble(rank: int, p: int, schedule: str, m: int) -> float | None:
+def bubble(rank: int, p: int, schedule: Any, m: int) -> float | None:
     """Return the idle share of a step, on rank 0."""
-    from lightning_sm.training.strategies.pipeline.placement import Placement
-    from lightning_sm.training.strategies.pipeline.schedules import SCHEDULES, ScheduleRunner, chunks_of
-    from lightning_sm.training.strategies.pipeline.trial import StageShapes
+    from lightning_sm.training.strategies.pipeline.exchange import Replica
+    from lightning_sm.training.strategies.pipeline.forward import StageShapes
+    from lightning_sm.training.strategies.pipeline.schedules import ScheduleRunner
+    from lightning_sm.training.strategies.pipeline.stage import Stage
 
-    v = chunks_of(schedule, None)
-    placement = Placement(p, 1, chunks=v, is_v_shaped=SCHEDULES[schedule].is_v_shaped)
-    stages = {stage: SleepingLayer(FORWARD_S / v, is_first=stage == 0) for stage in placement.stages(rank)}
+    stage = Stage([SleepingLayer(FORWARD_S, is_first=rank == 0)], ["layer"], is_first=rank == 0)
     world: Any = dist.group.WORLD
-    runner = ScheduleRunner(
-        stages, placement, world, torch.device("cpu"), schedule, lambda output, i: (output - i).square().mean()
-    )
-    x = torch.ones(m, 4)
-    inputs = (x,) if 0 in stages else ()
+    device = torch.device("cpu")
+    replica = Replica(world, world, list(range(p)), device)
+    runner = ScheduleRunner(stage, replica, device, schedule, lambda output, i: (output - i).square().mean())
+    inputs = (torch.ones(m, 4),) if rank == 0 else ()
     row = torch.empty(1, 4, device="meta")
     trained = row.clone().requires_grad_()
-    runner.learn(m, None, {stage: StageShapes((trained if stage else row,), (trained,)) for stage in stages})
+    runner.learn(m, None, StageShapes((trained if rank else row,), (trained,)))
     runner.step(inputs, m, None)  # connects the ranks
     dist.barrier()
     began = time.perf_counter()
@@ -202,9 +190,8 @@ def main() -> None:
                 shares[schedule, p, m].append(in_processes(p, bubble, schedule, m)[0])
         rows = []
         for (schedule, p, m), idle in shares.items():
-            v = 1 if schedule in ("gpipe", "1f1b") else 2
-            rows.append((schedule, p, m, v, f"{(p - 1) / (v * m + p - 1):.3f}", _spread(idle, ".3f")))
-        headers = ["schedule", "ranks", "microbatches", "stages/rank", "theory", "idle"]
+            rows.append((schedule, p, m, f"{(p - 1) / (m + p - 1):.3f}", _spread(idle, ".3f")))
+        headers = ["schedule", "ranks", "microbatches", "theory", "idle"]
     else:
         peaks: dict[str, list[list[float]]] = {name: [] for name in MEMORY}
         for _ in range(options.rounds):

@@ -127,14 +127,14 @@ def main() -> None:
     measured = measure(run(options, first))
     rows = []
     for workers in others:
-        predicted_s = measured.model.step_s(workers)
+        predicted_s = measured.predict_s(workers)
         step_s = run(options, workers).pace.step_s
         error = f"{100 * (predicted_s / step_s - 1):+.1f} %"
         rows.append([workers, f"{1e3 * predicted_s:.1f}", f"{1e3 * step_s:.1f}", error])
     table = draw_table(rows, ["workers", "predicted ms", "measured ms", "error"])
     sys.stdout.write(
         f"{machine()}\nfrom {first} workers: {1e3 * measured.step_s:.1f} ms a step, {measured.waiting:.0%} waiting; a "
-        f"step needs {1e3 * measured.model.cost_s:.1f} ms of work; variation {measured.variation or 0.0:.2f}\n{table}\n"
+        f"step needs {1e3 * measured.cost_s:.1f} ms of work\n{table}\n"
     )
 
 

@@ -16,9 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -42,7 +41,7 @@ _TRAINER, _DATA = "ml.g5.xlarge", "ml.c5.2xlarge"
 _PRICES = [f"--price={_TRAINER}=1.408", f"--price={_DATA}=0.408"]
 # As many workers as a data host has vCPUs.
 _SLOW_DATA = ["docs/slow_data.py", "fit", "--data_service.workers=8"]
-_STEPS, _TOP_FROM_STEP = 600, 300
+_STEPS = 600
 
 # The first check of doctor whose result is of the machine that makes the pictures, not of the job.
 _FIRST_OF_MACHINE = "EFA and NCCL"
@@ -93,7 +92,7 @@ _REPORTS = {
     "report-side-by-side": ReportPicture({"": 960} | _PHONE, ".columns ~ h2:nth-of-type(3)"),
     "report-interrupted": ReportPicture({"": 390}, "h2:nth-of-type(2)"),
 }
-_TERMINALS = ["terminal", "top", "doctor"]
+_TERMINALS = ["terminal", "doctor"]
 
 
 def files() -> set[Path]:
@@ -113,7 +112,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         one, two, interrupted = (folder / run for run in ("one", "two", "interrupted"))
-        train(one, 1, during=partial(top, folder=one))
+        train(one, 1)
         train(two, 2)
         train(interrupted, 1, f"--fault=interrupt@step={_STEPS // 4}", steps=_STEPS // 2)
         shown = {
@@ -131,13 +130,7 @@ def main() -> int:
     return 0
 
 
-def train(
-    folder: Path,
-    data_hosts: int,
-    *options: str,
-    steps: int = _STEPS,
-    during: Callable[[str], None] | None = None,
-) -> None:
+def train(folder: Path, data_hosts: int, *options: str, steps: int = _STEPS) -> None:
     """Run a job whose transforms are slow.
 
     Args:
@@ -145,26 +138,11 @@ def train(
         data_hosts: Their number.
         options: Of the emulator.
         steps: Of the training.
-        during: What to do meanwhile, when it is in full swing, by the name of the job.
     """
     command = ["local", "--base-dir", str(folder), "--group", f"trainer=1:{_TRAINER}"]
     command += ["--group", f"data={data_hosts}:{_DATA}"]
-    job = None
-    for line in _lines([*command, *options, "--", *_SLOW_DATA, f"--trainer.max_steps={steps}"]):
-        job = job or re.search(r"\| job (\S+),", line.text)
-        step = re.search(r" step=(\d+) ", line.text)
-        if during is not None and job and step and int(step[1]) >= _TOP_FROM_STEP:
-            during(job[1])
-            during = None
-    if during is not None:
-        sys.exit(f"The job ended without a progress line from step {_TOP_FROM_STEP} on.")
-
-
-def top(job: str, folder: Path) -> None:
-    """Write the picture of ``lightning-sm top`` beside a job, of whose runs a folder has the folders."""
-    shown = _output([*_COMMAND, "top", "--once", job], COLUMNS="118")
-    lines = [re.sub("; also running here: .*", "", line).replace(str(folder), "outputs") for line in shown]
-    _write_still("top", "lightning-sm top beside a job with a trainer and a data host", lines)
+    for _ in _lines([*command, *options, "--", *_SLOW_DATA, f"--trainer.max_steps={steps}"]):
+        pass
 
 
 def doctor() -> None:
@@ -172,11 +150,8 @@ def doctor() -> None:
     with tempfile.TemporaryDirectory() as name:
         groups = {"trainer": ["algo-1", "algo-2"], "data": ["algo-3"]}
         resources = resource_config(groups, "algo-1", instance_types={"trainer": _TRAINER, "data": _DATA})
-        base = write_job(Path(name), resources, hyperparameters={})
-        for part in ("model", "output/data", "code"):
-            (base / part).mkdir(parents=True)
-        (base / "code" / "train.py").touch()
-        job = {"TRAINING_JOB_NAME": "digits", "SAGEMAKER_PROGRAM": "train.py", "LIGHTNING_SM_MAX_RESTART": "3"}
+        write_job(Path(name), resources, hyperparameters={})
+        job = {"TRAINING_JOB_NAME": "digits", "LIGHTNING_SM_MAX_RESTART": "3"}
         # As process 1, which it is in a container.
         command = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", *_COMMAND, "doctor"]
         shown = _output(command, {1}, COLUMNS="118", SAGEMAKER_BASE_DIR=name, **job)

@@ -12,7 +12,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,10 @@ def _below(words: list[str]) -> Iterator[list[str]]:
 
 
 def help_text(words: list[str]) -> str:
-    """What a command prints for ``--help``, as in a terminal of 90 columns without colours."""
+    """What a command prints for ``--help``, as in a terminal of 118 columns without colours."""
     shown = io.StringIO()
     before = dict(os.environ)
-    os.environ |= {"COLUMNS": "90", "NO_COLOR": "1"}
+    os.environ |= {"COLUMNS": "118", "NO_COLOR": "1"}
     try:
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             program.main([*words, "--help"])
@@ -110,8 +110,18 @@ def _call(name: str, value: Any) -> str:
     one_line = _unquoted(f"{name}{signature}")
     if len(one_line) <= _COLUMNS:
         return one_line
-    parts = "".join(f"    {part},\n" for part in _parameters(signature))
-    return f"{name}(\n{parts})"
+    return f"{name}(\n{_packed(_parameters(signature))})"
+
+
+def _packed(parameters: Iterable[str]) -> str:
+    """As many parameters on a line as fit; a parameter is not divided, whatever spaces it has."""
+    lines: list[str] = []
+    for one in parameters:
+        if lines and len(lines[-1]) + len(f" {one},") <= _COLUMNS:
+            lines[-1] += f" {one},"
+        else:
+            lines.append(f"    {one},")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _parameters(signature: inspect.Signature) -> Iterator[str]:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 from lightning_sm._arguments import CommandParser, did_you_mean
 from lightning_sm._log import command_logger, show_log_lines
-from lightning_sm._table import draw_table
 from lightning_sm._version import __version__
 from lightning_sm.cloud.installed import check_boto3
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
 from lightning_sm.errors import JobConfigError, LightningSMError
-from lightning_sm.job.redaction import shown
-from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
 from lightning_sm.report import command as report
 from lightning_sm.submit import init
-from lightning_sm.top import command as top
 
 _LOG = command_logger(__name__)
 
@@ -43,10 +37,8 @@ examples:
 
 New shells complete then. Generate the script again after an update.
 """
-_NAMES = (  # in the order of the help
-    *("train", "local", "doctor", "report", "compare", "plan", "top", "settings", "init", "submit", "jobs"),
-    "completion",
-)
+# In the order of the help.
+_NAMES = ("train", "local", "doctor", "report", "compare", "plan", "init", "submit", "jobs", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,15 +93,10 @@ def _submit(argv: Sequence[str]) -> int:
 def _jobs(argv: Sequence[str]) -> int:
     check_boto3("lightning-sm jobs")
     from lightning_sm.cloud import command as jobs  # noqa: PLC0415 - loads boto3
-
-    # Each of them needs a folder that jobs may not import.
-    return jobs.main(argv, new_report_writer=report.report_writer, again=_again)
-
-
-def _again(*arguments: Any, **options: Any) -> str | None:
     from lightning_sm.submit.again import again  # noqa: PLC0415 - loads YAML and boto3
 
-    return again(*arguments, **options)
+    # Each of them needs a folder that jobs may not import.
+    return jobs.main(argv, new_report_writer=report.report_writer, again=again)
 
 
 def _parser(*, with_all_options: bool = False) -> CommandParser:
@@ -149,8 +136,11 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
     doctor.add_arguments(check)
     page = add_parser(
         "report",
-        help="write a page about one run, or about several: where the time went, and what to change",
-        description="Write one HTML file about recorded runs, several of them side by side. It opens offline.",
+        help="write a page about one run, or about several: where the time went; or watch a running job",
+        description=(
+            "Write one HTML file about recorded runs, several of them side by side; it opens offline. With --live, "
+            "watch a running job in this terminal until it ends; Ctrl-C ends only this command."
+        ),
         epilog=report.REPORT_EXAMPLES,
     )
     report.add_report_arguments(page)
@@ -168,20 +158,6 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
         epilog=report.PLAN_EXAMPLES,
     )
     report.add_plan_arguments(planned)
-    watched = add_parser(
-        "top",
-        help="watch a running job: hosts, states, rates, queues, events",
-        description="Watch a job that runs on this machine, in this terminal. Read-only. Ctrl-C ends top, not the job.",
-        epilog=top.EXAMPLES,
-    )
-    top.add_arguments(watched)
-    show = add_parser(
-        "settings",
-        help="show the environment variables of lightning_sm and their values here",
-        description="Show the environment variables of lightning_sm: value in this environment, default, meaning.",
-        epilog="exit codes: 0 all values are valid, 2 at least one is not",
-    )
-    show.add_argument("--all", action="store_true", help="include the internal ones")
     first = add_parser(
         "init",
         help="write a first job file for a script",
@@ -190,7 +166,7 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
     )
     init.add_arguments(first)
     submit = add_parser("submit", help="check a job file and submit it: dry run, containers on this machine, or cloud")
-    jobs = add_parser("jobs", help="look after jobs in the cloud: list, logs, stop, cost, files, report, again, shell")
+    jobs = add_parser("jobs", help="look after jobs in the cloud: list, logs, stop, report, again")
     complete = add_parser(
         "completion",
         help="print a script that completes commands and options in bash or zsh",
@@ -220,33 +196,12 @@ def _show_completion(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show_settings(options: argparse.Namespace) -> int:
-    env = os.environ
-    rows = []
-    errors = []
-    for setting in SETTINGS if options.all else USER_SETTINGS:
-        value = "" if setting.name not in env else shown(setting.name, env[setting.name]) or "(empty)"
-        rows.append([setting.name, value, setting.default_text, setting.meaning])
-        try:
-            setting.read(env)
-        except JobConfigError as error:
-            errors.append(str(error))
-    headers = ["variable", "value here", "default", "meaning"]
-    widths = {"value here": 24, "default": 24, "meaning": 48}
-    sys.stdout.write(draw_table(rows, headers, max_widths=widths) + "\n")
-    for message in errors:
-        _LOG.error("error: %s", message)
-    return 2 if errors else 0
-
-
 # The commands that get their options and nothing else.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor.main,
     "report": report.report,
     "compare": report.compare_runs,
     "plan": report.plan_run,
-    "top": top.main,
-    "settings": _show_settings,
     "init": init.main,
     "completion": _show_completion,
 }

@@ -34,13 +34,10 @@ DISTRIBUTION = _choose()
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
-    from lightning_fabric.loggers.logger import rank_zero_experiment
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning_fabric.utilities.data import _replace_dunder_methods as replace_dunder_methods
     from lightning_fabric.utilities.distributed import _destroy_dist_connection as destroy_dist_connection
     from lightning_fabric.utilities.distributed import _InfiniteBarrier as InfiniteBarrier
-    from lightning_fabric.utilities.logger import _convert_params as convert_params
-    from lightning_fabric.utilities.logger import _flatten_dict as flatten_dict
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.callbacks import (
         BatchSizeFinder,
@@ -54,8 +51,7 @@ if TYPE_CHECKING:
         WeightAveraging,
     )
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
-    from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
-    from pytorch_lightning.loggers.csv_logs import ExperimentWriter
+    from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
@@ -70,7 +66,6 @@ if TYPE_CHECKING:
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.trainer import call
     from pytorch_lightning.trainer.connectors import data_connector
-    from pytorch_lightning.trainer.connectors.logger_connector import result
     from pytorch_lightning.utilities import CombinedLoader, parsing, rank_zero_only
 else:
     # Lightning's names by module; a private one loses its underscore. Older versions than 2.6 lack WeightAveraging, of
@@ -81,9 +76,8 @@ else:
         f"{DISTRIBUTION}.callbacks": "BatchSizeFinder Checkpoint GradientAccumulationScheduler LearningRateFinder "
         "ModelCheckpoint OnExceptionCheckpoint ProgressBar StochasticWeightAveraging WeightAveraging",
         f"{DISTRIBUTION}.cli": "ArgsType LightningArgumentParser LightningCLI",
-        f"{DISTRIBUTION}.loggers": "CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
-        f"{DISTRIBUTION}.loggers.csv_logs": "ExperimentWriter",
-        f"{DISTRIBUTION}.loggers.logger": "DummyLogger rank_zero_experiment",
+        f"{DISTRIBUTION}.loggers": "CSVLogger TensorBoardLogger WandbLogger",
+        f"{DISTRIBUTION}.loggers.logger": "DummyLogger",
         f"{DISTRIBUTION}.plugins.environments": "ClusterEnvironment",
         f"{DISTRIBUTION}.plugins.io": "TorchCheckpointIO",
         f"{DISTRIBUTION}.plugins.io.wrapper": "_WrappingCheckpointIO",
@@ -92,12 +86,10 @@ else:
         f"{DISTRIBUTION}.strategies.launchers": "_MultiProcessingLauncher",
         f"{DISTRIBUTION}.trainer": "call",
         f"{DISTRIBUTION}.trainer.connectors": "data_connector",
-        f"{DISTRIBUTION}.trainer.connectors.logger_connector": "result",
         f"{DISTRIBUTION}.utilities": "CombinedLoader parsing rank_zero_only",
         _FABRIC: "Fabric",
         f"{_FABRIC}.utilities.data": "_replace_dunder_methods",
         f"{_FABRIC}.utilities.distributed": "_InfiniteBarrier _destroy_dist_connection",
-        f"{_FABRIC}.utilities.logger": "_convert_params _flatten_dict",
     }
     with pause_collector():
         for _module, _names in _NAMES.items():

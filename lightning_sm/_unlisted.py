@@ -2,8 +2,7 @@
 
 jsonargparse lists a class's ``__subclasses__`` in ``--help``, and searches them for a short name. Ours would be among
 the choices of each script, and a user's own ``Progress`` would be ambiguous. These bases report no subclasses, and have
-private paths, which jsonargparse does not list. Each has one base alone, so that a logger can become one of ours by its
-``__class__``.
+private paths, which jsonargparse does not list.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from typing import Any
 
 from lightning_sm._lightning import (
     Callback,
-    CSVLogger,
     LightningDataModule,
-    MLFlowLogger,
     ProgressBar,
     WrappingCheckpointIO,
 )
@@ -34,18 +31,6 @@ class UnlistedCallback(Callback):
 
 class UnlistedProgressBar(ProgressBar):
     """A ``ProgressBar``."""
-
-    __subclasses__ = _none
-
-
-class UnlistedCSVLogger(CSVLogger):
-    """A ``CSVLogger``."""
-
-    __subclasses__ = _none
-
-
-class UnlistedMLFlowLogger(MLFlowLogger):
-    """An ``MLFlowLogger``."""
 
     __subclasses__ = _none
 

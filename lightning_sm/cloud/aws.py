@@ -15,6 +15,8 @@ from lightning_sm.errors import AWSError
 
 # Retry often: following a job takes hours, during which the API is throttled at times.
 _CONFIG = Config(retries={"mode": "adaptive", "max_attempts": 10})
+# The service refuses a second request of the same name, so one whose answer was lost would become an error.
+_ONCE_CONFIG = Config(retries={"total_max_attempts": 1})
 # For questions that may go without an answer, for example because the network leads to some services only.
 _QUICK_CONFIG = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "max_attempts": 3})
 
@@ -33,6 +35,11 @@ class Clients:
     def sagemaker(self) -> Any:
         """Training jobs and tuning jobs."""
         return self._session.client("sagemaker", config=_CONFIG)
+
+    @cached_property
+    def creator(self) -> Any:
+        """SageMaker's client that creates jobs: it sends each request once."""
+        return self._session.client("sagemaker", config=_ONCE_CONFIG)
 
     @cached_property
     def logs(self) -> Any:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from botocore.exceptions import ClientError
 
 from lightning_sm.cloud.aws import Clients, error_code
 from lightning_sm.errors import AWSError
 
+Kind: TypeAlias = Literal["training", "tuning"]
 # The states in which no part of a job runs.
 ENDED = frozenset({"Completed", "Failed", "Stopped"})
-_MAX_TUNING_NAME_CHARS = 32
 # For an unknown name, DescribeTrainingJob raises ValidationException, although its model names only ResourceNotFound.
 _UNKNOWN = frozenset({"ValidationException", "ResourceNotFound", "ResourceNotFoundException"})
 
@@ -29,7 +29,7 @@ class Found:
         description: The answer of DescribeTrainingJob or DescribeHyperParameterTuningJob.
     """
 
-    kind: Literal["training", "tuning"]
+    kind: Kind
     name: str
     description: Mapping[str, Any]
 
@@ -45,6 +45,19 @@ class Found:
         return self.status in ENDED
 
 
+def describe(clients: Clients, kind: Kind, name: str) -> Found:
+    """Ask the service for a job.
+
+    Raises:
+        ClientError: AWS rejects the request, for example because there is no such job.
+    """
+    if kind == "training":
+        description = clients.sagemaker.describe_training_job(TrainingJobName=name)
+    else:
+        description = clients.sagemaker.describe_hyper_parameter_tuning_job(HyperParameterTuningJobName=name)
+    return Found(kind, name, description)
+
+
 def find(clients: Clients, name: str) -> Found:
     """Look up a job.
 
@@ -57,49 +70,37 @@ def find(clients: Clients, name: str) -> Found:
         ClientError: AWS rejects the request.
     """
     name = name.rpartition("/")[2]
-    sagemaker = clients.sagemaker
-    description = _described(lambda: sagemaker.describe_training_job(TrainingJobName=name))
-    if description is not None:
-        return Found("training", name, description)
-    if len(name) <= _MAX_TUNING_NAME_CHARS:
-        description = _described(
-            lambda: sagemaker.describe_hyper_parameter_tuning_job(HyperParameterTuningJobName=name)
-        )
-        if description is not None:
-            return Found("tuning", name, description)
-    newest = sagemaker.list_training_jobs(MaxResults=100, SortBy="CreationTime", SortOrder="Descending")
+    kinds: tuple[Kind, ...] = ("training", "tuning")
+    for kind in kinds:
+        try:
+            return describe(clients, kind, name)
+        except ClientError as error:  # noqa: PERF203 - two calls at most
+            if error_code(error) not in _UNKNOWN:
+                raise
+    newest = clients.sagemaker.list_training_jobs(MaxResults=100, SortBy="CreationTime", SortOrder="Descending")
     names = [summary["TrainingJobName"] for summary in newest["TrainingJobSummaries"]]
     close = [one for one in names if one.startswith(name)] or difflib.get_close_matches(name, names)
     hint = f"Did you mean {' or '.join(close[:3])}?" if close else "'lightning-sm jobs list' shows the newest ones."
-    raise AWSError(f"There is no job {name} in {sagemaker.meta.region_name}. {hint}")
+    raise AWSError(f"There is no job {name} in {clients.sagemaker.meta.region_name}. {hint}")
 
 
-def training_jobs(clients: Clients, found: Found) -> list[Mapping[str, Any]]:
-    """Describe the training jobs that a job consists of, in the order of their start.
-
-    Args:
-        clients: Clients of the AWS APIs.
-        found: A training job, which consists of itself, or a tuning job.
-
-    Returns:
-        Answers of DescribeTrainingJob.
+def find_training_job(clients: Clients, name: str) -> Found:
+    """Look up a training job.
 
     Raises:
-        ClientError: AWS rejects a request.
+        AWSError: There is no such job, or it is a tuning job.
+        ClientError: AWS rejects the request.
     """
-    if found.kind == "training":
-        return [found.description]
+    found = find(clients, name)
+    if found.kind == "tuning":
+        best = found.description.get("BestTrainingJob", {}).get("TrainingJobName", "one of its training jobs")
+        raise AWSError(f"{found.name} is a tuning job; pass the name of a training job: {best}.")
+    return found
+
+
+def training_job_names(clients: Clients, found: Found) -> list[str]:
+    """Return the names of the training jobs of a tuning job, in the order of their start."""
     pages = clients.sagemaker.get_paginator("list_training_jobs_for_hyper_parameter_tuning_job").paginate(
         HyperParameterTuningJobName=found.name, SortBy="CreationTime", SortOrder="Ascending"
     )
-    names = [summary["TrainingJobName"] for page in pages for summary in page["TrainingJobSummaries"]]
-    return [clients.sagemaker.describe_training_job(TrainingJobName=name) for name in names]
-
-
-def _described(describe: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    try:
-        return describe()
-    except ClientError as error:
-        if error_code(error) not in _UNKNOWN:
-            raise
-        return None
+    return [summary["TrainingJobName"] for page in pages for summary in page["TrainingJobSummaries"]]

@@ -14,14 +14,13 @@ from botocore.exceptions import BotoCoreError, ClientError
 from lightning_sm._log import command_logger
 from lightning_sm._text import for_terminal, plain
 from lightning_sm.cloud.aws import Clients, error_code
-from lightning_sm.cloud.find import ENDED, Found
+from lightning_sm.cloud.find import Found, describe
 from lightning_sm.cloud.logs import Log
 
 _LOG = command_logger(__name__)
 
-_STATE_EVERY_S = 20.0
-_LOG_EVERY_S = 4.0
-# The last lines of a job arrive after its end. Give up after this many consecutive reads of the log without a new line.
+_EVERY_S = 5.0
+# The last lines of a job arrive after its end.
 _LAST_LOOKS = 2
 # The service has no field for the exit code, but ends the reason with it: "AlgorithmError: <failure file>, exit code:
 # 137".
@@ -51,10 +50,26 @@ def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _s
         ClientError: AWS rejects a request, for example because the credentials have expired.
         BotoCoreError: AWS cannot be reached.
     """
+    shown = ""
+    log = None
     with _how_to_stop(found.name):
-        if found.kind == "tuning":
-            return _tuning_job(clients, found.name, sleep)
-        return _training_job(clients, found.name, sleep, shows_log=shows_log)
+        while True:
+            found = describe(clients, found.kind, found.name)
+            state = _state(found)
+            if state != shown:
+                _LOG.info("%s", state)
+                shown = state
+            if shows_log and found.kind == "training":
+                log = log or Log(clients.logs, found.description)
+                shows_log = _write_new(log)
+            if found.has_ended:
+                break
+            sleep(_EVERY_S)
+        if log is not None and shows_log:
+            for _ in range(_LAST_LOOKS):
+                sleep(_EVERY_S)
+                _write_new(log)
+    return found.description
 
 
 def exit_code(description: Mapping[str, Any]) -> int:
@@ -75,43 +90,14 @@ def reason_of(description: Mapping[str, Any]) -> str:
     return plain(str(description.get("FailureReason", "")))  # it is also logged
 
 
-def _training_job(clients: Clients, name: str, sleep: Sleep, *, shows_log: bool) -> Mapping[str, Any]:
-    states = _States(f"Job {name}")
-    log = None
-    pause_s = _LOG_EVERY_S if shows_log else _STATE_EVERY_S
-    since_state_s = _STATE_EVERY_S
-    while True:
-        if since_state_s >= _STATE_EVERY_S:
-            since_state_s = 0.0
-            description: Mapping[str, Any] = clients.sagemaker.describe_training_job(TrainingJobName=name)
-            status = description["TrainingJobStatus"]
-            transitions = description.get("SecondaryStatusTransitions") or [{}]
-            message = transitions[-1].get("StatusMessage", "")
-            states.show(f"{status}: {description.get('SecondaryStatus', '')} {message}".rstrip())
-        if shows_log:
-            log = log or Log(clients.logs, description)
-            shows_log = _can_write_new(log)
-        if status in ENDED:
-            break
-        sleep(pause_s)
-        since_state_s += pause_s
-    looks = 0
-    while log is not None and shows_log and looks < _LAST_LOOKS:
-        sleep(_LOG_EVERY_S)
-        looks = 0 if _write_new(log) else looks + 1
-    return description
-
-
-def _tuning_job(clients: Clients, name: str, sleep: Sleep) -> Mapping[str, Any]:
-    states = _States(f"Tuning job {name}")
-    while True:
-        description: Mapping[str, Any] = clients.sagemaker.describe_hyper_parameter_tuning_job(
-            HyperParameterTuningJobName=name
-        )
-        states.show(f"{description['HyperParameterTuningJobStatus']}: {tuning_progress(description)}")
-        if description["HyperParameterTuningJobStatus"] in ENDED:
-            return description
-        sleep(_STATE_EVERY_S)
+def _state(found: Found) -> str:
+    """Say in one line what a job does."""
+    if found.kind == "tuning":
+        return f"Tuning job {found.name} is {found.status}: {tuning_progress(found.description)}"
+    transitions = found.description.get("SecondaryStatusTransitions") or [{}]
+    message = transitions[-1].get("StatusMessage", "")
+    secondary = found.description.get("SecondaryStatus", "")
+    return f"Job {found.name} is {found.status}: {secondary} {message}".rstrip()
 
 
 def tuning_progress(description: Mapping[str, Any]) -> str:
@@ -137,38 +123,18 @@ def tuning_progress(description: Mapping[str, Any]) -> str:
     return f"{words}; best {metric['MetricName']}={metric['Value']:.6g} by {best['TrainingJobName']} with {values}"
 
 
-class _States:
-    """A log of states, in which each new one appears once."""
-
-    def __init__(self, job: str) -> None:
-        self._job = job
-        self._last = ""
-
-    def show(self, state: str) -> None:
-        if state != self._last:
-            self._last = state
-            _LOG.info("%s is %s", self._job, state)
-
-
-def _can_write_new(log: Log) -> bool:
+def _write_new(log: Log) -> bool:
     """Write a log's new lines; if access to it is denied, warn and return False, as waiting for the job still works."""
     try:
-        _write_new(log)
+        for line in log.new_lines():
+            sys.stdout.write(for_terminal(f"{log.shown(line)}\n", sys.stdout))
     except ClientError as error:
         if error_code(error) != "AccessDeniedException":
             raise
         _LOG.warning("Waiting without the job's log, which cannot be read: %s", error)
         return False
-    return True
-
-
-def _write_new(log: Log) -> bool:
-    found = False
-    for line in log.new_lines():
-        found = True
-        sys.stdout.write(for_terminal(f"{log.shown(line)}\n", sys.stdout))
     sys.stdout.flush()
-    return found
+    return True
 
 
 @contextmanager

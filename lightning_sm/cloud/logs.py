@@ -6,7 +6,8 @@ CloudWatch Logs keeps a stream for each host and attempt, ``<job>/algo-<n>-<seco
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -23,9 +24,8 @@ _LATE_MS = 60_000
 _HOST = re.compile(r"algo-\d+")
 # The launcher's first log line. Nothing else says in which group the service has put a host.
 _BANNER = re.compile(r"\| host (?P<host>\S+), group (?P<group>[^,]+), role \w+")
-_BANNER_FILTER = '"| host" "group" "role"'
 # How many lines of each host that did not fail are shown.
-OTHERS_TAIL = 50
+_OTHERS_TAIL = 50
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Log:
                 self._learn_group(line)
                 yield line
 
-    def all_lines(self, streams: Sequence[str]) -> Iterator[LogLine]:
+    def lines_of(self, streams: Sequence[str]) -> Iterator[LogLine]:
         """Read the whole log of one host.
 
         Args:
@@ -88,31 +88,10 @@ class Log:
             ClientError: AWS rejects the request.
         """
         for page in self._pages(logStreamNames=list(streams)):
-            yield from (_line(event, event["logStreamName"]) for event in page)
-
-    def last_lines(self, streams: Sequence[str], count: int) -> list[LogLine]:
-        """Read the end of the log of one host.
-
-        Args:
-            streams: Its streams, the oldest first.
-            count: Maximum number of lines.
-
-        Raises:
-            ClientError: AWS rejects the request.
-        """
-        found: list[LogLine] = []
-        for stream in reversed(streams):
-            token: dict[str, str] = {}
-            while len(found) < count:
-                page = self._client.get_log_events(
-                    logGroupName=_GROUP, logStreamName=stream, limit=count - len(found), startFromHead=False, **token
-                )
-                found = [_line(event, stream) for event in page["events"]] + found
-                # At the beginning of the stream, the answer repeats the token that was sent. Other pages may be empty.
-                if page["nextBackwardToken"] == token.get("nextToken"):
-                    break
-                token = {"nextToken": page["nextBackwardToken"]}
-        return found
+            for event in page:
+                line = _line(event, event["logStreamName"])
+                self._learn_group(line)
+                yield line
 
     def streams_by_host(self) -> dict[str, list[str]]:
         """Return the streams of each host, the oldest first; hosts in the order of their numbers.
@@ -132,17 +111,6 @@ class Log:
         for name in sorted(names, key=_started):
             streams.setdefault(_host(name), []).append(name)
         return dict(sorted(streams.items(), key=lambda item: (len(item[0]), item[0])))
-
-    def learn_groups(self) -> None:
-        """Find out which host is in which group, which the service decides at random and only the log says.
-
-        Raises:
-            ClientError: AWS rejects the request.
-        """
-        if self._is_heterogeneous:
-            for page in self._pages(filterPattern=_BANNER_FILTER):
-                for event in page:
-                    self._learn_group(_line(event, event["logStreamName"]))
 
     def shown(self, line: LogLine) -> str:
         """Return a line with its time (UTC), the name of its host, and that of its group if the job has several."""
@@ -175,34 +143,24 @@ class Log:
             _ignore_missing_log(error)
 
 
-def failure_first(log: Log, reason: str, tail: int | None = None) -> Iterator[str]:
+def failure_first(log: Log, reason: str) -> Iterator[str]:
     """Yield the log of a failed job: the reason, the logs of hosts that it names, and the end of each other host's log.
 
     Args:
         log: The log.
         reason: The service's reason.
-        tail: Maximum number of lines per host. Default: all for hosts that the reason names, 50 for the others.
 
     Raises:
         ClientError: AWS rejects a request.
     """
     yield f"failed: {reason}"
-    log.learn_groups()
     streams = log.streams_by_host()
-    named = [host for host in dict.fromkeys(_HOST.findall(reason)) if host in streams]
-    for host in named:
-        if tail is not None:
-            yield from _section(log, host, f"last lines (up to {tail})", log.last_lines(streams[host], tail))
-        else:
-            yield from _section(log, host, "whole log", log.all_lines(streams[host]))
-    count = OTHERS_TAIL if tail is None else tail
-    for host in [host for host in streams if host not in named]:
-        yield from _section(log, host, f"last lines (up to {count})", log.last_lines(streams[host], count))
-
-
-def _section(log: Log, host: str, extent: str, lines: Iterable[LogLine]) -> Iterator[str]:
-    yield f"--- {log.shown_host(host)}: {extent}"
-    yield from map(log.shown, lines)
+    named = set(_HOST.findall(reason))
+    for host in sorted(streams, key=lambda one: one not in named):
+        lines = deque(log.lines_of(streams[host]), maxlen=None if host in named else _OTHERS_TAIL)
+        extent = "whole log" if host in named else f"last lines (up to {_OTHERS_TAIL})"
+        yield f"--- {log.shown_host(host)}: {extent}"
+        yield from map(log.shown, lines)
 
 
 def _line(event: Mapping[str, Any], stream: str) -> LogLine:

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 from lightning_sm._log import command_logger
 from lightning_sm._text import count
-from lightning_sm.cloud.files import ARCHIVE, keys_below, output_folder, places, split
 from lightning_sm.cloud.find import ENDED
 from lightning_sm.errors import AWSError
 from lightning_sm.record.events import FOLDER, is_record_file
@@ -20,6 +19,9 @@ from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import extract_records
 
 _LOG = command_logger(__name__)
+
+# The output of all hosts, unless the job asks for plain files.
+_ARCHIVE = "output.tar.gz"
 
 # Writes a report: where the records are, the only job to read, the page, and prices.
 ReportWriter: TypeAlias = Callable[[Sequence[Path], str, Path, Prices], None]
@@ -44,11 +46,13 @@ def fetch_records(client: Any, description: Mapping[str, Any], folder: Path) -> 
         ClientError: S3 rejects a request.
     """
     checkpoints = description.get("CheckpointConfig", {}).get("S3Uri")
-    sources = [f"{checkpoints.rstrip('/')}/"] if checkpoints else []
+    output = f"{description['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{description['TrainingJobName']}/output/"
+    sources = [f"{checkpoints.rstrip('/')}/", output] if checkpoints else [output]
     number = 0
-    for source in [*sources, output_folder(description)]:
-        bucket, prefix = split(source)
-        keys = keys_below(client, bucket, prefix)
+    for source in sources:
+        bucket, _, prefix = source.removeprefix("s3://").partition("/")
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
         for key in keys:
             path = PurePosixPath(key)
             if FOLDER in path.parts and is_record_file(path):
@@ -57,10 +61,10 @@ def fetch_records(client: Any, description: Mapping[str, Any], folder: Path) -> 
                 copy = folder / str(number) / path.parent.name / path.name
                 copy.parent.mkdir(parents=True)
                 client.download_file(bucket, key, str(copy))
-        if f"{prefix}{ARCHIVE}" in keys:
-            number += _from_archive(client, bucket, f"{prefix}{ARCHIVE}", folder / "archive")
+        if f"{prefix}{_ARCHIVE}" in keys:
+            number += _from_archive(client, bucket, f"{prefix}{_ARCHIVE}", folder / "archive")
     if not number:
-        raise AWSError(_no_record(description))
+        raise AWSError(_no_record(description, sources))
     return number
 
 
@@ -106,12 +110,10 @@ def _from_archive(client: Any, bucket: str, key: str, folder: Path) -> int:
         raise AWSError(f"s3://{bucket}/{key} cannot be read as an archive: {error}.") from error
 
 
-def _no_record(description: Mapping[str, Any]) -> str:
+def _no_record(description: Mapping[str, Any], sources: Sequence[str]) -> str:
     name, status = description["TrainingJobName"], description["TrainingJobStatus"]
-    found = places(description)
-    where = " or ".join(found[kind] for kind in ("checkpoints", "output") if kind in found)
     if status not in ENDED:
         why = f"The job is {status}: it uploads its output when it ends; its checkpoints, if it has any, while it runs."
     else:
         why = "Only a script that lightning-sm train has started leaves one."
-    return f"{name} has no record in {where}. {why}"
+    return f"{name} has no record in {' or '.join(sources)}. {why}"

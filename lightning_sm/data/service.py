@@ -7,13 +7,7 @@ import os
 
 from lightning_sm._linux import usable_cpus
 from lightning_sm.data.host.main_process import MainProcess
-from lightning_sm.data.settings import (
-    Credentials,
-    DataServiceSettings,
-    HostSettings,
-    default_network_processes,
-    default_workers,
-)
+from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_workers
 from lightning_sm.data.trainer.connection import UNNAMED_JOB
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rendezvous import own_address
@@ -33,7 +27,6 @@ def serve(job: SageMakerJob, topology: Topology, settings: DataServiceSettings) 
     host_settings = HostSettings(
         address=address,
         workers=settings.workers or default_workers(usable_cpus()),
-        network_processes=settings.network_processes or default_network_processes(usable_cpus()),
         max_batch_bytes=settings.max_batch_bytes,
         lease_s=settings.lease_s,
         startup_timeout_s=settings.startup_timeout_s,

@@ -15,12 +15,7 @@ from lightning_sm.job.variables import JOB_SECRET
 
 _GIB = 1 << 30
 
-Compression = Literal["zstd"]
 Hooks = Literal["auto", "trainers", "data"]
-
-# 16 cores build batches of images at 1 to 2 GB/s, which one process can send.
-_CPUS_PER_NETWORK_PROCESS = 16
-
 
 # With fewer, one heavy batch keeps a rank waiting while the workers of the others go idle (benchmarks/schedule.py).
 _MIN_WINDOW = 32
@@ -45,21 +40,16 @@ class DataServiceSettings:
         hooks: Where the hooks of the DataModule run: "trainers", as without data hosts; "data": on the data hosts, for
             datasets that trainers cannot read, that cannot be pickled, or that are large. Trainers then have loaders
             without datasets. "auto": "data" if a data group has a channel that the trainers lack, else "trainers".
-        workers: Number of worker processes on each data host. Default: the number of its CPUs minus network_processes.
-        network_processes: Number of processes on each data host that send batches, each up to about 2 GB/s. Default:
-            1 for every 16 CPUs.
+        workers: Number of worker processes on each data host. Default: the number of its CPUs minus 1.
         window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: 32, or eight
             times a rank's share of the workers if that is more. Small batches share requests; the default then limits
             requests, not batches.
         window_bytes: Maximum size of batches in flight or buffered, per rank and loader, in bytes.
         max_batch_bytes: Maximum size of a batch in bytes.
-        hedge_factor: Request a batch from a second data host once it takes this many times the median; 0 turns this
-            off.
         startup_timeout_s: Time in seconds until a data host must have opened a dataset, including downloads and setup()
             with hooks=data.
         batch_timeout_s: Time in seconds until a batch must have arrived, also if all data hosts are unreachable.
         lease_s: Data hosts exit when no trainer has sent a heartbeat for this time, in seconds.
-        compression: Compress batches on the network with zstd. Useful for slow networks and compressible data.
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers and data hosts must prove to each other. Default: derived from
             LIGHTNING_SM_JOB_SECRET; without that from the job's name, which is not secret.
@@ -80,15 +70,12 @@ class DataServiceSettings:
 
     hooks: Hooks = "auto"
     workers: int | None = None
-    network_processes: int | None = None
     window_batches: int | None = None
     window_bytes: int = 1 * _GIB
     max_batch_bytes: int = 1 * _GIB
-    hedge_factor: float = 3.0
     startup_timeout_s: float = 900.0
     batch_timeout_s: float = 300.0
     lease_s: float = 60.0
-    compression: Compression | None = None
     port: int | None = None
     token: str | None = field(default=None, repr=False)
     # Lists have no hash; settings are part of the key under which a process keeps its connection.
@@ -103,17 +90,13 @@ class DataServiceSettings:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("workers", "network_processes", "window_batches"):
+        for name in ("workers", "window_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataSettingsError(f"data_service.{name}={value} must be at least 1, or left out.")
         for name in ("window_bytes", "max_batch_bytes", "startup_timeout_s", "batch_timeout_s", "lease_s"):
             if getattr(self, name) <= 0:
                 raise DataSettingsError(f"data_service.{name}={getattr(self, name)} must be positive.")
-        if self.hedge_factor != 0 and self.hedge_factor < 1:
-            raise DataSettingsError(
-                f"data_service.hedge_factor={self.hedge_factor} must be at least 1, or 0 to turn hedging off."
-            )
         if self.hooks not in get_args(Hooks):
             raise DataSettingsError(
                 f"data_service.hooks={self.hooks!r} must be one of {', '.join(map(repr, get_args(Hooks)))}."
@@ -189,7 +172,6 @@ class HostSettings:
     Attributes:
         address: Where to listen, ``host:port`` or ``unix:path``; with port 0, the system chooses one.
         workers: Number of worker processes.
-        network_processes: Number of processes that send batches.
         max_batch_bytes: Maximum size of a batch in bytes.
         lease_s: The host exits after this many seconds without a heartbeat from any trainer; None: never.
         startup_timeout_s: Seconds until the first trainer must have connected; None: no limit.
@@ -208,16 +190,10 @@ class HostSettings:
     name: str
     credentials: Credentials
     may_restart: bool = False
-    network_processes: int = 1
     channels: list[str] = field(default_factory=list)
     trusted: list[str] = field(default_factory=list)
 
 
-def default_network_processes(cpus: int) -> int:
-    """Return the default number of network processes of a data host: one for every 16 CPUs, at least 1."""
-    return max(1, cpus // _CPUS_PER_NETWORK_PROCESS)
-
-
 def default_workers(cpus: int) -> int:
-    """Return the default number of workers of a data host: the CPUs that network processes leave, at least 1."""
-    return max(1, cpus - default_network_processes(cpus))
+    """Return the default number of workers of a data host: the server process takes up to one CPU."""
+    return max(1, cpus - 1)

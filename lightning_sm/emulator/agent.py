@@ -6,22 +6,14 @@ import shutil
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_sm.job.uploads import UPLOADED, UPLOADING, files_of, marker_of
 
 _POLL_S = 0.05
 _CHUNK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The attributes that tell one content of a file from another without reading it."""
-
-    inode: int
-    size: int
-    modified_ns: int
+# What tells one content of a file from another without reading it: inode, size, time of the last change.
+_Content = tuple[int, int, int]
 
 
 class UploadAgent:
@@ -123,7 +115,7 @@ class UploadAgent:
         for file in files_of(self._folder):
             with suppress(FileNotFoundError):
                 status = file.stat()
-                contents[file] = _Content(status.st_ino, status.st_size, status.st_mtime_ns)
+                contents[file] = (status.st_ino, status.st_size, status.st_mtime_ns)
         return contents
 
 

@@ -14,10 +14,9 @@ from lightning_sm.emulator.cluster import LocalCluster
 from lightning_sm.emulator.faults import RESUMED, Fault, FaultPlan, Kind, Moment, host_name
 from lightning_sm.emulator.hosts import EmulatedHost
 from lightning_sm.emulator.output import Output
-from lightning_sm.emulator.slow_names import resolver_variables
 from lightning_sm.emulator.spec import LocalHost
 from lightning_sm.job.control_folder import ControlFolder
-from lightning_sm.job.variables import HOST_ADDRESSES, REPORT_S
+from lightning_sm.job.variables import REPORT_S
 from lightning_sm.launcher.timeline import REPORT_LIMIT_WHEN_STOPPED_S
 from lightning_sm.record.events import FOLDER
 
@@ -101,29 +100,25 @@ class Attempt:
         self._thaws: list[tuple[float, EmulatedHost]] = []
         self._interruption: _Interruption | None = None
         self._began_at = 0.0
-        self._resolves_at: dict[str, float] = {}
 
     def run(self) -> AttemptOutcome:
         """Start all hosts and wait until they exit; no process outlives this call."""
         self._began_at = time.monotonic()
-        delays = {self._host_name(fault): fault.seconds or 0.0 for fault in self._plan.take(Kind.LATE)}
+        delays = {self._host_name(fault): fault.seconds or 0.0 for fault in self._plan.take_late()}
         self._waiting = [(self._began_at + delays.get(host.name, 0.0), host) for host in self._cluster.hosts]
-        self._resolves_at = self._slow_names()
-        cluster = self._cluster
         try:
-            with cluster.runtime.attempt(cluster.name, cluster.job_dir, self.hosts):
-                while True:
-                    self._start_due()
-                    outcome = self._stopped() or self._ended()
-                    if outcome is not None:
-                        return outcome
-                    # Inject last, so that a fault is not mistaken for the cause of an earlier event.
-                    self._thaw_due()
-                    self._inject_due()
-                    self._pause()
+            while True:
+                self._start_due()
+                outcome = self._stopped() or self._ended()
+                if outcome is not None:
+                    return outcome
+                # Inject last, so that a fault is not mistaken for the cause of an earlier event.
+                self._thaw_due()
+                self._inject_due()
+                self._pause()
         finally:
+            self._cluster.runtime.clear(self._cluster.name, self._cluster.job_dir, self.hosts)
             self._read_rest()
-            self._output.say_repeats()
             self._say_lost()
 
     def _read_rest(self) -> None:
@@ -138,19 +133,6 @@ class Attempt:
                     f"copied within {_OUTPUT_S:g} s."
                 )
 
-    def _slow_names(self) -> dict[str, float]:
-        """Return, by address, when names begin to resolve that do not yet."""
-        slow = self._plan.take(Kind.SLOW_DNS)
-        if not slow:
-            return {}
-        env = self._cluster.hosts[0].env
-        addresses = HOST_ADDRESSES.read(env)
-        resolves_at: dict[str, float] = {}
-        for fault in slow:
-            name = self._host_name(fault)
-            resolves_at[addresses.get(name, name)] = self._began_at + (fault.seconds or 0.0)
-        return resolves_at
-
     def _start_due(self) -> None:
         if self._interruption is not None:
             return
@@ -159,9 +141,8 @@ class Attempt:
         self._waiting = [entry for entry in self._waiting if entry[0] > now]
         for host in due:
             agent = self._cluster.start_agent(host)
-            variables = resolver_variables(host, self._resolves_at) if self._resolves_at else {}
             start = self._cluster.runtime.start
-            self.hosts.append(start(host, self._command, self._output, self._changed, variables, agent=agent))
+            self.hosts.append(start(host, self._command, self._output, self._changed, agent=agent))
 
     def _thaw_due(self) -> None:
         now = time.monotonic()
@@ -206,7 +187,8 @@ class Attempt:
             case Kind.KILL_LAUNCHER:
                 return target.kill_launcher
             case Kind.KILL_RANK:
-                return target.rank_killer(fault.local_rank)
+                pid = target.pid_of_rank(fault.local_rank)
+                return None if pid is None else partial(target.kill_process, pid)
             case Kind.HANG:
                 return partial(self._hang, fault, target)
             case Kind.INTERRUPT | Kind.STOP if fault.at_start:

@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 
 from lightning_sm.emulator.agent import UploadAgent, download
@@ -66,7 +65,6 @@ class LocalCluster:
 
     def __init__(self, spec: ClusterSpec, base_dir: Path, runtime: HostRuntime = _PROCESSES) -> None:
         _check(spec)
-        runtime.check_job(spec)
         self.runtime = runtime
         self.keep = False
         self.attempt = 1
@@ -81,7 +79,6 @@ class LocalCluster:
         self.job_dir = base_dir / self.name
         own_bucket = self.job_dir / CHECKPOINTS if spec.keeps_checkpoints else None
         self.bucket = spec.bucket.absolute() if spec.bucket else own_bucket
-        self._made_base_dir = not base_dir.exists()
         self._lock = -1
         try:
             self._lock = create_run_folder(self.job_dir)
@@ -106,16 +103,11 @@ class LocalCluster:
         self._release()
 
     def remove(self) -> None:
-        """Remove the folder of the job, and its parent if that was created for this job and is empty."""
+        """Remove the folder of the job."""
         shutil.rmtree(self.job_dir, ignore_errors=True)
-        if self._made_base_dir:
-            try:
-                self.job_dir.parent.rmdir()
-            except OSError:
-                return  # another job uses it
 
     def _release(self) -> None:
-        """Unlock the folder of the run, which --clean may then remove."""
+        """Unlock the folder of the run, which a later run may then remove."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -145,11 +137,6 @@ class LocalCluster:
         if self.bucket is None:
             return None
         return UploadAgent(host.checkpoint_dir, self.bucket, host.name, self._spec.upload_delay_s)
-
-    def is_copy(self, path: Path) -> bool:
-        """Return whether a path is in a host's copy of the bucket, of any attempt."""
-        names = path.relative_to(self.job_dir).parts
-        return any(host.startswith("algo-") and name == CHECKPOINTS for host, name in pairwise(names))
 
     def draw(self, purpose: str) -> random.Random:
         """Return random numbers for one purpose in this attempt, which repeat with the seed."""

@@ -8,11 +8,9 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 
@@ -30,15 +28,13 @@ from lightning_sm.emulator.docker import (
     state_of,
     tell,
 )
-from lightning_sm.emulator.faults import Kind
 from lightning_sm.emulator.guard import guarded
 from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime, default_variables, job_settings
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.script import check_script
 from lightning_sm.emulator.spec import CHECKPOINTS, CONTROL, ClusterSpec, LocalHost
 from lightning_sm.errors import ContainerError, ScriptError
-from lightning_sm.job.control_folder import ControlFolder
-from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import CONTROL_DIR, HOST_FOLDER
 
 _ML = "/opt/ml"
@@ -128,19 +124,10 @@ class ContainerHost(EmulatedHost):
         """Send SIGKILL to process 1, without which the kernel lets no other process of the container live."""
         self.kill()
 
-    def rank_killer(self, local_rank: int) -> Callable[[], object] | None:
-        """Return what kills the process of a local rank, which its heartbeat names; see ``EmulatedHost``."""
-        beats = ControlFolder(self.host.control_dir).beats()
-        latest = {beat.rank: beat for beat in sorted(beats, key=lambda beat: beat.at)}
-        ranks = sorted(rank for rank in latest if rank >= 0)
-        if local_rank < len(ranks):
-            pid = latest[ranks[local_rank]].pid
-        elif latest and not ranks and self.host.role is Role.DATA:
-            pid = next(iter(latest.values())).pid
-        else:
-            return None
+    def kill_process(self, pid: int) -> None:
+        """Send SIGKILL to one process, by its id in the container."""
         # The process, and with it the container, may end before Docker has started the command.
-        return partial(tell, self._container, "exec", then=["sh", "-c", f"kill -9 {pid} || true"])
+        tell(self._container, "exec", then=["sh", "-c", f"kill -9 {pid} || true"])
 
     def _is_started(self) -> bool:
         return state_of(self._container) in ALIVE
@@ -159,7 +146,6 @@ class ContainerRuntime(HostRuntime):
     """
 
     interface = "eth0"
-    unsupported_faults: ClassVar[Mapping[Kind, str]] = {Kind.SLOW_DNS: "Docker resolves the names of containers"}
 
     def __init__(self, image: str, code: Path | None = None, *, copies_code: bool = False) -> None:
         self._image = image
@@ -169,9 +155,6 @@ class ContainerRuntime(HostRuntime):
         # On Linux, the files of a container's root are root's: the agent of another user could not upload checkpoints.
         is_foreign = os.getuid() != 0 and not maps_root()
         self._user = ["--user", f"{os.getuid()}:{os.getgid()}"] if is_foreign else []
-
-    def check_job(self, spec: ClusterSpec) -> None:
-        """Accept any job: what the hosts install, they install in their containers."""
 
     def check_command(self, command: Sequence[str]) -> None:
         """Reject a script that the image's entry point does not take, or that is not in the folder of the code.
@@ -227,10 +210,6 @@ class ContainerRuntime(HostRuntime):
         """Return nothing: containers do not see each other's files."""
         return ""
 
-    def watch_command(self, name: str, host: str) -> str:
-        """Return the command that shows the running job from inside of its main host."""
-        return f"docker exec -it {_container_name(name, host)} lightning-sm top"
-
     @contextlib.contextmanager
     def running(self, name: str, job_dir: Path) -> Iterator[None]:
         """Make the network of a job, and remove it with all containers; the guard does so if this process dies."""
@@ -241,14 +220,10 @@ class ContainerRuntime(HostRuntime):
             finally:
                 remove_job(name)
 
-    @contextlib.contextmanager
-    def attempt(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> Iterator[None]:
-        """Run an attempt, and remove its containers."""
+    def clear(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
+        """Remove the containers of an attempt."""
         del job_dir, hosts
-        try:
-            yield
-        finally:
-            remove_containers(name)
+        remove_containers(name)
 
     def start(
         self,
@@ -256,7 +231,6 @@ class ContainerRuntime(HostRuntime):
         command: Sequence[str],
         output: Output,
         changed: threading.Event,
-        variables: Mapping[str, str],
         *,
         agent: UploadAgent | None,
     ) -> ContainerHost:
@@ -278,7 +252,7 @@ class ContainerRuntime(HostRuntime):
             if command:
                 options += ["--workdir", CODE_DIR]
                 command = [str(Path(command[0]).absolute().relative_to(self._code)), *command[1:]]
-        with _variables({**host.env, **variables}) as (variable_options, client_variables):
+        with _variables(host.env) as (variable_options, client_variables):
             create = ["create", *options, *variable_options, self._image, "train", *command]
             docker(*create, env={**_client_environment(host), **client_variables})
         return ContainerHost(container, host, output, changed, agent=agent)

@@ -22,7 +22,6 @@ faults (--fault, repeatable; each is injected once, in the first attempt that re
                                       processes; then the next attempt
   stop@WHEN[,skew=SECONDS]            StopTrainingJob: like interrupt, but without another attempt
   restart@WHEN                        SIGKILL to everything, then the next attempt, as after a hardware failure
-  slow-dns:HOST=SECONDS               the host's name does not resolve for the first SECONDS
   late:HOST=SECONDS                   the host starts SECONDS later
   HOST is a host name (algo-2) or a position in a group (data-1: the host of group data with the lowest number).
   WHEN is one of
@@ -30,7 +29,7 @@ faults (--fault, repeatable; each is injected once, in the first attempt that re
     epoch=N         after the first step of epoch N (epochs count from 1, as in the progress lines)
     after=SECONDS   since the start of the attempt
     start           as soon as the process runs; for SIGTERM, as soon as the launchers can handle it
-  SageMakerCLI and SageMakerTrainer report the steps. Any other Trainer does so with the callback Heartbeat from
+  SageMakerCLI and SageMakerTrainer report ranks and steps. Any other Trainer does so with the callback Heartbeat from
   lightning_sm.training.callbacks.heartbeat.
   The next attempt keeps the job's name, hyperparameters and checkpoint folder (without --checkpoints, one in the
   job's folder). All other folders are empty, and hosts are reassigned to groups at random.
@@ -47,14 +46,11 @@ class Kind(Enum):
     INTERRUPT = "interrupt"
     STOP = "stop"
     RESTART = "restart"
-    SLOW_DNS = "slow-dns"
     LATE = "late"
 
 
 # Faults after which the job resumes in another attempt.
 RESUMED = frozenset({Kind.INTERRUPT, Kind.RESTART})
-# Faults that are part of the start of an attempt.
-_AT_START = frozenset({Kind.LATE, Kind.SLOW_DNS})
 
 _SECONDS = r"\d{1,6}(?:\.\d{1,6})?"
 _HOST = r":(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)"
@@ -68,7 +64,6 @@ _FORMS = {
     Kind.INTERRUPT: ("interrupt[:HOST]@WHEN[,skew=SECONDS]", rf"(?:{_HOST})?{_WHEN}{_SKEW}"),
     Kind.STOP: ("stop@WHEN[,skew=SECONDS]", _WHEN + _SKEW),
     Kind.RESTART: ("restart@WHEN", _WHEN),
-    Kind.SLOW_DNS: ("slow-dns:HOST=SECONDS", rf"{_HOST}=(?P<seconds>{_SECONDS})s?"),
     Kind.LATE: ("late:HOST=SECONDS", rf"{_HOST}=(?P<seconds>{_SECONDS})s?"),
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, (_, pattern) in _FORMS.items()}
@@ -243,16 +238,15 @@ class FaultPlan:
     def due(self, moment: Moment) -> list[Fault]:
         """Return the faults that are due. They stay pending until ``done``, as their target may not run yet."""
         # Not those that the start of an attempt takes.
-        waiting = [fault for fault in self.pending if fault.kind not in _AT_START]
-        return [fault for fault in waiting if fault.is_due(moment)]
+        return [fault for fault in self.pending if fault.kind is not Kind.LATE and fault.is_due(moment)]
 
     def done(self, fault: Fault) -> None:
         """Remove a fault that happens now."""
         # By identity: the same fault may be given twice, for two attempts.
         self.pending = [other for other in self.pending if other is not fault]
 
-    def take(self, kind: Kind) -> list[Fault]:
-        """Remove and return all pending faults of a kind."""
-        taken = [fault for fault in self.pending if fault.kind is kind]
-        self.pending = [fault for fault in self.pending if fault.kind is not kind]
+    def take_late(self) -> list[Fault]:
+        """Remove and return the pending faults by which hosts start late."""
+        taken = [fault for fault in self.pending if fault.kind is Kind.LATE]
+        self.pending = [fault for fault in self.pending if fault.kind is not Kind.LATE]
         return taken

@@ -7,18 +7,18 @@ import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import ClassVar
 
 from lightning_sm._linux import usable_cpus
 from lightning_sm.emulator.agent import UploadAgent
-from lightning_sm.emulator.faults import Kind
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.spec import ClusterSpec, LocalHost
+from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.secret import new_secret
-from lightning_sm.job.topology import Topology
+from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DEVICES, PRICES, REPORT_S
 from lightning_sm.launcher.pipe import DrainedPipe
 
@@ -146,11 +146,18 @@ class EmulatedHost(ABC):
         """Send SIGKILL to the launcher only."""
 
     @abstractmethod
-    def rank_killer(self, local_rank: int) -> Callable[[], object] | None:
-        """Return what kills the process of a local rank, or None if it does not run (yet).
+    def kill_process(self, pid: int) -> None:
+        """Send SIGKILL to one process, unless it has exited; its id is that which the host sees."""
 
-        Local rank 0 is the script itself, even on a host that does not train.
+    def pid_of_rank(self, local_rank: int) -> int | None:
+        """Return the process of a local rank by its heartbeat, or None if it has not reported yet.
+
+        Local rank 0 of a data host is its main process.
         """
+        beats = sorted(ControlFolder(self.host.control_dir).beats(), key=lambda beat: beat.at)
+        pids = {beat.rank: beat.pid for beat in beats}
+        ranks = [-1] if self.host.role is Role.DATA else sorted(rank for rank in pids if rank >= 0)
+        return pids.get(ranks[local_rank]) if local_rank < len(ranks) else None
 
     @property
     @abstractmethod
@@ -172,19 +179,9 @@ class HostRuntime(ABC):
 
     Attributes:
         interface: The network interface of the hosts.
-        unsupported_faults: The faults that it cannot inject, and why.
     """
 
     interface: ClassVar[str]
-    unsupported_faults: ClassVar[Mapping[Kind, str]] = {}
-
-    @abstractmethod
-    def check_job(self, spec: ClusterSpec) -> None:
-        """Reject a job that its hosts cannot run.
-
-        Raises:
-            LightningSMError: There is a problem; nothing was started.
-        """
 
     @abstractmethod
     def check_command(self, command: Sequence[str]) -> None:
@@ -234,15 +231,6 @@ class HostRuntime(ABC):
         """Return why hosts can read each other's folders on this system; empty if they cannot."""
 
     @abstractmethod
-    def watch_command(self, name: str, host: str) -> str:
-        """Return the command that shows the running job.
-
-        Args:
-            name: Name of the job.
-            host: Name of its main host.
-        """
-
-    @abstractmethod
     def running(self, name: str, job_dir: Path) -> AbstractContextManager[object]:
         """Run a job in this context: nothing of it is left when the context, or this process, has ended.
 
@@ -252,13 +240,13 @@ class HostRuntime(ABC):
         """
 
     @abstractmethod
-    def attempt(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> AbstractContextManager[object]:
-        """Run an attempt in this context, at whose end all that the hosts left behind is killed.
+    def clear(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
+        """Kill all that the hosts of an attempt left behind.
 
         Args:
             name: Name of the job.
             job_dir: Folder of the job.
-            hosts: The hosts that were started, to which the attempt adds.
+            hosts: The hosts that were started.
         """
 
     @abstractmethod
@@ -268,7 +256,6 @@ class HostRuntime(ABC):
         command: Sequence[str],
         output: Output,
         changed: threading.Event,
-        variables: Mapping[str, str],
         *,
         agent: UploadAgent | None,
     ) -> EmulatedHost:
@@ -279,7 +266,6 @@ class HostRuntime(ABC):
             command: Training script and its arguments.
             output: Receives the host's lines.
             changed: Set when the host has exited.
-            variables: Environment variables in addition to those of the host.
             agent: Uploads the host's checkpoints while it runs.
         """
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sm._linux import require_linux
 from lightning_sm.emulator import faults
 from lightning_sm.emulator.cluster import LocalCluster
 from lightning_sm.emulator.container_hosts import ContainerRuntime
 from lightning_sm.emulator.hosts import HostRuntime
 from lightning_sm.emulator.process_hosts import ProcessRuntime
-from lightning_sm.emulator.run_folders import MAX_RUNS, default_parent, remove_finished_runs, remove_old_runs
+from lightning_sm.emulator.run_folders import MAX_RUNS, default_parent, remove_old_runs
 from lightning_sm.emulator.runner import run
 from lightning_sm.emulator.spec import ClusterSpec
 from lightning_sm.errors import JobConfigError
@@ -100,9 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--discard", action="store_true", help="delete the folders of a run that succeeds, the model included"
     )
     parser.add_argument(
-        "--clean", action="store_true", help="delete the folders of all runs that are not in progress, and run nothing"
-    )
-    parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT [ARGS]", help="training script and its arguments"
     )
 
@@ -131,8 +126,6 @@ def main(options: argparse.Namespace) -> int:
         LightningSMError: An option is wrong; nothing was started.
     """
     base_dir = Path(options.base_dir).expanduser() if options.base_dir else default_parent()
-    if options.clean:
-        return _clean(base_dir, options.command)
     spec, settings, runtime = _job_of(options)
     with LocalCluster(spec, base_dir, runtime) as cluster:
         if not options.base_dir:
@@ -150,8 +143,6 @@ def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSetti
     runtime = ContainerRuntime(options.image, code) if options.image else ProcessRuntime()
     runtime.check_command(options.command)
     settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts)
-    if any(fault.kind is faults.Kind.SLOW_DNS for fault in settings.faults):
-        require_linux("The fault slow-dns", "Leave it out: the hosts share one address here.")
     channels = _pairs("--channel", "NAME=DIR", options.channel)
     hyperparameters = options.hyperparameters
     spec = ClusterSpec(
@@ -165,27 +156,8 @@ def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSetti
         environment=_pairs("--env", "NAME=VALUE", options.env),
         seed=options.seed,
     )
-    for fault in settings.faults:
-        if fault.kind in runtime.unsupported_faults:
-            raise JobConfigError(
-                f"--fault {fault.text!r} cannot be injected with --image: {runtime.unsupported_faults[fault.kind]}."
-            )
     faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, options.devices)
     return spec, settings, runtime
-
-
-def _clean(base_dir: Path, command: Sequence[str]) -> int:
-    """Remove the runs that are not in progress, and say how many; return 1 if some could not be removed."""
-    if command:
-        words = " ".join(shown_arguments(command))
-        raise JobConfigError(f"--clean runs nothing, but a command follows: {words}. Remove one of them.")
-    removal = remove_finished_runs(base_dir)
-    lines = [f"Removed {removal} from {base_dir}."]
-    if removal.in_use:
-        lines.append(f"Runs in progress were kept: {', '.join(removal.in_use)}.")
-    lines += [f"Cannot remove {problem}." for problem in removal.problems]
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 1 if removal.problems else 0
 
 
 def _group(text: str) -> GroupSpec:

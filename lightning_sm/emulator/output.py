@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from lightning_sm.emulator.spec import LocalHost
-from lightning_sm.launcher.log_dedup import Condensed
 
 # ANSI colours that are readable on dark and light terminals.
 _COLOURS = (36, 33, 35, 32, 34, 31)
@@ -32,8 +31,7 @@ class Output:
     def __init__(self, stream: BinaryIO, names: Sequence[str]) -> None:
         self.broken_by: int | None = None
         self._stream = stream
-        self._lock = threading.RLock()
-        self._condensed = Condensed(only_across_sources=True)
+        self._lock = threading.Lock()
         width = max(len(name) for name in names)
         self._prefix = {name: f"{name:<{width}} | ".encode() for name in names}
         if stream.isatty() and not os.environ.get("NO_COLOR"):
@@ -53,22 +51,9 @@ class Output:
                 except OSError as error:  # the host must not block, nor its last lines get lost
                     is_written = False
                     self.say(f"The rest of the output of {host.name} is not in {log.name}: {error.strerror}.")
-                with self._lock:
-                    self._show(host, self._condensed.feed(line, host.name))
-            with self._lock:
-                self._show(host, self._condensed.flush(host.name))
-
-    def say_repeats(self) -> None:
-        """Write how often hosts repeated a traceback or usage text of another host, which was shown only once."""
-        with self._lock:
-            for line in self._condensed.take_repeats():
-                self.say(line)
-
-    def _show(self, host: LocalHost, lines: Sequence[bytes]) -> None:
-        for line in lines:
-            # A progress bar overwrites itself: show only its last state.
-            shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
-            self._write(self._prefix[host.name] + shown + b"\n")
+                # A progress bar overwrites itself: show only its last state.
+                shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
+                self._write(self._prefix[host.name] + shown + b"\n")
 
     def say(self, text: str) -> None:
         """Write one or more lines of the emulator itself."""

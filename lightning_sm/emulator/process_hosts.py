@@ -9,8 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -31,7 +30,8 @@ from lightning_sm.emulator.ports import reserve_ports
 from lightning_sm.emulator.processes import is_alive, processes_of_job, signal_process, variable_of
 from lightning_sm.emulator.script import check_script
 from lightning_sm.emulator.spec import CONTROL, ClusterSpec, LocalHost
-from lightning_sm.errors import JobConfigError, ScriptError
+from lightning_sm.errors import ScriptError
+from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import (
     CONTROL_DIR,
@@ -53,18 +53,7 @@ _LEFT_POLL_S = 0.1
 # Variables that a launcher, a toolkit or another job may have left in this shell: the hosts would mistake them for
 # their own.
 _LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
-_LEAKING_NAMES = frozenset(
-    {
-        "CURRENT_HOST",
-        "GROUP_RANK",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "PL_GLOBAL_SEED",
-        "RANK",
-        "WORLD_SIZE",
-    }
-)
+_LEAKING_NAMES = frozenset({"CURRENT_HOST", "PL_GLOBAL_SEED", *RANK_VARIABLES})
 
 
 class ProcessHost(EmulatedHost):
@@ -75,7 +64,6 @@ class ProcessHost(EmulatedHost):
         command: Training script and its arguments.
         output: Receives the host's lines.
         changed: Set when the launcher has exited.
-        variables: Environment variables in addition to those of the host.
         agent: Uploads the host's checkpoints while the launcher runs.
     """
 
@@ -85,15 +73,13 @@ class ProcessHost(EmulatedHost):
         command: Sequence[str],
         output: Output,
         changed: threading.Event,
-        variables: Mapping[str, str],
         *,
         agent: UploadAgent | None,
     ) -> None:
-        self._script = os.path.basename(command[0])
         self._frozen: list[psutil.Process] = []
         launcher = [sys.executable, "-m", "lightning_sm", "train", *command]
         on_own_disk = own_disk.command(host.folder.parent, host.folder, launcher)
-        super().__init__(host, on_own_disk, {**host.env, **variables}, output, changed, agent=agent)
+        super().__init__(host, on_own_disk, host.env, output, changed, agent=agent)
 
     @property
     def was_killed(self) -> bool:
@@ -112,10 +98,10 @@ class ProcessHost(EmulatedHost):
         """Send SIGKILL to the launcher only."""
         self.process.kill()
 
-    def rank_killer(self, local_rank: int) -> Callable[[], object] | None:
-        """Return what kills the process of a local rank; see ``EmulatedHost``."""
-        process = self._training_process(local_rank)
-        return None if process is None else partial(signal_process, process, psutil.Process.kill)
+    def kill_process(self, pid: int) -> None:
+        """Send SIGKILL to one process."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
 
     def freeze(self) -> None:
         """Send SIGSTOP to all processes of the host, including those that are just starting."""
@@ -147,21 +133,6 @@ class ProcessHost(EmulatedHost):
             time.sleep(_POLL_S)
         self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
 
-    def _training_process(self, local_rank: int) -> psutil.Process | None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for script in psutil.Process(self.process.pid).children():
-                if not is_alive(script) or not self._is_script(script):
-                    continue
-                # A process that only starts ranks is not one itself: it has the size of the host, but no rank.
-                is_starter = variable_of(script, "LOCAL_WORLD_SIZE") and not variable_of(script, "LOCAL_RANK")
-                if local_rank == 0 and not is_starter:
-                    return script
-                # Children of the rank inherit the variable; the rank itself is the oldest.
-                processes = script.children(recursive=True)
-                ranks = [process for process in processes if variable_of(process, "LOCAL_RANK") == str(local_rank)]
-                return min(ranks, key=psutil.Process.create_time, default=None)
-        return None
-
     def _processes(self) -> list[psutil.Process]:
         """Return all live processes of the host, including those that lost their parents or left their session."""
         below: set[psutil.Process] = set()
@@ -174,30 +145,14 @@ class ProcessHost(EmulatedHost):
         mine = [process for process in others if variable_of(process, HOST_FOLDER.name) == str(self.host.folder)]
         return [process for process in (*below, *mine) if is_alive(process)]
 
-    def _is_script(self, process: psutil.Process) -> bool:
-        try:
-            return any(argument.endswith(self._script) for argument in process.cmdline())
-        except psutil.Error:
-            return False
-
 
 class ProcessRuntime(HostRuntime):
     """The hosts of a job as processes of this machine, which all share its network and its CPUs."""
 
     interface = LOOPBACK_INTERFACE
 
-    def check_job(self, spec: ClusterSpec) -> None:
-        """Reject a job that is to install packages into this Python.
-
-        Raises:
-            JobConfigError: It is.
-        """
-        if INSTALL_REQUIREMENTS.read(spec.environment) in (Install.ALWAYS, Install.UNPROTECTED):
-            raise JobConfigError(
-                f"--env {INSTALL_REQUIREMENTS.name}={spec.environment[INSTALL_REQUIREMENTS.name]}: emulated hosts use "
-                "the packages of this Python, and install none. Leave the variable out, and install the requirements "
-                "yourself."
-            )
+    def __init__(self) -> None:
+        self._spared: set[int] = set()
 
     def check_command(self, command: Sequence[str]) -> None:
         """Reject a command without a script that can start.
@@ -230,8 +185,9 @@ class ProcessRuntime(HostRuntime):
             "PYTHONUNBUFFERED": "1",
             **job_settings(spec),
             HOST_ADDRESSES.name: json.dumps(dict(zip(hosts, loopback_addresses(len(hosts)), strict=True))),
-            **spec.environment,
+            # Into this Python only if the user says so.
             INSTALL_REQUIREMENTS.name: Install.NEVER.value,
+            **spec.environment,
         }
 
     def host_environment(self, job_dir: Path, folder: Path) -> dict[str, str]:
@@ -264,31 +220,22 @@ class ProcessRuntime(HostRuntime):
         """Return why hosts can read each other's folders on this system; empty if they cannot."""
         return own_disk.obstacle()
 
-    def watch_command(self, name: str, host: str) -> str:
-        """Return the command that shows the running job: it finds all processes of this machine."""
-        del name, host
-        return "lightning-sm top"
-
     @contextlib.contextmanager
     def running(self, name: str, job_dir: Path) -> Iterator[None]:
-        """Run a job under its guard."""
+        """Run a job under its guard, and adopt the processes that its hosts leave behind, including daemons."""
         del name
         with guarded(job_dir):
-            yield
-
-    @contextlib.contextmanager
-    def attempt(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> Iterator[None]:
-        """Run an attempt, and kill all processes that its hosts left behind, including daemons."""
-        del name
-        spared = {process.pid for process in psutil.Process().children(recursive=True)}
-        adopt_orphans(True)
-        try:
-            yield
-        finally:
+            self._spared = {process.pid for process in psutil.Process().children(recursive=True)}
+            adopt_orphans(True)
             try:
-                _kill_descendants(job_dir, hosts, spared)
+                yield
             finally:
                 adopt_orphans(False)
+
+    def clear(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
+        """Kill all processes that the hosts of an attempt left behind."""
+        del name
+        _kill_descendants(job_dir, hosts, self._spared)
 
     def start(
         self,
@@ -296,12 +243,11 @@ class ProcessRuntime(HostRuntime):
         command: Sequence[str],
         output: Output,
         changed: threading.Event,
-        variables: Mapping[str, str],
         *,
         agent: UploadAgent | None,
     ) -> ProcessHost:
         """Start the launcher of a host; see ``HostRuntime``."""
-        return ProcessHost(host, command, output, changed, variables, agent=agent)
+        return ProcessHost(host, command, output, changed, agent=agent)
 
 
 def _kill_descendants(job_dir: Path, hosts: Sequence[EmulatedHost], spared: set[int]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shlex
 import signal
 import sys
@@ -23,9 +21,7 @@ from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.spec import LocalHost
 from lightning_sm.job.stopping import MAX_REASON_CHARS
 from lightning_sm.launcher.failure import Place, ending_of
-from lightning_sm.record.events import FOLDER
 
-_EVENT_FILE = re.compile(r"(?:^|/)events\.out\.tfevents\.")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -67,7 +63,9 @@ def run(
             attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
         cluster.keep = not discard or outcome.exit_code != 0
         output.say(_table(attempts))
-        output.say("\n".join(_whereabouts(cluster)))
+        if cluster.keep:
+            folders = "algo-*, earlier attempts in attempt-*" if cluster.attempt > 1 else "algo-*"
+            output.say(f"Folders of the hosts: {cluster.job_dir} ({folders}; logs: output/log.txt, data: output/data)")
         if outcome.exit_code == 0:
             output.say("\n".join(_models(cluster)))
         if outcome.failed is not None:
@@ -87,7 +85,7 @@ def _run_attempts(
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
     if sys.stdout.isatty():  # output to a file needs no hint
-        watch = cluster.runtime.watch_command(cluster.name, cluster.main_host.name)
+        watch = f"lightning-sm report --live {shlex.quote(str(cluster.job_dir))}"
         output.say(f"Job {cluster.name}. To watch it in another terminal: {watch}")
     if cluster.bucket is not None:
         output.say(f"Folder that stands for the checkpoints' address in S3: {cluster.bucket}")
@@ -176,26 +174,6 @@ def _reason(host: LocalHost, exit_code: int) -> str:
         return f"{ending_of(exit_code)} on {Place(host.name, host.role)}, which left no reason"
 
 
-def _whereabouts(cluster: LocalCluster) -> Iterator[str]:
-    """Say where to find everything but the model."""
-    if not cluster.keep:
-        return
-    folders = "algo-*, earlier attempts in attempt-*" if cluster.attempt > 1 else "algo-*"
-    yield f"Folders of the hosts: {cluster.job_dir} ({folders}; logs: output/log.txt)"
-    for host in cluster.hosts:
-        folder = host.folder / "output" / "data"
-        # TensorBoard's files have a line of their own, and users reach the record by commands.
-        files = [file for file in _files(folder) if not (_EVENT_FILE.search(file) or file.startswith(f"{FOLDER}/"))]
-        if files:
-            yield f"Output of {host.name}: {folder} ({listed(files)})"
-    events = [folder for folder in _event_folders(cluster.job_dir) if not cluster.is_copy(Path(folder))]
-    if cluster.bucket is not None and not cluster.bucket.is_relative_to(cluster.job_dir):
-        # Only this job's: other jobs may have left files there.
-        events += [folder for folder in _event_folders(cluster.bucket) if cluster.name in Path(folder).parts]
-    if events:
-        yield f"TensorBoard: tensorboard --logdir {shlex.quote(os.path.commonpath(events))}"
-
-
 def _models(cluster: LocalCluster) -> Iterator[str]:
     """Say where to find the model, in the last lines, because most runs are for the model."""
     if not cluster.keep:
@@ -210,8 +188,3 @@ def _models(cluster: LocalCluster) -> Iterator[str]:
 
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _event_folders(job_dir: Path) -> list[str]:
-    """Return the folders with TensorBoard's files, without those in channels, which are links."""
-    return [folder for folder, _, files in os.walk(job_dir) if any(map(_EVENT_FILE.search, files))]

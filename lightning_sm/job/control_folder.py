@@ -6,7 +6,7 @@ stands. Without the launcher (the stock toolkit, a laptop), there is no folder a
 
 Files of the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (made by faulthandler on request),
 ``saved.jsonl`` (the checkpoints of an interruption), ``warning-<pid>`` (what the launcher logs if the script succeeds),
-``failure-<pid>.json`` (see ``job/failure_file.py``), ``imports.json`` (the script's packages), ``options-read`` (a
+``failure-<pid>.json`` (see ``job/failure_file.py``), ``options-read`` (a
 process has read the options that its command line lacks) and ``peers-gone`` (another host, or another rank of this one,
 has failed).
 """
@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -30,8 +30,7 @@ from types import FrameType
 
 from lightning_sm.job.failure_file import PREFIX as FAILURE
 from lightning_sm.job.failure_file import SUFFIX as FAILURE_SUFFIX
-from lightning_sm.job.imports import Imports
-from lightning_sm.job.variables import CONTROL_DIR, RESTART_DIR
+from lightning_sm.job.variables import CONTROL_DIR
 
 # Asks a process for the stacks of its threads. faulthandler answers in C, even while Python code cannot run. No library
 # uses real-time signals; macOS has none.
@@ -41,7 +40,6 @@ _STACKS = "stacks-"
 _SAVED = "saved.jsonl"
 _PEERS_GONE = "peers-gone"
 _OPTIONS_READ = "options-read"
-_IMPORTS = "imports.json"
 # Lines are padded to this length, so that a write replaces the whole last line.
 _LINE_BYTES = 120
 
@@ -151,14 +149,6 @@ class OwnProcess:
         with (self._folder / _SAVED).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(str(path)) + "\n" for path in paths)
 
-    def note_imports(self) -> None:
-        """Tell the launcher what this process has imported; only a restart within the job uses that."""
-        if RESTART_DIR.read(os.environ) is None:
-            return
-        unfinished = self._folder / f"{_IMPORTS}.{self._pid}"
-        unfinished.write_text(json.dumps(asdict(Imports.of_this_process())), encoding="utf-8")
-        unfinished.replace(self._folder / _IMPORTS)
-
     def are_peers_gone(self) -> bool:
         """Return whether the job has failed on another host, so that collective calls can only hang."""
         return (self._folder / _PEERS_GONE).exists()
@@ -267,14 +257,6 @@ class ControlFolder:
     def are_options_read(self) -> bool:
         """Return whether a process has read the options that its command line lacks."""
         return (self.path / _OPTIONS_READ).exists()
-
-    def imports(self) -> Imports | None:
-        """Return what the script has imported; None if it has not begun to train."""
-        try:
-            found = json.loads((self.path / _IMPORTS).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return Imports(tuple(found["modules"]), found["environment"])
 
     def stacks(self, pid: int) -> str | None:
         """Return the stacks that a process has written so far; None if it does not handle ``STACKS_SIGNAL``."""

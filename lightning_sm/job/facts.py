@@ -14,9 +14,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from lightning_sm.job._reader import Source, parse_json
+import msgspec
+
+from lightning_sm.errors import JobConfigError
 from lightning_sm.job.hyperparameters import is_tuned, unquoted
 from lightning_sm.job.secret import job_key
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAIN_PORT, Setting, whole_number
@@ -38,6 +40,42 @@ _NUM_GPUS = Setting[int | None](
 )
 # The hyperparameter by which the SDK asks for SageMaker's data parallel library (SMDDP).
 _SMDDP = "sagemaker_distributed_dataparallel_enabled"
+
+_T = TypeVar("_T")
+_Name = Annotated[str, msgspec.Meta(min_length=1)]
+_Names = Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)]
+
+
+class _GroupEntry(msgspec.Struct):
+    """An entry of ``instance_groups``."""
+
+    instance_group_name: _Name
+    hosts: _Names
+    instance_type: str | None = None
+
+
+class _ResourceConfig(msgspec.Struct):
+    """The content of ``resourceconfig.json``."""
+
+    hosts: _Names
+    current_host: _Name
+    network_interface_name: str | None = None
+    current_instance_type: str | None = None
+    instance_groups: list[_GroupEntry] | None = None
+
+
+class _ChannelConfig(msgspec.Struct, rename="pascal"):
+    """The settings of a channel in ``inputdataconfig.json``."""
+
+    training_input_mode: str | None = None
+    s3_distribution_type: str | None = None
+
+
+class _Synchronised(msgspec.Struct, rename={"local_path": "LocalPath", "s3_uri": "S3Uri"}):
+    """The content of ``checkpointconfig.json`` and ``tensorboardoutputconfig.json``."""
+
+    local_path: str | None = None
+    s3_uri: str | None = None
 
 
 @dataclass(frozen=True)
@@ -197,32 +235,29 @@ class SageMakerJob:
         """
         base = Path(base_dir) if base_dir is not None else base_directory(env)
         config_dir = base / "input" / "config"
-        resources = _read_resources(env, config_dir)
+        source, resources = _read_resources(env, config_dir)
         if resources is None:
             return None
-        hosts = resources.names("hosts")
-        current_host = resources.text("current_host")
-        if current_host not in hosts:
-            raise resources.error("current_host", current_host, f"one of the hosts {list(hosts)}")
-        groups = _groups(resources, hosts)
-        _check_current_group(resources, groups, current_host)
+        hosts = resources.hosts
+        if resources.current_host not in hosts:
+            raise JobConfigError(f"{source}: current_host is {resources.current_host!r}, none of {list(hosts)}.")
         hyperparameters = _hyperparameters(env, config_dir)
-        checkpoint = Source.load(config_dir / "checkpointconfig.json")
-        tensorboard = Source.load(config_dir / "tensorboardoutputconfig.json")
+        checkpoint = _read_file(config_dir / "checkpointconfig.json", _Synchronised)
+        tensorboard = _read_file(config_dir / "tensorboardoutputconfig.json", _Synchronised)
         name = env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_from_toolkit(env)
         identity = env.get("TRAINING_JOB_ARN") or name
         return cls(
-            current_host=current_host,
+            current_host=resources.current_host,
             hosts=hosts,
-            groups=groups,
-            source=resources.origin,
+            groups=_groups(source, resources),
+            source=source,
             has_own_file=(config_dir / "resourceconfig.json").exists(),
             base_dir=base,
-            network_interface=resources.optional_text("network_interface_name"),
+            network_interface=resources.network_interface_name or None,
             channels=_channels(env, base, config_dir, hyperparameters),
             hyperparameters=hyperparameters,
             checkpoint_dir=_checkpoint_dir(checkpoint, base, hyperparameters, name),
-            checkpoint_uri=checkpoint.optional_text("S3Uri") if checkpoint else None,
+            checkpoint_uri=(checkpoint.s3_uri or None) if checkpoint else None,
             tensorboard_dir=_local_path(tensorboard, base / "output" / "tensorboard"),
             name=name,
             run_key=None if identity is None else job_key("runs of loggers", identity, env).hex()[:32],
@@ -235,7 +270,7 @@ class SageMakerJob:
 
 
 def _checkpoint_dir(
-    checkpoint: Source | None, base: Path, hyperparameters: Mapping[str, str], name: str | None
+    checkpoint: _Synchronised | None, base: Path, hyperparameters: Mapping[str, str], name: str | None
 ) -> Path | None:
     """Return the checkpoint folder; in a tuning job, the training job's own folder below it.
 
@@ -250,84 +285,62 @@ def base_directory(env: Mapping[str, str]) -> Path:
     return Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
 
 
-def _read_resources(env: Mapping[str, str], config_dir: Path) -> Source | None:
-    source = Source.load(config_dir / "resourceconfig.json") or Source.from_variable(env, "SM_RESOURCE_CONFIG")
-    if source is not None:
-        return source
-    hosts = env.get("SM_HOSTS")
-    if not hosts:
-        return None
-    fields: dict[str, Any] = {
+def _read_resources(env: Mapping[str, str], config_dir: Path) -> tuple[str, _ResourceConfig | None]:
+    """Return the file or variable that has the hosts, and its content."""
+    file = config_dir / "resourceconfig.json"
+    found = _read_file(file, _ResourceConfig)
+    if found is not None:
+        return str(file), found
+    found = _read_variable(env, "SM_RESOURCE_CONFIG", _ResourceConfig)
+    if found is not None:
+        return "SM_RESOURCE_CONFIG", found
+    hosts = _read_variable(env, "SM_HOSTS", _Names)
+    if hosts is None:
+        return "", None
+    fields = {
+        "hosts": hosts,
         "current_host": env.get("SM_CURRENT_HOST"),
-        "hosts": parse_json("SM_HOSTS", hosts),
         "network_interface_name": env.get("SM_NETWORK_INTERFACE_NAME"),
+        "instance_groups": list((_read_variable(env, "SM_INSTANCE_GROUPS_DICT", dict[str, Any]) or {}).values()),
     }
-    groups = Source.from_variable(env, "SM_INSTANCE_GROUPS_DICT")
-    if groups is not None:
-        fields["instance_groups"] = list(groups.fields.values())
-    return Source("SM_HOSTS/SM_CURRENT_HOST", fields)
+    source = "SM_HOSTS/SM_CURRENT_HOST"
+    return source, _converted(source, fields, _ResourceConfig)
 
 
-def _groups(resources: Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, ...]:
+def _groups(source: str, resources: _ResourceConfig) -> tuple[InstanceGroup, ...]:
     """Return the instance groups after checking that they partition the hosts."""
-    entries = resources.fields.get("instance_groups")
-    if entries is None or entries == []:  # v2 and v3 local mode write no groups
-        return (InstanceGroup(_SINGLE_GROUP, hosts, resources.optional_text("current_instance_type")),)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise resources.error("instance_groups", entries, "a list of objects")
-    groups: list[InstanceGroup] = []
-    group_of: dict[str, str] = {}
-    for index, entry in enumerate(entries):
-        source = Source(f"{resources.origin}: instance_groups[{index}]", entry)
-        name = source.text("instance_group_name")
-        if any(group.name == name for group in groups):
-            raise source.error("instance_group_name", name, "a name that no other group has")
-        if entry.get("hosts") == []:
-            raise source.error("hosts", [], f"at least one host in group {name!r}")
-        group = InstanceGroup(name, source.names("hosts"), source.optional_text("instance_type"))
-        for host in group.hosts:
-            if host not in hosts:
-                raise source.error("hosts", list(group.hosts), f"hosts of the job, which are {list(hosts)}")
-            if host in group_of:
-                raise source.error(
-                    "hosts",
-                    list(group.hosts),
-                    f"hosts that no other group has ({host!r} is in group {group_of[host]!r})",
-                )
-            group_of[host] = name
-        groups.append(group)
-    orphans = [host for host in hosts if host not in group_of]
-    if orphans:
-        raise resources.error("instance_groups", entries, f"a group for each host; no group has {orphans}")
-    return tuple(groups)
-
-
-def _check_current_group(resources: Source, groups: tuple[InstanceGroup, ...], current_host: str) -> None:
-    stated = resources.optional_text("current_group_name")
-    actual = next(group.name for group in groups if current_host in group.hosts)
-    if stated is not None and stated != actual and resources.fields.get("instance_groups"):
-        raise resources.error(
-            "current_group_name", stated, f"{actual!r}, the group whose hosts include {current_host!r}"
+    groups = tuple(
+        InstanceGroup(group.instance_group_name, group.hosts, group.instance_type or None)
+        for group in resources.instance_groups or ()
+    )
+    if not groups:  # v2 and v3 local mode write none
+        groups = (InstanceGroup(_SINGLE_GROUP, resources.hosts, resources.current_instance_type or None),)
+    hosts = [host for group in groups for host in group.hosts]
+    names = [group.name for group in groups]
+    if sorted(hosts) != sorted(set(resources.hosts)) or len(set(names)) < len(names):
+        raise JobConfigError(
+            f"{source}: the groups {names} have the hosts {hosts}; expected distinct names, and each of the hosts "
+            f"{list(resources.hosts)} once."
         )
+    return groups
 
 
 def _channels(
     env: Mapping[str, str], base: Path, config_dir: Path, hyperparameters: Mapping[str, str]
 ) -> dict[str, Channel]:
-    source = Source.load(config_dir / "inputdataconfig.json") or Source.from_variable(env, "SM_INPUT_DATA_CONFIG")
-    if source is None:
-        return {}
-    channels = {}
-    for name, settings in source.fields.items():
-        if not isinstance(settings, dict):
-            raise source.error(name, settings, "an object with the settings of the channel")
-        entry = Source(f"{source.origin}: channel {name!r}", settings)
-        channels[name] = Channel(
-            name=name,
-            path=base / "input" / "data" / name,
-            mode=entry.optional_text("TrainingInputMode") or "File",
-            distribution=entry.optional_text("S3DistributionType") or "FullyReplicated",
+    kind = dict[str, _ChannelConfig]
+    stated = _read_file(config_dir / "inputdataconfig.json", kind)
+    if stated is None:
+        stated = _read_variable(env, "SM_INPUT_DATA_CONFIG", kind) or {}
+    channels = {
+        name: Channel(
+            name,
+            base / "input" / "data" / name,
+            config.training_input_mode or "File",
+            config.s3_distribution_type or "FullyReplicated",
         )
+        for name, config in stated.items()
+    }
     code = unquoted(hyperparameters.get("sagemaker_submit_directory")) or ""
     if _SDK_V3_DRIVERS_CHANNEL in channels or f"{code}/".startswith(f"{CODE_CHANNEL_DIR}/"):
         for name in (_SDK_V3_DRIVERS_CHANNEL, CODE_CHANNEL):
@@ -336,28 +349,55 @@ def _channels(
 
 
 def _hyperparameters(env: Mapping[str, str], config_dir: Path) -> dict[str, str]:
-    source = Source.load(config_dir / "hyperparameters.json")
-    if source is not None:
+    values = _read_file(config_dir / "hyperparameters.json", dict[str, Any])
+    if values is not None:
         # The API accepts only strings, but containers that write the file themselves use plain JSON values.
-        return {name: value if isinstance(value, str) else json.dumps(value) for name, value in source.fields.items()}
-    decoded = Source.from_variable(env, "SM_HPS")
-    if decoded is None:
-        return {}
+        return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     # The toolkit decoded these values; turn them back into text, as in the file.
-    return {name: json.dumps(value) for name, value in decoded.fields.items()}
+    decoded = _read_variable(env, "SM_HPS", dict[str, Any]) or {}
+    return {name: json.dumps(value) for name, value in decoded.items()}
 
 
-def _local_path(source: Source | None, default: Path) -> Path | None:
-    if source is None:
-        return None
-    path = source.optional_text("LocalPath")
-    return Path(path) if path else default
+def _local_path(stated: _Synchronised | None, default: Path) -> Path | None:
+    return None if stated is None else Path(stated.local_path or default)
 
 
 def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
     """Return the job's name for ranks on other hosts, to which the toolkit's mpirun passes only ``SM_*`` variables."""
-    training = Source.from_variable(env, "SM_TRAINING_ENV")
-    return training.optional_text("job_name") if training else None
+    training = _read_variable(env, "SM_TRAINING_ENV", dict[str, Any]) or {}
+    return str(training.get("job_name") or "") or None
+
+
+def _read_file(path: Path, kind: type[_T]) -> _T | None:
+    """Read a JSON file; None if it does not exist."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobConfigError(f"{path}: cannot be read ({error}).") from error
+    return _decoded(str(path), text, kind)
+
+
+def _read_variable(env: Mapping[str, str], name: str, kind: type[_T]) -> _T | None:
+    """Read JSON in an environment variable; None if it is unset or empty."""
+    text = env.get(name)
+    return _decoded(name, text, kind) if text else None
+
+
+def _decoded(source: str, text: str, kind: type[_T]) -> _T:
+    try:
+        value = json.loads(text)  # msgspec's own parser refuses NaN, which the toolkit writes
+    except (ValueError, RecursionError) as error:  # numbers of more than 4300 digits raise ValueError, too
+        raise JobConfigError(f"{source}: not valid JSON ({error}).") from error
+    return _converted(source, value, kind)
+
+
+def _converted(source: str, value: object, kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise JobConfigError(f"{source}: {error}.") from error
 
 
 def _num_gpus(env: Mapping[str, str]) -> int:

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
+import msgspec
 import psutil
 
 from lightning_sm import errors
 from lightning_sm._linux import exit_code_of_zombie
+from lightning_sm._structs import Struct
 from lightning_sm.job.traceback_text import START, frame, last_exception, lines_of
 from lightning_sm.job.variables import CONTROL_DIR
 
@@ -47,8 +46,7 @@ _LOST_PEER = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class ProcessFailure:
+class ProcessFailure(Struct, frozen=True):
     """The exception that ended a process, in its own words.
 
     Attributes:
@@ -244,7 +242,7 @@ class FailureReporter:
         path = self._folder / f"{PREFIX}{self._pid}{SUFFIX}"
         new = path.with_suffix(".new")
         try:
-            new.write_text("" if failure is None else json.dumps(asdict(failure)), encoding="utf-8")
+            new.write_bytes(b"" if failure is None else failure.encode())
             os.replace(new, path)
         except FileNotFoundError:  # the launcher has gone, and its folder with it
             return
@@ -284,11 +282,7 @@ def read_failures(folder: Path) -> dict[int, ProcessFailure | None]:
     """
     failures: dict[int, ProcessFailure | None] = {}
     for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-        text = path.read_text(encoding="utf-8")
-        fields: dict[str, Any] = json.loads(text) if text else {}
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-        }
+        content = path.read_bytes()
         pid = int(path.name.removeprefix(PREFIX).removesuffix(SUFFIX))
-        failures[pid] = ProcessFailure(**values) if values else None
+        failures[pid] = msgspec.json.decode(content, type=ProcessFailure) if content else None
     return failures

@@ -30,10 +30,6 @@ No rule can restore what the text does not contain:
 - Keys of dicts become strings, because JSON has no others, and tuples become lists.
 - The string "null" and None are the same for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
 - The string "--" as a whole value reaches no option: argparse removes it (Python 3.11 and 3.12.1 do, 3.13 does not).
-
-A value longer than SageMaker allows travels in chunks ``key__0``, ``key__1`` and so on, recognised by ``key__0`` and
-at least one more. In rule 1, the chunks that are JSON strings lose their quotes first. The joined text is then an
-ordinary value: JSON in rule 1 if it is valid JSON, else raw text.
 """
 
 from __future__ import annotations
@@ -49,19 +45,14 @@ from typing import Any
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.redaction import shown
 
-# SageMaker API, CreateTrainingJob, HyperParameters: at most 100 keys of 256 characters, values of 2500.
-_MAX_KEYS = 100
-_MAX_KEY_LENGTH = 256
+# SageMaker API, CreateTrainingJob, HyperParameters.
 _MAX_VALUE_LENGTH = 2500
-# ASCII JSON text at most doubles when it is quoted (quotes and backslashes), and gains two quotes.
-_CHUNK_LENGTH = (_MAX_VALUE_LENGTH - 2) // 2
 
 # Keys that SDKs and the tuner add for the toolkit; no script has options for them.
 _DROPPED_KEYS = re.compile(r"sagemaker_.*|_tuning_.*|default_user_module_name|mp_parameters", re.DOTALL)
 # Added by the service in tuning jobs only.
 _TUNING_OBJECTIVE = "_tuning_objective_metric"
 _SUBCOMMAND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_CHUNK_KEY = re.compile(r"(.+)__(0|[1-9][0-9]?)", re.DOTALL)  # two digits: there are at most 100 keys
 
 _YAML_SPELLING = {
     "None": "null",
@@ -92,11 +83,10 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
         For example ``["fit", "--config=gpu.yaml", "--data.batch_size=32"]``.
 
     Raises:
-        HyperparameterError: A key cannot be an option, a value cannot be an argument, the subcommand is not a word,
-            or chunks are incomplete; the message names the keys.
+        HyperparameterError: A key cannot be an option, a value cannot be an argument, or the subcommand is not a word.
     """
-    joined, is_json = _joined(hyperparameters)
-    texts = {key: _as_yaml(value, is_json=is_json) for key, value in joined.items()}
+    kept, is_json = _of_script(hyperparameters)
+    texts = {key: _as_yaml(value, is_json=is_json) for key, value in kept.items()}
     subcommand = texts.pop("subcommand", "null")
     if subcommand != "null" and not _SUBCOMMAND.fullmatch(subcommand):
         msg = f"Hyperparameter 'subcommand' is {subcommand!r}; expected a word such as 'fit' or 'validate'."
@@ -114,19 +104,16 @@ def values_of(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
         hyperparameters: Keys and undecoded values; keys meant for the toolkit are dropped.
-
-    Raises:
-        HyperparameterError: Chunks are incomplete.
     """
-    joined, is_json = _joined(hyperparameters)
-    return {key: _value(text, is_json=is_json) for key, text in joined.items()}
+    kept, is_json = _of_script(hyperparameters)
+    return {key: _value(text, is_json=is_json) for key, text in kept.items()}
 
 
-def _joined(hyperparameters: Mapping[str, str]) -> tuple[dict[str, str], bool]:
-    """Return the whole texts of a script's hyperparameters, and whether rule 1 of this module holds."""
+def _of_script(hyperparameters: Mapping[str, str]) -> tuple[dict[str, str], bool]:
+    """Return the texts of a script's hyperparameters, and whether rule 1 of this module holds."""
     kept = {key: value for key, value in hyperparameters.items() if not is_for_toolkit(key)}
     is_json = is_tuned(hyperparameters) or all(_json(value) is not _NOT_JSON for value in kept.values())
-    return _join_chunks(kept, is_json=is_json), is_json
+    return kept, is_json
 
 
 def encode(config: Mapping[str, Any]) -> dict[str, str]:
@@ -143,40 +130,23 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
     Args:
         config: Values of JSON's types by option name, dotted or nested.
 
-    Returns:
-        The values in JSON; those longer than 2500 characters in chunks ``key__0``, ``key__1`` and so on.
-
     Raises:
-        HyperparameterError: A key cannot be an option, is too long or collides with the names of chunks, a value has
-            no JSON form, or there are more than 100 keys.
+        HyperparameterError: A key cannot be an option, or a value has no JSON form, or one that is too long.
     """
     encoded: dict[str, str] = {}
     for key, value in config.items():
+        check_name(key)
         try:
-            text = json.dumps(value)
+            encoded[key] = json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
             msg = f"Hyperparameter {key!r} is {shown(key, value)!r}, which has no JSON form ({error})."
             raise HyperparameterError(msg) from error
-        if len(text) <= _MAX_VALUE_LENGTH:
-            encoded[key] = text
-            continue
-        for index, start in enumerate(range(0, len(text), _CHUNK_LENGTH)):
-            encoded[f"{key}__{index}"] = json.dumps(text[start : start + _CHUNK_LENGTH])
-    for key in encoded:
-        check_name(key)
-        if len(key) > _MAX_KEY_LENGTH:
-            msg = f"Hyperparameter {key!r} has a key of {len(key)} characters; SageMaker allows {_MAX_KEY_LENGTH}."
+        if len(encoded[key]) > _MAX_VALUE_LENGTH:
+            msg = (
+                f"Hyperparameter {key!r} has {len(encoded[key])} characters in JSON; SageMaker allows "
+                f"{_MAX_VALUE_LENGTH}. Write it into a file beside the script, and name that by the key config."
+            )
             raise HyperparameterError(msg)
-    if len(encoded) > _MAX_KEYS:
-        msg = (
-            f"{len(encoded)} hyperparameters, chunks included; SageMaker allows {_MAX_KEYS}. Nest them, as in "
-            "{'data': {'batch_size': 32}}, or put them into a config file."
-        )
-        raise HyperparameterError(msg)
-    lost = sorted(config.keys() - _join_chunks(encoded, is_json=True).keys())
-    if lost:
-        msg = f"Hyperparameters {lost} have the names of chunks and would be joined; rename them."
-        raise HyperparameterError(msg)
     return encoded
 
 
@@ -287,31 +257,6 @@ def _dump(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return _YAML_SPELLING[repr(value)]
     return json.dumps(value)
-
-
-def _join_chunks(values: Mapping[str, str], *, is_json: bool) -> dict[str, str]:
-    joined = dict(values)
-    chunk_keys: dict[str, dict[int, str]] = {}
-    for key in values:
-        match = _CHUNK_KEY.fullmatch(key)
-        if match and f"{match.group(1)}__0" in values:
-            chunk_keys.setdefault(match.group(1), {})[int(match.group(2))] = key
-    for key, by_index in chunk_keys.items():
-        names = [by_index[index] for index in sorted(by_index)]  # not sorted by name: k__10 comes after k__9
-        if key in values:
-            msg = f"Hyperparameters {[key, *names]}: either {key!r} or its chunks, not both."
-            raise HyperparameterError(msg)
-        if len(names) == 1:  # an ordinary name that happens to end in __0
-            continue
-        missing = sorted(set(range(max(by_index))) - by_index.keys())
-        if missing:
-            msg = f"Hyperparameters {names} are chunks of {key!r}, but {[f'{key}__{i}' for i in missing]} are missing."
-            raise HyperparameterError(msg)
-        chunks = [joined.pop(name) for name in names]
-        if is_json:
-            chunks = [value if isinstance(value := _json(chunk), str) else chunk for chunk in chunks]
-        joined[key] = "".join(chunks)
-    return joined
 
 
 def _paths(config: str) -> list[str]:

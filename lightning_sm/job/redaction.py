@@ -11,12 +11,9 @@ Any other secret without such a name is shown, as one among positional arguments
 
 from __future__ import annotations
 
-import ast
 import base64
 import binascii
-import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,11 +54,11 @@ _OPENING = [
     "subscription",
     "wandb",
 ]
-_NAMED = (
-    r"(?:token|authorization|connection[-_ ]?string|(?:secret|password|passwd|passphrase|credential|webhook|"
-    rf"(?:{'|'.join(_OPENING)})[-_ ]?(?:key|token))s?|(?<![a-z])(?:pwd|jwt|dsn|sas|bearer|cookies?))"
+# The end of a part of a name, whose words are joined in lower case.
+_SAYS_SECRET = re.compile(
+    r"(?:token|authorization|connectionstring|(?:secret|password|passwd|passphrase|credential|webhook|"
+    rf"(?:{'|'.join(_OPENING)})(?:key|token))s?)\Z"
 )
-_SAYS_SECRET = re.compile(rf"{_NAMED}\Z")
 # Words that say so wherever they are in a part of a name, unless it counts them ("passwords_per_second").
 _ALWAYS_SECRET = frozenset(
     [
@@ -88,7 +85,6 @@ _OTHER_TOKENS = frozenset(
     {"bos", "cls", "eos", "mask", "max", "min", "num", "pad", "per", "sep", "special", "unk", "unknown"}
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_MENTION = re.compile(rf"{_NAMED}|key|auth|p(?:in|at)\b|session|tokens", re.IGNORECASE)
 # What is secret in a text, between what is not.
 _FORMS = re.compile(
     r"""(?P<user>//[^/\s:@"']*:)[^/\s"']+(?=@)"""
@@ -103,10 +99,11 @@ _FORMS = re.compile(
     re.DOTALL,
 )
 _BASIC = re.compile(r"(\b[Bb]asic\s+)([A-Za-z0-9+/]{4,}={0,2})(?![A-Za-z0-9+/=])")
-# A secret's name before its value, in text that is not JSON, YAML or Python.
+# A name before its value in JSON, YAML, Python or a command line; not before one that says nothing, or is hidden.
 _GIVEN = re.compile(
-    rf"""{_NAMED}(?:\.[\w.-]+)?[\\"'\s]*[:=](?!\(hidden\))|--[\w.-]*{_NAMED}[\\"',\s]""",
-    re.IGNORECASE,
+    r"""(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)[\\"']*\s*[:=]"""
+    r"""(?!\s*(?:\(hidden\)|(?:null|None|true|True|false|False|""|'')(?=[\s,}\]]|\Z)|\Z))"""
+    r"""|(?<![\w.-])--?(?P<option>[A-Za-z_][\w.-]*)[\\"',\s=]"""
 )
 # "--name", "-name", and "name" before an equals sign, as Hydra takes it.
 _NAME = re.compile(r"[-+~]*[A-Za-z_][\w./+\[\]-]*")
@@ -123,11 +120,12 @@ def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
 
     Args:
         name: Name of the option, hyperparameter, field or variable; empty for a value without a name.
-        value: Text, which may be JSON, YAML or Python of nested values, or the value itself.
+        value: Text, or the value itself.
         hidden: The replacement of secrets.
 
     Returns:
-        The same value, text as text, with ``hidden`` in place of secrets. None, true and false are not secret.
+        The same value with ``hidden`` in place of secrets, and of texts that give a secret, such as JSON with its name.
+        None, true and false are not secret.
     """
     if is_secret(name):
         return value if _is_constant(value) or _is_size(name, value) else hidden
@@ -168,19 +166,6 @@ def shown_arguments(arguments: Sequence[str], hidden: str | None = HIDDEN) -> li
     return words
 
 
-def shown_hyperparameters(hyperparameters: Mapping[str, str]) -> dict[str, str]:
-    """Return what people may see of hyperparameters; a value in chunks (``key__0``, ``key__1``) is read as a whole."""
-    whole: dict[str, str] = {}
-    for name, text in hyperparameters.items():
-        key = _key(name)
-        whole[key] = whole.get(key, "") + _unquoted(text)
-    has_secrets = {key for key, text in whole.items() if shown(key, text) != text}
-    return {
-        name: HIDDEN if name != _key(name) and _key(name) in has_secrets else shown(name, text)
-        for name, text in hyperparameters.items()
-    }
-
-
 def _says_secret(part: str) -> bool:
     words = [word.lower() for word in _WORD.findall(part)]
     if "per" not in words and not _ALWAYS_SECRET.isdisjoint(words):
@@ -197,18 +182,6 @@ def _says_secret(part: str) -> bool:
 def _plain(option: str) -> str:
     """Return the name in an option, without dashes and without jsonargparse's "+" for another item of a list."""
     return option.lstrip("-+~").rstrip("+")
-
-
-def _key(name: str) -> str:
-    return re.sub(r"__[0-9]{1,2}\Z", "", name)
-
-
-def _unquoted(text: str) -> str:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, str) else text
 
 
 def _is_constant(value: Any) -> bool:
@@ -229,23 +202,8 @@ def _is_size(name: str, value: Any) -> bool:
 
 def _shown_text(text: str, hidden: str | None) -> str | None:
     masked = _BASIC.sub(_masked_basic, _FORMS.sub(_masked_form, text))
-    if masked != text and hidden is None:
-        return None
-    text = masked
-    if not _MENTION.search(text):
-        return text
-    try:
-        value = _parsed(text)
-        safe = value if isinstance(value, str) else shown("", value, hidden)
-    except RecursionError:
-        return hidden
-    if isinstance(value, (dict, list, tuple)):
-        # A secret may be given in a comment, too, or twice with two values, of which the parser keeps one.
-        is_unchanged = safe == value and not _GIVEN.search(text)
-        return text if is_unchanged else json.dumps(safe, default=str)
-    if isinstance(value, str) and value != text:  # a quoted text, which may itself contain JSON
-        return text if _shown_text(value, hidden) == value else hidden
-    return hidden if _GIVEN.search(text) else text
+    gives_secret = any(is_secret(found["name"] or found["option"]) for found in _GIVEN.finditer(masked))
+    return hidden if gives_secret or (hidden is None and masked != text) else masked
 
 
 def _masked_form(match: re.Match[str]) -> str:
@@ -259,21 +217,3 @@ def _masked_basic(match: re.Match[str]) -> str:
     except binascii.Error:
         is_pair = False
     return match[1] + HIDDEN if is_pair else match[0]
-
-
-def _parsed(text: str) -> Any:
-    """Return the value that JSON, Python or YAML reads from a text; the text itself if none does."""
-    import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few values mention a secret
-
-    for read, errors in (
-        (json.loads, ValueError),
-        (ast.literal_eval, (ValueError, SyntaxError, TypeError, MemoryError)),
-        (yaml.safe_load, (ValueError, TypeError, yaml.YAMLError)),
-    ):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Python's compiler warns about text such as "[1](2)"
-                return read(text)
-        except errors:  # noqa: PERF203 - one of three
-            continue
-    return text

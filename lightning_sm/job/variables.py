@@ -1,13 +1,11 @@
 """The environment variables of lightning_sm: their names, meanings, defaults and parsers.
 
-This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``. ``lightning-sm settings``,
-``lightning-sm doctor`` and the reference pages show the same table.
+This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``. ``lightning-sm doctor``
+reads all of them, and the reference pages show the same table.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import re
 import threading
@@ -15,9 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from lightning_sm._text import shortened
+import msgspec
+
+from lightning_sm._text import closest, shortened
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.redaction import shown
 
@@ -162,29 +162,16 @@ def _one_of(kind: type[_Kind], expected: str) -> Callable[[str], _Kind]:
     return parse
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected a JSON object, but this is not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, but this is {type(value).__name__}")  # noqa: TRY004 - see Setting
-    return value
+def _mapping(kind: type[_Value], expected: str) -> Callable[[str], _Value]:
+    """Make a parser of JSON objects."""
 
+    def parse(text: str) -> _Value:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise ValueError(f"expected a JSON object {expected}: {error}") from error
 
-def _prices(text: str) -> dict[str, float]:
-    prices = _json_object(text)
-    if not all(type(price) in (int, float) and 0 <= price < math.inf for price in prices.values()):
-        raise ValueError('expected hourly prices, such as {"ml.g5.xlarge": 1.41}')
-    return prices
-
-
-def _addresses(text: str) -> dict[str, str]:
-    addresses = _json_object(text)
-    for host, address in addresses.items():
-        if not isinstance(address, str) or not address:
-            raise ValueError(f"expected an IP address for each host name, but that of {host!r} is {address!r}")
-    return addresses
+    return parse
 
 
 def _secret(text: str) -> str:
@@ -295,7 +282,7 @@ REPORT_S = Setting[float](
 )
 PRICES = Setting[Mapping[str, float]](
     name="LIGHTNING_SM_PRICES",
-    parse=_prices,
+    parse=_mapping(dict[str, Annotated[float, msgspec.Meta(ge=0)]], 'of hourly prices, such as {"ml.g5.xlarge": 1.41}'),
     default={},
     default_text="none",
     meaning="Hourly prices for the costs in the report, by instance type or group: a JSON object such as "
@@ -303,7 +290,7 @@ PRICES = Setting[Mapping[str, float]](
 )
 HOST_ADDRESSES = Setting[Mapping[str, str]](
     name="LIGHTNING_SM_HOST_ADDRESSES",
-    parse=_addresses,
+    parse=_mapping(dict[str, Annotated[str, msgspec.Meta(min_length=1)]], "of host name to IP address"),
     default={},
     default_text="names are resolved",
     meaning="JSON object of host name to IP address, for hosts that no resolver knows.",
@@ -327,14 +314,6 @@ CONTROL_DIR = Setting[Path | None](
     default_text="no launcher",
     meaning="Folder in which training processes tell their launcher where they stand, and that they save a checkpoint "
     "on SIGUSR2.",
-    is_internal=True,
-)
-RESTART_DIR = Setting[Path | None](
-    name="LIGHTNING_SM_RESTART_DIR",
-    parse=Path,
-    default=None,
-    default_text="no restart within the job",
-    meaning="Folder, in memory where the host has room, for states from which a restart within the job resumes.",
     is_internal=True,
 )
 RANK_ZERO_PID = Setting[int | None](
@@ -393,7 +372,7 @@ def misspelled(env: Mapping[str, str]) -> dict[str, str]:
     endings = [setting.name.removeprefix(PREFIX) for setting in USER_SETTINGS]
     found = {}
     for name in sorted(env):
-        if name.startswith(PREFIX) and name not in known:
-            for near in difflib.get_close_matches(name.removeprefix(PREFIX), endings, n=1):
-                found[name] = PREFIX + near
+        near = closest(name.removeprefix(PREFIX), endings) if name.startswith(PREFIX) and name not in known else None
+        if near is not None:
+            found[name] = PREFIX + near
     return found

@@ -25,9 +25,7 @@ from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
 from lightning_sm.launcher import timeline
 from lightning_sm.launcher.first_failure import EndedProcess, first_failure
-from lightning_sm.launcher.log_dedup import CondensedBytes
 from lightning_sm.launcher.pipe import DrainedPipe
-from lightning_sm.launcher.standby import Standby
 
 _LOG = command_logger(__name__)
 
@@ -37,8 +35,6 @@ _TAIL_BYTES = 64 * 1024
 _LOG_S = 60.0
 # In the place of a signal's number.
 _SAVE_STACKS = 0
-# After this silence on stderr, treat the tracebacks of all ranks as complete.
-_PAUSE_S = 0.3
 _POLL_S = 0.05
 # How soon the exit of a process that has just announced itself is watched for.
 _NEW_RANKS_S = 0.1
@@ -57,7 +53,6 @@ class ChildProcess:
     Args:
         schedule: Which signals to send to the command, and when, after this process was told to stop.
         control: The folder in which processes of the command announce themselves.
-        standby: Keeps a process that can run the command again at once; None for a command that is not run again.
 
     Attributes:
         stopped_by: The signal that told this process to stop; None if there was none.
@@ -70,7 +65,7 @@ class ChildProcess:
         on_late_signal: Called when a signal arrives after a command has exited.
     """
 
-    def __init__(self, schedule: StopSchedule, control: ControlFolder, standby: Standby | None = None) -> None:
+    def __init__(self, schedule: StopSchedule, control: ControlFolder) -> None:
         self.stopped_by: int | None = None
         self.stopped_at: float | None = None
         self.end_requested = False  # any thread may write these two; only the main thread writes those below
@@ -84,7 +79,6 @@ class ChildProcess:
         self._has_exited = False
         self._schedule = schedule
         self._control = control
-        self._standby = standby
         self._restart = 0
         self._restarting = threading.Lock()
         # Of the script and its ranks, by process id, in this order: exit code (None: unknown), and when.
@@ -125,7 +119,7 @@ class ChildProcess:
             signal.signal(signal.SIGCHLD, self._reap_orphans)
             self._is_listening = True
 
-    def run(self, command: Sequence[str], directory: Path, env: Mapping[str, str], waiting: Sequence[str] = ()) -> int:
+    def run(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
         """Start a command, forward signals to its process group, and wait until the whole group has exited.
 
         After a failure, ``failed`` is the process that failed first. May be called again, for another command.
@@ -134,7 +128,6 @@ class ChildProcess:
             command: Program and arguments; no shell is involved.
             directory: Folder to start the command in.
             env: Environment of the command.
-            waiting: Command of a process that waits to run this command again; empty: none.
 
         Returns:
             The command's exit code, or that of a local rank that failed after the command had succeeded; 128 + n if
@@ -150,7 +143,7 @@ class ChildProcess:
         tail = bytearray()  # a new buffer: a process of the previous command may still write to the old one
         self._tail = tail
         self.listen()
-        process = self._start(command, directory, env, waiting)
+        process = self._start(command, directory, env)
         assert process.stderr is not None  # noqa: S101 - a pipe, see _start
         pipe = DrainedPipe(process.stderr)
         copier = threading.Thread(target=_copy_stderr, args=(pipe, tail), daemon=True)
@@ -199,10 +192,7 @@ class ChildProcess:
             number: The number of the restart.
         """
         # Kill orphans, too, such as the ranks of a killed torchrun: they may hold ports and GPU memory.
-        spared = None if self._standby is None else self._standby.pid
         strays = psutil.Process().children(recursive=True)
-        if spared is not None:
-            strays = [one for one in strays if not _is_in_group(one.pid, spared)]
         for process in strays:
             with contextlib.suppress(psutil.Error):  # it has just exited
                 process.kill()
@@ -242,13 +232,9 @@ class ChildProcess:
             positive = 128 - exit_code if exit_code is not None and exit_code < 0 else exit_code
             self._exits[pid] = positive, time.monotonic() if known is None else known[1]
 
-    def _start(
-        self, command: Sequence[str], directory: Path, env: Mapping[str, str], waiting: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
-        standby = self._standby if waiting else None
-        self._process = None if standby is None else standby.take(waiting, directory, env)
+    def _start(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         try:
-            self._process = self._process or subprocess.Popen(
+            self._process = subprocess.Popen(
                 list(command),
                 cwd=directory,
                 env=dict(env),
@@ -258,8 +244,6 @@ class ChildProcess:
             )
         except OSError as error:
             raise ScriptError(f"{shlex.join(shown_arguments(command))} cannot be started: {error}.") from error
-        if standby is not None:
-            standby.prepare(waiting, directory, env)
         if self.stopped_by is not None:  # the signal came while the command was starting
             self._send(self.stopped_by)
         if (self.end_requested or self.end_run_requested) and self._is_listening:
@@ -438,21 +422,12 @@ class ChildProcess:
 
 
 def _copy_stderr(pipe: DrainedPipe, tail: bytearray) -> None:
-    condensed = CondensedBytes()
     target: int | None = sys.__stderr__.fileno() if sys.__stderr__ is not None else None
     with pipe:
-        has_ended = False
-        while not has_ended:
-            if not pipe.wait(_PAUSE_S if condensed.has_more else None):
-                shown = condensed.flush()
-            elif chunk := pipe.read(_TAIL_BYTES):
-                tail += chunk
-                del tail[:-_TAIL_BYTES]
-                shown = condensed.feed(chunk)
-            else:
-                has_ended = True
-                shown = condensed.flush()
-            if target is not None and not _write_all(target, shown):
+        while chunk := pipe.read(_TAIL_BYTES):
+            tail += chunk
+            del tail[:-_TAIL_BYTES]
+            if target is not None and not _write_all(target, chunk):
                 target = None  # nobody reads our stderr; keep emptying the pipe, or the script would block
 
 

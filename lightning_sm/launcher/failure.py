@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_sm._log import command_logger
-from lightning_sm._text import plain, shortened, times
+from lightning_sm._text import plain, shortened
 from lightning_sm.errors import LightningSMError
 from lightning_sm.job.failure_file import is_lost_peer
 from lightning_sm.job.stopping import MAX_REASON_CHARS, Reason
@@ -37,8 +37,8 @@ _FINAL_EXIT_CODES = frozenset({_USAGE_EXIT_CODE, 128 + signal.SIGTERM, 128 + sig
 # Exceptions that would recur, of a script that does not import lightning_sm, or cannot be compiled.
 _FINAL_EXCEPTIONS = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
 # argparse and jsonargparse: "train.py: error: ..." or "error: ...".
-USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
-USAGE = re.compile(r"^usage: ")
+_USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
+_USAGE = re.compile(r"^usage: ")
 _OWN_ERROR = re.compile(r"^lightning_sm\.errors\.")
 _LIBRARY = re.compile(r'/(?:site|dist)-packages/|/lib/python\d|"<frozen |/lightning_sm/(?:data|job|launcher|training)/')
 
@@ -86,7 +86,6 @@ def script_failure(
     place: Place,
     *,
     stopped_by: int | None = None,
-    num_restarts: int = 0,
 ) -> ScriptFailure:
     """Say why the training script of this host failed.
 
@@ -96,12 +95,10 @@ def script_failure(
         stderr_tail: The end of what the script and its local ranks wrote to stderr.
         place: This host.
         stopped_by: The signal that told this host to stop, if there was one.
-        num_restarts: How often the script was killed and restarted.
     """
     is_unknown = failed.exited_at is not None and failed.exit_code is None and failed.failure is None
     exit_code = failed.exit_code or exit_code
-    circumstances = f"restarted {times(num_restarts)}" if num_restarts else ""
-    ending = "exited with a code that only its parent knows" if is_unknown else ending_of(exit_code, circumstances)
+    ending = "exited with a code that only its parent knows" if is_unknown else ending_of(exit_code)
     place = place if failed.rank < 0 else replace(place, rank=failed.rank)
     own, printed = failed.failure, None
     if own is not None:
@@ -203,26 +200,24 @@ def write_failure(output_dir: Path, reason: str) -> None:
         _LOG.warning("cannot write %s (%s). The reason for the failure: %s", path, error, reason)
 
 
-def ending_of(exit_code: int, circumstances: str = "") -> str:
+def ending_of(exit_code: int) -> str:
     """Say how a process exited: "killed by SIGKILL (exit code 137)".
 
     Args:
         exit_code: Its exit code; 128 + n if signal n killed it.
-        circumstances: What else to say about it; may be empty.
     """
-    more = f", {circumstances}" if circumstances else ""
     try:
-        return f"killed by {signal.Signals(exit_code - _SIGNALS).name} (exit code {exit_code}{more})"
+        return f"killed by {signal.Signals(exit_code - _SIGNALS).name} (exit code {exit_code})"
     except ValueError:
-        return f"exit code {exit_code}{more}"
+        return f"exit code {exit_code}"
 
 
 def _usage_message(lines: Sequence[str]) -> str:
     """Return the last usage error, and what explains it, which jsonargparse separates by an empty line."""
-    errors = [index for index, line in enumerate(lines) if USAGE_ERROR.match(line)]
+    errors = [index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)]
     message = [*lines[errors[-1] : errors[-1] + 1]] if errors else []
     for line in lines[errors[-1] + 1 :] if errors else ():
-        if USAGE.match(line) or START.search(line):
+        if _USAGE.match(line) or START.search(line):
             break
         message += [line] if line else []
     return "\n".join(message)

@@ -6,16 +6,14 @@ import contextlib
 import math
 import os
 import re
-import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_sm._linux import handles_signal
 from lightning_sm._log import command_logger
-from lightning_sm._version import installed_version
 from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, Phase
 from lightning_sm.launcher import timeline
 
@@ -31,13 +29,6 @@ _POLL_S = 0.05
 # A line of faulthandler, and the folders in which packages and Python's own library lie.
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
 _INSTALLED = re.compile(r"/(site-packages|dist-packages|lib/python3\.\d+)/|^<")
-# Names in the control folder. torch appends the rank, and to a pipe's name also ".pipe".
-_NCCL_PIPE, _NCCL_TRACE = "nccl-rank", "nccl-trace-rank"
-# torch's names for the size of the flight recorder and for its files. Since 2.8, the older names cause a warning on
-# every rank.
-_RECORDER_BEFORE_2_8 = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
-_RECORDER_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
 class HangRule:
@@ -215,51 +206,3 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> 
         else:
             saved.append(SavedStacks(beat.pid, path, innermost_calls(text)))
     return saved
-
-
-def nccl_variables(control: ControlFolder, env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make NCCL's flight recorder keep its last collective calls, and write them on request.
-
-    Args:
-        control: The folder for its pipes and files.
-        env: The user's variables. If any is the recorder's, whichever torch it is named for, none are returned.
-
-    Source:
-        PyTorch 2.6 to 2.14, ``FlightRecorder.hpp``, ``ProcessGroupNCCL.hpp``. It was never run with NCCL.
-    """
-    if {*_RECORDER_BEFORE_2_8, *_RECORDER, _RECORDER_PIPE} & env.keys():
-        return {}
-    torch = installed_version("torch") or "0"  # without torch, no rank can use NCCL
-    is_old = tuple(int(part) for part in torch.split(".")[:2]) < (2, 8)
-    size, file = _RECORDER_BEFORE_2_8 if is_old else _RECORDER
-    return {size: "2000", file: str(control.path / _NCCL_TRACE), _RECORDER_PIPE: str(control.path / _NCCL_PIPE)}
-
-
-def save_nccl_traces(control: ControlFolder, folder: Path) -> list[Path]:
-    """Ask the flight recorder of each rank that uses NCCL for its last collective calls, and copy what it writes.
-
-    Args:
-        control: The folder with the recorders' pipes, if there are any.
-        folder: Where to copy the traces to; torch's ``torchfrtrace`` reads them.
-
-    Returns:
-        The files: ``nccl-trace-rank<rank>``.
-    """
-    expected = []
-    for pipe in sorted(control.path.glob(f"{_NCCL_PIPE}*.pipe")):
-        try:
-            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # its rank has exited
-            continue
-        with os.fdopen(descriptor, "wb", buffering=0) as writer:
-            writer.write(b"1\n")
-        expected.append(control.path / pipe.stem.replace(_NCCL_PIPE, _NCCL_TRACE))
-    deadline = time.monotonic() + timeline.STACKS_S
-    while time.monotonic() < deadline and not all(trace.exists() for trace in expected):
-        time.sleep(_POLL_S)  # NCCL's monitor only writes, like faulthandler
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return [Path(shutil.copy(trace, folder / trace.name)) for trace in expected if trace.exists()]
-    except OSError as error:
-        _LOG.warning("cannot copy the traces of NCCL to %s: %s", folder, error)
-        return []

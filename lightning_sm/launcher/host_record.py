@@ -40,8 +40,7 @@ class HostRecord:
         self._stopped_by = stopped_by
         self._record = events.open_record(job, events.LAUNCHER, env)
         self._is_stop_noted = False
-        # Lines from before the command is known, which must follow the head, and the head contains the command.
-        self._early: list[events.Line] | None = []
+        self._has_begun = False
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
@@ -68,12 +67,11 @@ class HostRecord:
             self._job, events.LAUNCHER, self._record.path, role=self._role.value, cpus=usable_cpus(), command=command
         )
         with self._lock:
-            early, self._early = self._early or [], None
-            for line in (head, *early):
-                self._record.append(line)
+            self._record.append(head)
+            self._has_begun = True
 
     def event(self, what: str, text: str) -> None:
-        """Write an event that happens now; see ``events.Event``."""
+        """Write an event that happens now, if the head is written; see ``events.Event``."""
         self._write(events.Event(time.time(), what, text))
 
     @contextmanager
@@ -101,23 +99,21 @@ class HostRecord:
             job: The outcome of the job; None if this host has not learned it, or was stopped before it.
             is_saved: Whether a checkpoint of the interruption was saved.
         """
+        if not self._has_begun:  # the host stopped before it knew the script
+            self.began([])
         self._stop_sampling()
         what = _word(outcome.kind, is_saved=is_saved)
         if what == events.SUCCEEDED and self._stopped_by() is not None:
             what = events.STOPPED  # a data host that was stopped served all ranks until then
         of_job = None if job is None else _word(job.kind, is_saved=is_saved)
         reason = outcome.reason if job is None else job.reason
-        if self._early is not None:  # the host stopped before it knew the script
-            self.began([])
         self._write(events.End(time.time(), what, outcome.exit_code, reason.text, of_job))
         self._record.close()
 
     def _write(self, line: events.Line) -> None:
         with self._lock:
-            if self._early is None:
+            if self._has_begun:
                 self._record.append(line)
-            else:
-                self._early.append(line)
 
     def _stop_sampling(self) -> None:
         self._closing.set()
@@ -127,7 +123,7 @@ class HostRecord:
 
     def _note_stop(self) -> None:
         signum = self._stopped_by()
-        if signum is not None and not self._is_stop_noted:
+        if signum is not None and self._has_begun and not self._is_stop_noted:
             self._is_stop_noted = True
             self.event("signal", f"{Signals(signum).name}: this host was told to stop")
 

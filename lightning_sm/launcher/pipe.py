@@ -39,25 +39,12 @@ class DrainedPipe(io.RawIOBase):
         """Let the pipe end after what it holds now: the writers that count have exited. Any thread may call this."""
         self._end.close()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until ``read`` returns at once: there is something to read, or the pipe has ended.
-
-        Args:
-            timeout_s: Seconds to wait at most; None: no limit.
-
-        Returns:
-            False if there was nothing in time.
-        """
-        if self._num_left is not None:
-            return True
-        ready = {number for number, _ in self._poll.poll(None if timeout_s is None else 1000 * timeout_s)}
-        if self._is_ending.fileno() in ready:
-            self._num_left = _num_bytes_in(self._pipe.fileno())
-        return bool(ready)
-
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # any buffer
         """Read up to as many bytes as the buffer holds, and return their number; 0 at the end."""
-        self.wait()
+        if self._num_left is None:
+            ready = {number for number, _ in self._poll.poll()}
+            if self._is_ending.fileno() in ready:
+                self._num_left = _num_bytes_in(self._pipe.fileno())
         size = len(buffer) if self._num_left is None else min(len(buffer), self._num_left)
         chunk = os.read(self._pipe.fileno(), size) if size else b""
         buffer[: len(chunk)] = chunk

@@ -3,9 +3,8 @@
 A program of its own, so that the launcher has one child however many ranks there are. It runs without the package
 (``python -I``), and therefore imports the standard library only.
 
-Usage: rank_processes.py NUMBER FILE WAIT_S GRACE_S STDIN COMMAND...
+Usage: rank_processes.py NUMBER FILE WAIT_S GRACE_S COMMAND...
 FILE is made before ranks are ended because another one has failed, WAIT_S seconds ago; GRACE_S later they are killed.
-STDIN is "copy" for ranks that wait (``standby``): each gets what this process reads from stdin. Else it is "none".
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,18 +31,16 @@ def main(argv: Sequence[str]) -> NoReturn:
     stopped: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda signum, _: stopped.append(signum))
-    number, peers_gone, wait_s, grace_s, stdin, *command = argv
+    number, peers_gone, wait_s, grace_s, *command = argv
     first = int(os.environ["GROUP_RANK"]) * int(number)
     ranks = [
         subprocess.Popen(
             command,
-            stdin=subprocess.PIPE if stdin == "copy" else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
             env={**os.environ, "LOCAL_RANK": str(local), "RANK": str(first + local)},
         )
         for local in range(int(number))
     ]
-    if stdin == "copy":
-        _copy_stdin(ranks)
     exit_code = _wait(ranks, first, stopped, Path(peers_gone), (float(wait_s), float(grace_s)))
     sys.stderr.flush()
     os._exit(exit_code)  # before anything destroys the list: subprocess would reap the ranks, see _exit_code
@@ -94,18 +90,6 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
     if ended is None:
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
-def _copy_stdin(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    pipes = [process.stdin for process in ranks if process.stdin is not None]
-    while line := sys.stdin.buffer.readline():
-        for pipe in pipes:
-            with suppress(BrokenPipeError):  # its rank has exited, which is noticed later
-                pipe.write(line)
-                pipe.flush()
-    for pipe in pipes:
-        with suppress(BrokenPipeError):
-            pipe.close()
 
 
 if __name__ == "__main__":

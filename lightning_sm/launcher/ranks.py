@@ -54,18 +54,16 @@ class Ranks:
                 variables[_THREADS] = env.get(_THREADS) or str(max(1, usable_cpus() // self._devices))
         return variables
 
-    def command(self, command: Sequence[str], control: ControlFolder, *, copies_stdin: bool = False) -> list[str]:
+    def command(self, command: Sequence[str], control: ControlFolder) -> list[str]:
         """Return the command that runs another one in each rank.
 
         Args:
             command: Program and arguments of a rank.
             control: The folder in which the ranks learn that one of them has failed.
-            copies_stdin: Whether each rank gets a copy of the stdin; else it has none.
         """
         if self._devices is None or self._devices == 1:
             return list(command)
         # -I: neither the script's folder, its working directory, nor PYTHONPATH may replace modules of this process.
         program = [sys.executable, "-I", rank_processes.__file__]
         seconds = map(str, (timeline.CONSEQUENCE_S, timeline.END_GRACE_S))
-        stdin = "copy" if copies_stdin else "none"
-        return [*program, str(self._devices), str(control.peers_gone), *seconds, stdin, *command]
+        return [*program, str(self._devices), str(control.peers_gone), *seconds, *command]

@@ -20,11 +20,9 @@ from lightning_sm.job.hash_seed import hash_seed
 from lightning_sm.job.overrides import to_overrides
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HIDDEN_OPTIONS, RESTART_DIR
-from lightning_sm.launcher.hang import nccl_variables
+from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HIDDEN_OPTIONS
 from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.ranks import Ranks
-from lightning_sm.launcher.standby import waiting_command
 from lightning_sm.launcher.toolkit.distribution import exported_variables, processes_per_host
 from lightning_sm.launcher.toolkit.variables import toolkit_variables
 from lightning_sm.launcher.user_code.prepare import Preparation
@@ -43,15 +41,12 @@ class ScriptCommand:
         directory: Its working directory.
         env: Its environment.
         hidden: Secret options that are not on the command line, because SageMakerCLI reads them from the job.
-        waiting: Program and arguments of a process that waits to run the script (see ``Standby``); empty if it is not
-            run by Python.
     """
 
     arguments: Sequence[str]
     directory: Path
     env: Mapping[str, str]
     hidden: Sequence[str] = ()
-    waiting: Sequence[str] = ()
 
 
 class CommandBuilder:
@@ -64,7 +59,6 @@ class CommandBuilder:
         preparation: Gets code and requirements.
         record: The record of the run.
         control: The control folder.
-        restart_dir: The folder in memory in which ranks save their last step; None in a job that never restarts.
     """
 
     def __init__(
@@ -76,7 +70,6 @@ class CommandBuilder:
         preparation: Preparation,
         record: HostRecord,
         control: ControlFolder,
-        restart_dir: Path | None,
     ) -> None:
         self._job = job
         self._topology = topology
@@ -84,7 +77,6 @@ class CommandBuilder:
         self._preparation = preparation
         self._record = record
         self._control = control
-        self._restart_dir = restart_dir
 
     def build(self, name: str | None, args: Sequence[str]) -> ScriptCommand:
         """Get the code, install its requirements, and return the command.
@@ -103,16 +95,16 @@ class CommandBuilder:
         submission = find_submission(job, self._env)
         folder = devices = None
         if submission is not None:
-            devices = self._introduce(banner, program)  # before the download, which may take minutes
+            devices = self._introduce(banner)  # before the download, which may take minutes
             folder = self._preparation.fetch(submission, job)
         script = find_script(program, job, self._env, folder)
         parser = parser_of(script)
         argv = hydra_command_line(args, job) if parser is Parser.HYDRA else command_line(args, job, script.directory)
-        command = shown_arguments([*script.shown, *argv])
+        command = shown_arguments([str(script.path), *argv])
         self._record.began(command)
         shown = shlex.join(command)
         if submission is None:
-            devices = self._introduce(f"{banner} | {shown}", program)
+            devices = self._introduce(f"{banner} | {shown}")
         else:
             _LOG.info("starting %s in %s", shown, script.directory)
         self._preparation.install(script)
@@ -123,8 +115,7 @@ class CommandBuilder:
         hidden = self._hidden_options(parser, argv, args)
         env[HIDDEN_OPTIONS.name] = ",".join(hidden)
         own = [*script.command, *without_options(argv, hidden)]
-        waiting = ranks.command(waiting_command(own), self._control, copies_stdin=True) if script.is_python else ()
-        return ScriptCommand(ranks.command(own, self._control), script.directory, env, hidden, waiting)
+        return ScriptCommand(ranks.command(own, self._control), script.directory, env, hidden)
 
     def _hidden_options(self, parser: Parser, argv: Sequence[str], args: Sequence[str]) -> tuple[str, ...]:
         """Return the secret hyperparameters among the arguments, if the script reads these from the job."""
@@ -142,17 +133,9 @@ class CommandBuilder:
         _LOG.info("%s: not on the script's command line. SageMakerCLI reads the values from the job.", options)
         return tuple(names)
 
-    def _introduce(self, banner: str, program: Program) -> int | None:
+    def _introduce(self, banner: str) -> int | None:
         """Log which host this is; return the number of processes per host that the job states, if any."""
         logging.getLogger("lightning_sm").info("%s", banner)  # already begins with the name of the command
-        for other in program.overruled:
-            _LOG.info(
-                "%s names the script %s. Ignoring %s, which names %s.",
-                program.named_by.value,
-                program.name,
-                other.named_by.value,
-                other.name,
-            )
         return processes_per_host(self._job, self._topology)
 
     def _environment(
@@ -163,10 +146,7 @@ class CommandBuilder:
         if devices is not None:
             env[DEVICES.name] = str(devices)
         env[CONTROL_DIR.name] = str(self._control.path)
-        if self._restart_dir is not None:
-            env[RESTART_DIR.name] = str(self._restart_dir)
         env |= self._record.variables
-        env |= nccl_variables(self._control, env)
         env |= toolkit_variables(self._job, program.name, argv, given)
         # Python puts only the script's own folder on sys.path; "from app.model import X" needs the folder above app.
         paths = list(script.module_dirs)

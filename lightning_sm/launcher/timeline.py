@@ -11,8 +11,7 @@ from lightning_sm.job.stopping import StopSchedule
 
 # How long before SIGKILL the stacks of the processes that still run are saved.
 STACKS_BEFORE_KILL_S = 6.0
-# How long processes may take to write their stacks: faulthandler takes milliseconds, and NCCL's monitor looks every
-# second.
+# How long processes may take to write their stacks: faulthandler takes milliseconds.
 STACKS_S = 5.0
 # For the agent to notice the first checkpoint of a job; there are no markers before.
 FIRST_MARKER_S = 10.0

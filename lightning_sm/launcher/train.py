@@ -14,8 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +51,7 @@ from lightning_sm.launcher.failure import (
     stopped_reason,
     write_failure,
 )
-from lightning_sm.launcher.hang import Watchdog, described, save_nccl_traces, save_stacks
+from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.lifecycle import (
     Action,
@@ -78,7 +77,6 @@ from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
 from lightning_sm.launcher.run_report import write_report
 from lightning_sm.launcher.script_command import CommandBuilder, ScriptCommand
-from lightning_sm.launcher.standby import Standby
 from lightning_sm.launcher.upload import UploadWatch, wait_until_uploaded
 from lightning_sm.launcher.user_code import prepare
 from lightning_sm.launcher.user_code.prepare import Preparation
@@ -87,7 +85,6 @@ _LOG = command_logger(__name__)
 
 _USAGE_EXIT_CODE = 2
 _POLL_S = 0.05
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's name
 _SAVED = "The script saved a checkpoint and exited, as it was asked to."
 # Exit codes that the signals of ``ChildProcess.end`` cause.
 _ENDED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
@@ -145,9 +142,7 @@ class _HostLauncher:
         self._schedule = StopSchedule.from_environment(env)
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
-        restarts = self._max_restarts > 0 and topology.role is Role.TRAINER
-        self._standby = Standby(self._control) if restarts else None
-        self._child = ChildProcess(self._schedule, self._control, self._standby)
+        self._child = ChildProcess(self._schedule, self._control)
         self._preparation = Preparation(self._child, env)
         self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
         self._report_s = REPORT_S.read(env)
@@ -185,7 +180,7 @@ class _HostLauncher:
         child.on_kill_is_near = self._on_kill_is_near
         self._warn_without_secret()
         self._peers = self._make_peers()
-        with self._peers, self._control, self._record, self._restart_folder() as restart_dir:
+        with self._peers, self._control, self._record:
             child.on_late_signal = self._peers.stop_waiting
             builder = CommandBuilder(
                 self._job,
@@ -194,15 +189,10 @@ class _HostLauncher:
                 preparation=self._preparation,
                 record=self._record,
                 control=self._control,
-                restart_dir=restart_dir,
             )
             self._build = lambda: builder.build(script, args)
-            try:
-                while self._state.phase is not LauncherPhase.OVER:
-                    self._tell(self._work())
-            finally:
-                if self._standby is not None:
-                    self._standby.close()
+            while self._state.phase is not LauncherPhase.OVER:
+                self._tell(self._work())
             if self._state.shows_consequences:
                 sys.stderr.write(child.left_out)
         return self._state.outcome
@@ -256,7 +246,7 @@ class _HostLauncher:
     def _on_restart(self, restart: Restart) -> None:
         start = "the latest valid checkpoint"
         if self._job.checkpoint_dir is None:
-            start = "the newest state in memory, or else the beginning, because the job has no checkpoint folder"
+            start = "the beginning, because the job has no checkpoint folder"
         _LOG.warning("%s: all trainer hosts restart from %s. Cause: %s", restart, start, restart.cause)
         self._record.event("restart", f"{restart}. Cause: {restart.cause}")
         self._tell(RestartOrdered(restart))
@@ -299,7 +289,7 @@ class _HostLauncher:
         checkpoints = None if self._state.is_data_host else self._job.checkpoint_dir
         try:
             with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang), UploadWatch(checkpoints):
-                return Exited(child.run(command.arguments, command.directory, command.env, command.waiting))
+                return Exited(child.run(command.arguments, command.directory, command.env))
         except LightningSMError as error:
             return self._not_started(error)
 
@@ -362,14 +352,7 @@ class _HostLauncher:
             # the same code for both.
             exit_code = INTERRUPTED_EXIT_CODE
             first = replace(first, exit_code=exit_code)
-        failed = script_failure(
-            first,
-            exit_code,
-            child.stderr_tail,
-            self._place,
-            stopped_by=child.stopped_by,
-            num_restarts=self._state.num_kills,
-        )
+        failed = script_failure(first, exit_code, child.stderr_tail, self._place, stopped_by=child.stopped_by)
         is_consequence = failed.is_consequence and child.stopped_by is None
         if is_consequence:
             # For the report of the launcher whose script failed first.
@@ -470,16 +453,6 @@ class _HostLauncher:
     def _is_stopped(self) -> bool:
         return self._child.stopped_by is not None
 
-    @contextmanager
-    def _restart_folder(self) -> Iterator[Path | None]:
-        """Keep a folder in memory in which the ranks save their last step for a restart, if there may be one."""
-        if self._standby is None:
-            yield None
-            return
-        parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-        with tempfile.TemporaryDirectory(prefix="lightning_sm-", dir=parent, ignore_cleanup_errors=True) as folder:
-            yield Path(folder)
-
     def _on_hang(self, beats: Sequence[Beat]) -> None:
         """Save the stacks of the script's processes, and kill the script. The watchdog's thread calls this."""
         where, stacks = self._where(beats)
@@ -498,10 +471,8 @@ class _HostLauncher:
     def _where(self, beats: Sequence[Beat] | None = None) -> tuple[str, str]:
         """Save stacks; return where the script's processes stand, and a sentence with the files."""
         beats, now = self._child.announced() if beats is None else beats, time.monotonic()
-        folder = self._job.host_output_dir
-        stacks = save_stacks(self._control, beats, folder)
-        files = [*(one.file for one in stacks), *save_nccl_traces(self._control, folder)]
-        sentence = f" Stacks: {', '.join(map(str, files))}." if files else ""
+        stacks = save_stacks(self._control, beats, self._job.host_output_dir)
+        sentence = f" Stacks: {', '.join(str(one.file) for one in stacks)}." if stacks else ""
         return described(beats, now, stacks), sentence
 
     def _leave_at(self) -> float:

@@ -12,7 +12,6 @@ other times are in seconds, too.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import platform
 import re
@@ -28,13 +27,12 @@ import msgspec
 from lightning_sm._structs import encode
 from lightning_sm._version import installed_version
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.redaction import shown_hyperparameters
+from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import RECORD_DIR
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "lightning-sm-record"
-VERSION = 1
 LAUNCHER = "launcher"
 # How a job, a host, or the run of a rank's Trainer ends; see ``End``.
 SUCCEEDED, FAILED, INTERRUPTED, STOPPED = "succeeded", "failed", "interrupted", "stopped"
@@ -66,7 +64,7 @@ _ENDING = ".jsonl"
 _NAME = re.compile(rf".+-(?:{LAUNCHER}|rank-\d+)\.jsonl")
 
 
-class Line(msgspec.Struct, frozen=True, tag_field="kind"):
+class Line(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True):
     """A line of a record.
 
     Attributes:
@@ -91,13 +89,11 @@ class FileHead(Line, frozen=True, tag="file"):
         world_size: Number of ranks; None for a launcher.
         hosts: Instance group of each host of the job, by its name.
         instance_types: Instance type of each group, by its name; None if unknown.
-        instance_type: Instance type of this host.
         cpus: Number of CPUs that the process may use.
         gpus: Number of GPUs of the host.
         packages: Versions of the packages that matter, by name.
         command: The command line of the script, secrets hidden; empty for ranks.
         hyperparameters: Those of the job, secrets hidden; empty for ranks.
-        version: Version of this format.
     """
 
     host: str
@@ -110,13 +106,11 @@ class FileHead(Line, frozen=True, tag="file"):
     world_size: int | None = None
     hosts: Mapping[str, str] = msgspec.field(default_factory=dict)
     instance_types: Mapping[str, str | None] = msgspec.field(default_factory=dict)
-    instance_type: str | None = None
     cpus: int = 0
     gpus: int = 0
     packages: Mapping[str, str] = msgspec.field(default_factory=dict)
     command: Sequence[str] = msgspec.field(default_factory=list)
     hyperparameters: Mapping[str, str] = msgspec.field(default_factory=dict)
-    version: int = VERSION
 
 
 class GpuUse(msgspec.Struct, frozen=True):
@@ -271,8 +265,7 @@ class Event(Line, frozen=True, tag="event"):
     Attributes:
         t: When it happened.
         what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``slow_request``,
-            ``hang``, ``failure``, ``checkpoint_saved``, ``resumed`` or ``approximate``: a restart without the random
-            numbers of its step (docs/lifecycle.md, "The last step").
+            ``hang``, ``failure``, ``checkpoint_saved`` or ``resumed``.
         text: The event in words.
     """
 
@@ -345,39 +338,13 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def read_file(path: Path) -> list[Line]:
-    """Read the lines of a file, skipping malformed ones, such as a line that a kill cut short.
+    """Read the lines of a file, skipping malformed ones, such as one that is still being written, or was cut short.
 
     Raises:
         OSError: The file cannot be read.
     """
-    return read_on(path, 0)[0]
-
-
-def read_on(path: Path, offset: int) -> tuple[list[Line], int]:
-    """Read the lines of a file that is still being written, as ``read_file`` does.
-
-    Args:
-        path: The file.
-        offset: Where to begin.
-
-    Returns:
-        The lines, and where the next one will begin.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read()
-    end = data.rfind(b"\n") + 1  # the rest is still being written, or was cut short
-    lines = map(from_json, data[:end].split(b"\n"))
-    return [line for line in lines if line is not None], offset + end
-
-
-def to_json(line: Line) -> str:
-    """Return a line as JSON, without a line break."""
-    values = {name: value for name, value in msgspec.to_builtins(line).items() if value is not None}
-    return encode(_rounded(values)).decode()
+    lines = map(from_json, path.read_bytes().split(b"\n"))
+    return [line for line in lines if line is not None]
 
 
 def from_json(text: str | bytes) -> Line | None:
@@ -414,7 +381,7 @@ class Recorder:
             if self._has_failed:
                 return
             try:
-                data = to_json(line).encode() + b"\n"
+                data = encode(line) + b"\n"
                 if self._file is None:
                     self._file = self._open()
                 while data:
@@ -491,12 +458,11 @@ def head_of(
         world_size=world_size,
         hosts={host: group.name for group in job.groups for host in group.hosts},
         instance_types={group.name: group.instance_type for group in job.groups},
-        instance_type=job.current_group.instance_type,
         cpus=cpus,
         gpus=job.num_gpus,
         packages=packages,
         command=list(command),
-        hyperparameters=shown_hyperparameters(job.hyperparameters) if rank is None else {},
+        hyperparameters=shown("", job.hyperparameters) if rank is None else {},
     )
 
 
@@ -520,12 +486,3 @@ class Pacing:
         if self._began_at is None:
             self._began_at = now
         return now + min(self._most_s, max(self._least_s, (now - self._began_at) / 600))
-
-
-def _rounded(value: Any) -> Any:
-    """Return JSON with floats of six decimals, and None for NaN and infinity."""
-    if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -97,9 +97,7 @@ def read_run(source: Path, job: str | None = None) -> RunRecord:
     runs = read_runs([source], job)
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
-        raise JobConfigError(
-            f"{source} has the records of {len(runs)} jobs: {names}. Name one with --job (compare: --jobs)."
-        )
+        raise JobConfigError(f"{source} has the records of {len(runs)} jobs: {names}. Name one with --job.")
     return runs[0]
 
 

@@ -80,20 +80,19 @@ class Totals:
         return Totals(steps, samples, parts, spans, in_transit_s, num_untimed=untimed)
 
 
-def pace_of(ranks: Mapping[int, Totals], longest_wait: float = 0.0) -> tuple[int | None, Totals]:
+def pace_of(ranks: Mapping[int, Totals]) -> tuple[int | None, Totals]:
     """Return the rank that sets the pace, and its steps; None, and no steps, if there are none.
 
     It is the one that comes last to the exchange of gradients in the backward pass.
 
     Args:
         ranks: The steps of each rank, in the same time.
-        longest_wait: The share of the time that training waits for data, as far as other ranks are known to wait.
     """
     timed = {rank: steps for rank, steps in ranks.items() if steps.num_steps}
     if not timed:
         return None, Totals()
     rank = max(timed, key=lambda one: (timed[one].wall_s - timed[one].parts["backward"]) / timed[one].num_steps)
-    return rank, replace(timed[rank], parts=with_longest_wait(timed[rank].parts, longest_wait))
+    return rank, timed[rank]
 
 
 def with_longest_wait(parts: Mapping[str, float], share: float) -> dict[str, float]:

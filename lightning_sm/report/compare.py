@@ -2,7 +2,7 @@
 
 The work is a whole training of so many samples where both runs say how many a step has, else of so many steps, without
 interruptions. What a run takes outside its steps is part of it where both say it: once, or in proportion to the steps.
-If the length of the training is unknown, it is a step. A run is what its record says, or a file of figures that were
+A run is what its record says, or a file of figures that were
 measured elsewhere.
 """
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, rate, step_time, times
@@ -33,10 +35,22 @@ step_s: 0.1968         # seconds of a step of all trainers together, once the fi
 samples_per_step: 8192 # optional: of all trainers; needed where the two runs differ in it
 steps: 4800            # optional: how many steps the run had
 apart_s: 90            # optional: seconds that the job was up besides its steps, however many these are (start-up, end)
-apart_step_s: 0.01     # optional: seconds besides its steps that grow with them, for each one (validation, checkpoints)
 """
-# Costs are shown for this many steps if the length of the training is unknown: one step costs a fraction of a cent.
-_SHOWN_STEPS = 1000
+_Whole = Annotated[int, msgspec.Meta(gt=0)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]  # nor infinity, which YAML has
+# The length of a training whose length is unknown: one step costs a fraction of a cent.
+_ASSUMED_STEPS = 1000
+
+
+class _FiguresFile(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of ``FIGURES_FORMAT``."""
+
+    hosts: Annotated[dict[str, _Whole], msgspec.Meta(min_length=1)]
+    step_s: _Positive
+    name: str = ""
+    samples_per_step: _Positive | None = None
+    steps: _Whole | None = None
+    apart_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,11 +86,6 @@ class ComparedRun:
     restarts_s: float = 0.0
     outcome: str = SUCCEEDED
 
-    @property
-    def kinds(self) -> dict[str, int]:
-        """Number of its hosts by instance type, or by group where that is unknown."""
-        return dict(Counter(instance_type or group for group, instance_type in self.hosts))
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -87,36 +96,34 @@ class Comparison:
         second: The other run.
         per_hour: Price of an hour of all hosts of each run; None if no prices are given.
         work: Steps of the second run for one of the first: 1, unless their steps have different numbers of samples.
-        steps: Steps of the whole training, of the first run; None if that is not known.
+        steps: Steps of the whole training, of the first run.
     """
 
     first: ComparedRun
     second: ComparedRun
     per_hour: tuple[float, float] | None
     work: float
-    steps: int | None
+    steps: int
 
     @property
-    def numbers(self) -> tuple[int, int] | None:
-        """Steps of the whole training of each run; None if they are not known."""
-        return None if self.steps is None else (self.steps, math.ceil(self.steps * self.work))
+    def numbers(self) -> tuple[int, int]:
+        """Steps of the whole training of each run."""
+        return self.steps, math.ceil(self.steps * self.work)
 
     @property
     def apart_s(self) -> tuple[float, float]:
         """Seconds of each run outside the steps of the whole training; 0 unless both are known."""
         first, second = self.first.apart_s, self.second.apart_s
-        if first is None or second is None or self.numbers is None:
+        if first is None or second is None:
             return 0.0, 0.0
         growing = (self.first.apart_step_s * self.numbers[0], self.second.apart_step_s * self.numbers[1])
         return first + growing[0], second + growing[1]
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Seconds that each run takes for the same work: a whole training, or one step of the first run."""
-        if self.numbers is None:
-            return self.first.step_s, self.second.step_s * self.work
-        apart, steps_s = self.apart_s, (self.first.step_s, self.second.step_s)
-        return apart[0] + steps_s[0] * self.numbers[0], apart[1] + steps_s[1] * self.numbers[1]
+        """Seconds that each run takes for the whole training."""
+        first, second = self.apart_s
+        return first + self.first.step_s * self.steps, second + self.second.step_s * self.steps * self.work
 
     @property
     def speed_up(self) -> float:
@@ -141,7 +148,7 @@ def compare(first: ComparedRun, second: ComparedRun, prices: Prices, steps: int 
         first: The run that the other is compared to.
         second: The other run.
         prices: Prices of the hosts; empty to compare times only.
-        steps: How many steps the training has, of the first run; default: as many as that run had.
+        steps: How many steps the training has, of the first run; default: as many as that run had, if it says so.
 
     Raises:
         JobConfigError: There are prices, but not of all hosts.
@@ -150,7 +157,7 @@ def compare(first: ComparedRun, second: ComparedRun, prices: Prices, steps: int 
     if first.samples_per_step and second.samples_per_step:
         work = first.samples_per_step / second.samples_per_step
     per_hour = (_price(first, prices), _price(second, prices)) if prices else None
-    return Comparison(first, second, per_hour, work, steps or first.steps)
+    return Comparison(first, second, per_hour, work, steps or first.steps or _ASSUMED_STEPS)
 
 
 def of_run(run: Figures) -> ComparedRun:
@@ -161,9 +168,6 @@ def of_run(run: Figures) -> ComparedRun:
     """
     if not run.pace.num_steps:
         raise JobConfigError(f"{run.run.source}: no training steps are recorded, so there is nothing to compare.")
-    num_repeated = sum(restart.num_repeated for restart in run.restarts)
-    restarts_s = run.shares[RESTARTS] + num_repeated * run.pace.step_s
-    apart_step_s = run.growing_s / run.pace.num_trained
     return ComparedRun(
         name=run.run.name,
         source=run.run.source,
@@ -171,11 +175,11 @@ def of_run(run: Figures) -> ComparedRun:
         step_s=run.pace.step_s,
         samples_per_step=run.samples_per_step,
         steps=run.num_steps,
-        apart_s=max(0.0, run.seconds - restarts_s - run.num_steps * (run.pace.step_s + apart_step_s)),
-        apart_step_s=apart_step_s,
+        apart_s=run.fixed_s,
+        apart_step_s=run.growing_step_s,
         waiting=run.pace.waiting,
         num_restarts=len(run.restarts),
-        restarts_s=restarts_s,
+        restarts_s=run.shares[RESTARTS] + run.repeated_s,
         outcome=run.outcome,
     )
 
@@ -190,23 +194,18 @@ def read_figures(file: Path) -> ComparedRun:
         JobConfigError: The file cannot be read, or a value is missing or wrong.
     """
     fields = read_mapping(file, "file of figures", FIGURES_FORMAT)
-    hosts = fields.get("hosts")
-    if not isinstance(hosts, dict) or not hosts:
-        raise JobConfigError(f"{file}: hosts is {hosts!r}; expected the number of hosts of each instance type.")
-    counts = {str(name): _number(file, f"hosts.{name}", number, whole=True) for name, number in hosts.items()}
-    optional = {
-        name: _number(file, name, fields[name], whole=name == "steps")
-        for name in ("samples_per_step", "steps", "apart_s", "apart_step_s")
-        if fields.get(name) is not None
-    }
-    if "apart_step_s" in optional and "apart_s" not in optional:
-        raise JobConfigError(f"{file}: apart_step_s without apart_s: give both, or neither; apart_s may be 0.")
+    try:
+        found = msgspec.convert(fields, _FiguresFile)
+    except msgspec.ValidationError as error:
+        raise JobConfigError(f"{file}: {error}. A file of figures:\n{FIGURES_FORMAT}") from error
     return ComparedRun(
-        name=str(fields.get("name", file.stem)),
-        source=str(file),
-        hosts=tuple((name, name) for name, number in counts.items() for _ in range(number)),
-        step_s=_number(file, "step_s", fields.get("step_s")),
-        **optional,
+        found.name or file.stem,
+        str(file),
+        tuple((kind, kind) for kind, number in found.hosts.items() for _ in range(number)),
+        found.step_s,
+        samples_per_step=found.samples_per_step,
+        steps=found.steps,
+        apart_s=found.apart_s,
     )
 
 
@@ -217,20 +216,8 @@ def as_text(comparison: Comparison, prices: Prices) -> str:
         comparison: The two runs.
         prices: The prices that were used.
     """
-    table = draw_table(list(_rows(comparison, prices)), ["", "A", "B", "B compared to A"])
+    table = draw_table(_rows(comparison, prices), ["", "A", "B", "B compared to A"])
     return "\n\n".join([sentence(comparison, prices), table, "\n".join(_notes(comparison, prices))])
-
-
-def as_json(comparison: Comparison, prices: Prices) -> dict[str, Any]:
-    """Return the comparison for programs; see ``as_text`` for the arguments."""
-    return {
-        "a": _run_json(comparison, 0),
-        "b": _run_json(comparison, 1),
-        "speed_up": comparison.speed_up,
-        "price_ratio": comparison.price_ratio,
-        "cost_ratio": comparison.cost_ratio,
-        "currency": prices.currency,
-    }
 
 
 def sentence(comparison: Comparison, prices: Prices) -> str:
@@ -251,8 +238,7 @@ def _doubts(name: str, run: ComparedRun) -> Iterator[str]:
 
 def _result(comparison: Comparison, prices: Prices) -> str:
     faster = comparison.speed_up
-    verb, words = _verb_and_speed(faster)
-    speed = f"B {verb} {words} as A"
+    speed = f"B {'is' if round(faster, 2) >= 1 else 'takes'} {_speed(faster)} as A"
     ratio, price_ratio = comparison.cost_ratio, comparison.price_ratio
     if ratio is None or price_ratio is None:
         return f"{speed}. To compare costs, give the prices of all hosts: --prices FILE or --price TYPE=PER_HOUR."
@@ -267,33 +253,28 @@ def _result(comparison: Comparison, prices: Prices) -> str:
     return text
 
 
-def _rows(comparison: Comparison, prices: Prices) -> Any:
+def _rows(comparison: Comparison, prices: Prices) -> Iterator[Sequence[str]]:
     a, b = comparison.first, comparison.second
     yield "run", a.name, b.name, ""
     yield "hosts", _hosts(a), _hosts(b), ""
     if a.waiting is not None or b.waiting is not None:
-        yield "waiting for data", *(_optional(run.waiting, percent) for run in (a, b)), ""
+        yield "waiting for data", *("not known" if one.waiting is None else percent(one.waiting) for one in (a, b)), ""
     yield "time of a step", step_time(a.step_s), step_time(b.step_s), _speed(a.step_s / b.step_s)
     if a.samples_per_step and b.samples_per_step:
         rates = (a.samples_per_step / a.step_s, b.samples_per_step / b.step_s)
         yield "samples per second", *map(rate, rates), _speed(rates[1] / rates[0])
     if comparison.per_hour is not None:
         yield "price of an hour", *map(prices.amount, comparison.per_hour), _change(comparison.price_ratio)
-    if comparison.numbers is not None:
-        yield "steps", *(f"{number:,}" for number in comparison.numbers), ""
-        if any(comparison.apart_s):
-            yield "outside the steps", *map(duration, comparison.apart_s), ""
-        yield "time to train", *map(duration, comparison.seconds), _speed(comparison.speed_up)
+    yield "steps", *(f"{number:,}" for number in comparison.numbers), ""
+    if any(comparison.apart_s):
+        yield "outside the steps", *map(duration, comparison.apart_s), ""
+    yield "time to train", *map(duration, comparison.seconds), _speed(comparison.speed_up)
     if comparison.per_hour is not None:
-        label, shown = "cost to train", 1
-        if comparison.numbers is None:
-            label = f"cost of {count(_SHOWN_STEPS, 'step')}{'' if comparison.work == 1 else ' of A'}"
-            shown = _SHOWN_STEPS
-        costs = [cost(price, shown * own) for price, own in zip(comparison.per_hour, comparison.seconds, strict=True)]
-        yield label, *map(prices.amount, costs), _change(comparison.cost_ratio)
+        costs = map(cost, comparison.per_hour, comparison.seconds)
+        yield "cost to train", *map(prices.amount, costs), _change(comparison.cost_ratio)
 
 
-def _notes(comparison: Comparison, prices: Prices) -> Any:
+def _notes(comparison: Comparison, prices: Prices) -> Iterator[str]:
     a, b = comparison.first, comparison.second
     yield f"A: {a.source}"
     yield f"B: {b.source}"
@@ -311,22 +292,6 @@ def _notes(comparison: Comparison, prices: Prices) -> Any:
         yield "The comparison is by step: that is the same work only if a step of A and one of B have as many samples."
 
 
-def _run_json(comparison: Comparison, index: int) -> dict[str, Any]:
-    run = (comparison.first, comparison.second)[index]
-    price = None if comparison.per_hour is None else comparison.per_hour[index]
-    numbers = comparison.numbers
-    seconds = None if numbers is None else comparison.seconds[index]
-    return {
-        **asdict(run),
-        "hosts": run.kinds,
-        "steps": None if numbers is None else numbers[index],
-        "price_per_hour": price,
-        "cost_per_step": None if price is None else cost(price, run.step_s),
-        "time_to_train_s": seconds,
-        "cost_to_train": None if price is None or seconds is None else cost(price, seconds),
-    }
-
-
 def _price(run: ComparedRun, prices: Prices) -> float:
     per_hour = prices.total(run.hosts)
     if per_hour is None:
@@ -339,17 +304,14 @@ def _price(run: ComparedRun, prices: Prices) -> float:
 
 
 def _hosts(run: ComparedRun) -> str:
-    return ", ".join(f"{number} x {kind}" for kind, number in run.kinds.items())
+    kinds = Counter(instance_type or group for group, instance_type in run.hosts)
+    return ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
 
 
 def _speed(ratio: float) -> str:
-    return _verb_and_speed(ratio)[1]
-
-
-def _verb_and_speed(ratio: float) -> tuple[str, str]:
-    if f"{ratio:.2f}" == "1.00":
-        return "is", "as fast"
-    return ("is", f"{ratio:.3g} times as fast") if ratio >= 1 else ("takes", f"{1 / ratio:.3g} times as long")
+    if round(ratio, 2) == 1:
+        return "as fast"
+    return f"{ratio:.3g} times as fast" if ratio >= 1 else f"{1 / ratio:.3g} times as long"
 
 
 def _change(ratio: float | None) -> str:
@@ -360,20 +322,3 @@ def _change(ratio: float | None) -> str:
     if change == 0:
         return "the same"
     return f"{abs(change):.1f}% {'more' if change > 0 else 'less'}"
-
-
-def _optional(value: float | None, text: Any) -> str:
-    return "not known" if value is None else str(text(value))
-
-
-def _number(file: Path, name: str, value: Any, *, whole: bool = False) -> Any:
-    is_number = type(value) in ({int} if whole else {int, float})
-    if (
-        not is_number
-        or not math.isfinite(value)
-        or value < 0
-        or (value == 0 and name not in ("apart_s", "apart_step_s"))
-    ):
-        kind = "a positive whole number" if whole else "a positive number"
-        raise JobConfigError(f"{file}: {name} is {value!r}; expected {kind}.")
-    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -43,13 +43,6 @@ _START, _FIRST, *_LATER = dict.fromkeys(SPANS.values())
 SHARES = (_START, _FIRST, STEPS, WAITING, *_LATER, RESTARTS, SHUTDOWN, OTHER)
 # What a training does again and again.
 _GROWING = tuple(dict.fromkeys(SPANS[name] for name in ("validation", "between", "checkpoint")))
-# What the time of a restart goes into, in its order.
-SAVING = "the last checkpoint before it"
-ENDING = "the end of the processes before it"
-FRUITLESS = "attempts that did not train"
-PREPARATION = "code and requirements"
-STARTUP = "the start of the script until training begins"
-FIRST_BATCH = "the first batch"
 # The first figures of data hosts, in which the first batches are, are left out if enough follow.
 _LEAST_LINES = 4
 RUNNING = "no end recorded"
@@ -97,7 +90,6 @@ class HostSummary:
         cpus: CPUs that it may use; 0 if it has no record here.
         gpus: Number of its GPUs.
         uses: What it did over time, in all attempts; empty if it has no record here.
-        earlier_roles: Its role in each earlier attempt in which that was another one.
     """
 
     name: str
@@ -107,7 +99,6 @@ class HostSummary:
     cpus: int = 0
     gpus: int = 0
     uses: tuple[HostUse, ...] = ()
-    earlier_roles: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def cpu(self) -> float | None:
@@ -147,15 +138,12 @@ class TrainingRestart:
         until: When its own steps began.
         seconds: The time between, without that between two attempts, in which no host costs anything.
         num_repeated: Steps that were trained again.
-        parts: Seconds by what they went into: ``SAVING``, ``ENDING``, ``FRUITLESS``, ``PREPARATION``, ``STARTUP`` and
-            ``FIRST_BATCH``.
     """
 
     since: float
     until: float
     seconds: float
     num_repeated: int
-    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,7 +164,7 @@ class Happening:
 
 
 @dataclass(frozen=True)
-class _DataFigures:
+class DataMoment:
     """What ranks and data hosts had done at a moment, by their names."""
 
     t: float
@@ -184,7 +172,7 @@ class _DataFigures:
     hosts: Mapping[str, HostFigures] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, line: DataService) -> _DataFigures:
+    def of(cls, line: DataService) -> DataMoment:
         """Read a line, which another version may have written. Names of data hosts lose the address behind them."""
         hosts = [_known_fields(HostFigures, host) for host in line.hosts]
         short = [structs.replace(host, name=host.name.partition(" (")[0]) for host in hosts]
@@ -233,40 +221,26 @@ class Figures:
     @cached_property
     def hosts(self) -> list[HostSummary]:
         """All hosts of the last attempt, also those without a record here. Trainers come first."""
-        head = max((record.head for record in self._latest), key=lambda head: len(head.hosts))
-        roles = self._roles
+        heads = [record.head for record in self._latest]
+        head = max(heads, key=lambda head: len(head.hosts))
+        # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
+        roles = {record.head.group: record.head.role for record in self.run.records}
+        roles |= {head.group: head.role for head in heads}
         hosts = []
-        for name, (group, role) in roles[self.attempts[-1].number].items():
-            earlier = {number: places[name][1] for number, places in roles.items() if name in places}
-            own = [record for record in self._latest if record.head.host == name]
-            heads = [record.head for record in own]
-            kind = next((one.instance_type for one in heads if one.instance_type), head.instance_types.get(group))
+        for name, group in (head.hosts or {head.host: head.group for head in heads}).items():
+            own = [one for one in heads if one.host == name]
             hosts.append(
                 HostSummary(
                     name=name,
                     group=group,
-                    role=role,
-                    instance_type=kind,
-                    cpus=max((one.cpus for one in heads), default=0),
-                    gpus=max((one.gpus for one in heads), default=0),
+                    role=roles.get(group, "data"),
+                    instance_type=head.instance_types.get(group),
+                    cpus=max((one.cpus for one in own), default=0),
+                    gpus=max((one.gpus for one in own), default=0),
                     uses=tuple(_lines([one for one in self.run.records if one.head.host == name], HostUse)),
-                    earlier_roles={number: other for number, other in earlier.items() if other != role},
                 )
             )
         return sorted(hosts, key=lambda host: (host.role == "data", host.name))
-
-    @cached_property
-    def _roles(self) -> dict[int, dict[str, tuple[str, str]]]:
-        """Group and role of each host, by its name, in each attempt: the service names hosts anew."""
-        roles = {record.head.group: record.head.role for record in self.run.records}
-        found = {}
-        for attempt in self.attempts:
-            heads = [record.head for record in self.run.records if record.attempt == attempt.number]
-            groups = max((dict(head.hosts) for head in heads), key=len) or {head.host: head.group for head in heads}
-            # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
-            known = roles | {head.group: head.role for head in heads}
-            found[attempt.number] = {name: (group, known.get(group, "data")) for name, group in groups.items()}
-        return found
 
     @property
     def hosts_without_record(self) -> list[str]:
@@ -310,18 +284,17 @@ class Figures:
     def pace(self) -> Totals:
         """The steps of the rank that sets the pace, which all numbers of a page are about.
 
-        Data hosts know how much longer training waits than this rank, for ranks without a record here, and where ranks
-        take turns: the others wait for the one that waits in their backward pass.
+        Data hosts know how much longer training waits than this rank, for ranks without a record here: the others wait
+        for the one that waits in their backward pass.
         """
         return self._pace[1]
 
     @cached_property
     def _pace(self) -> tuple[int | None, Totals]:
         rank, steps = pace_of(self.ranks)
-        own = self._added(lambda ranks: next((ranks[name] for name in ranks if _number(name) == rank), RankFigures()))
-        longer_s = self.longest_waits.wait_s - own.wait_s
-        share = steps.waiting + longer_s / max(1e-9, self.longest_waits.seconds)
-        return rank, replace(steps, parts=with_longest_wait(steps.parts, share))
+        shares = {_number(name): known.wait_fraction for name, known in self.data[0].items()}
+        longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
+        return rank, replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
 
     @cached_property
     def rank_paces(self) -> list[RankPace]:
@@ -355,8 +328,7 @@ class Figures:
             without_hosts_s = math.fsum(max(0.0, later.begin - one.end) for one, later in pairwise(between))
             repeated = max(0, self._num_undone(before, after)) if steps and earlier else 0
             seconds = max(0.0, until - since - without_hosts_s)
-            parts = self._restart_parts(before, after, since, until)
-            restarts.append(TrainingRestart(since, until, seconds, repeated, parts))
+            restarts.append(TrainingRestart(since, until, seconds, repeated))
         return restarts
 
     def _num_undone(self, before: ProcessRecord, after: ProcessRecord) -> int:
@@ -376,31 +348,6 @@ class Figures:
                 counted += steps[-1].step - begun.step if steps else 0
         return batches / counted if counted > 0 else 1.0
 
-    def _restart_parts(
-        self, before: ProcessRecord, after: ProcessRecord, since: float, until: float
-    ) -> dict[str, float]:
-        """Return what a restart's time went into, from the end of one training to the first steps of the next one."""
-        by_number = {attempt.number: attempt for attempt in self.attempts}
-        trains_at = min(line.t for line in _lines([after], Loader))
-        startups = [span for span in _lines([after], Span) if span.name == "startup" and span.t <= trains_at]
-        # A process that waits for a restart has begun before it.
-        starts_at = max([max(line.t for line in before.lines), *(span.begin for span in startups)])
-        ended = starts_at
-        if before.attempt != after.attempt:
-            ended, starts_at = by_number[before.attempt].end, max(starts_at, by_number[after.attempt].begin)
-        saving = [span for span in _lines([before], Span) if span.name == "checkpoint" and span.begin >= since]
-        saving_s = math.fsum(span.seconds for span in saving)
-        launchers = [one for one in self._pace_launchers if one.attempt == after.attempt]
-        preparing = [span for span in _lines(launchers, Span) if since <= span.begin and span.t <= until]
-        return {
-            SAVING: saving_s,
-            ENDING: max(0.0, ended - since - saving_s),
-            FRUITLESS: math.fsum(one.seconds for one in self.attempts if before.attempt < one.number < after.attempt),
-            PREPARATION: math.fsum(span.seconds for span in preparing),
-            STARTUP: max(0.0, trains_at - starts_at),
-            FIRST_BATCH: max(0.0, until - trains_at),
-        }
-
     @property
     def on_gpu(self) -> bool:
         """Whether the GPU measured the parts of steps."""
@@ -418,19 +365,6 @@ class Figures:
         ]
         return max((one for one in found if one[2]), key=lambda one: one[1] / one[2], default=None)
 
-    @cached_property
-    def waits_for_lost_hosts(self) -> dict[str, float]:
-        """Seconds in which training waited for data while a data host was lost, by name of the host."""
-        waits: dict[str, float] = defaultdict(float)
-        steps = _lines(self.pace_records, Steps)
-        for before, after in self._data_changes:
-            waited_s = math.fsum(line.parts.get("data_wait", 0.0) for line in steps if before.t < line.t <= after.t)
-            for name, host in after.hosts.items():
-                last = before.hosts.get(name, HostFigures(name))
-                if host.num_lost > last.num_lost or last.state != "up":
-                    waits[name] += waited_s
-        return dict(waits)
-
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole run, of which those that were trained again count once."""
@@ -442,6 +376,11 @@ class Figures:
     def samples_per_step(self) -> float | None:
         """Samples of a step of all ranks; None if one does not know."""
         return samples_per_step(self.ranks.values(), self.world_size)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second of all ranks; None if a rank does not know, or without steps."""
+        return self.samples_per_step / self.pace.step_s if self.samples_per_step else None
 
     @property
     def world_size(self) -> int:
@@ -468,15 +407,21 @@ class Figures:
         return shares
 
     @property
-    def apart_s(self) -> float:
-        """Seconds that the job took besides its training steps."""
-        return max(0.0, self.seconds - self.shares[STEPS] - self.shares[WAITING])
+    def repeated_s(self) -> float:
+        """Seconds of the steps that were trained again after a restart."""
+        return sum(restart.num_repeated for restart in self.restarts) * self.pace.step_s
 
     @property
-    def growing_s(self) -> float:
-        """Seconds outside the steps that grow with the number of steps: a training twice as long has twice as much."""
+    def growing_step_s(self) -> float:
+        """Seconds outside the steps for each step: of what a training twice as long has twice as much."""
         later = math.fsum(self.spans.get(_FIRST, ())[1:])  # the first batches of the epochs after the first one
-        return later + math.fsum(self.shares[name] for name in _GROWING)
+        return (later + math.fsum(self.shares[name] for name in _GROWING)) / max(1, self.pace.num_trained)
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds that the job took however many steps it had, without restarts, which are the luck of a run."""
+        of_steps = self.num_steps * (self.pace.step_s + self.growing_step_s)
+        return max(0.0, self.seconds - self.shares[RESTARTS] - self.repeated_s - of_steps)
 
     @cached_property
     def loaders(self) -> dict[int, Loader]:
@@ -496,7 +441,7 @@ class Figures:
         """
         ranks: dict[str, RankFigures] = {}
         hosts: dict[str, HostFigures] = {}
-        for moments in self._data:
+        for moments in self.data_moments:
             first, last = moments[1 if len(moments) > _LEAST_LINES else 0], moments[-1]
             for name, rank in last.ranks.items():
                 ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first.ranks.get(name)))
@@ -505,36 +450,17 @@ class Figures:
         return {name: rank for name, rank in ranks.items() if rank.num_steps}, list(hosts.values())
 
     @cached_property
-    def longest_waits(self) -> RankFigures:
-        """The sum of what the rank measured that waited the longest, between each two lines of data hosts' figures."""
-        return self._added(lambda ranks: max(ranks.values(), key=lambda rank: rank.wait_s, default=RankFigures()))
-
-    @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
-        """Steps and values of each metric; what an attempt repeats replaces what the one before had logged.
-
-        Lines repeat the last value of metrics that are logged once an epoch: only changes are points, and the last
-        line, so that a curve ends where the run does.
-        """
+        """Steps and values of each metric; what an attempt repeats replaces what the one before had logged."""
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        held: dict[str, tuple[int, float]] = {}
         for record in self.main_records:
-            begins: dict[str, int] = {}
+            own: dict[str, list[tuple[int, float]]] = defaultdict(list)
             for line in _lines([record], Metrics):
                 for name, value in line.values.items():
-                    if value is None:
-                        continue
-                    if name not in begins:
-                        begins[name] = line.step
-                        series[name] = [point for point in series[name] if point[0] < line.step]
-                    if not series[name] or series[name][-1][1] != value:
-                        series[name].append((line.step, value))
-                        held.pop(name, None)
-                    else:
-                        held[name] = (line.step, value)
-        for name, (step, value) in held.items():
-            if step > series[name][-1][0]:
-                series[name].append((step, value))
+                    if value is not None:
+                        own[name].append((line.step, value))
+            for name, points in own.items():
+                series[name] = [point for point in series[name] if point[0] < points[0][0]] + points
         return dict(series)
 
     @property
@@ -546,6 +472,11 @@ class Figures:
     def hyperparameters(self) -> dict[str, str]:
         """Those of the last attempt, without secrets, as the job was given them."""
         return dict(next((record.head.hyperparameters for record in self._latest if record.head.hyperparameters), {}))
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """Versions of the packages that matter."""
+        return {name: version for record in self.run.records for name, version in record.head.packages.items()}
 
     @cached_property
     def events(self) -> list[Happening]:
@@ -563,7 +494,7 @@ class Figures:
 
     @property
     def unusual_events(self) -> list[Happening]:
-        """The first events that do not happen in every job: pictures mark them by their numbers, from 1."""
+        """The first events that do not happen in every job: pictures mark them."""
         return [event for event in self.events if event.what not in _USUAL_EVENTS][:_MAX_UNUSUAL_EVENTS]
 
     def binned_steps(self, number: int) -> list[tuple[float, float, Totals]]:
@@ -590,23 +521,16 @@ class Figures:
         """What the processes of the last attempt wrote."""
         return [record for record in self.run.records if record.attempt == self.attempts[-1].number]
 
+    @property
+    def newest_records(self) -> list[ProcessRecord]:
+        """What the processes of the last attempt wrote since they were last started."""
+        return list({(record.head.host, record.head.who): record for record in self._latest}.values())
+
     @cached_property
-    def _data(self) -> list[list[_DataFigures]]:
+    def data_moments(self) -> list[list[DataMoment]]:
         """What ranks and data hosts had done at some moments, by life of rank 0, at whose start that was nothing."""
         lines = [(record, _lines([record], DataService)) for record in self.main_records]
-        return [[_DataFigures(record.head.t), *map(_DataFigures.of, own)] for record, own in lines if own]
-
-    @property
-    def _data_changes(self) -> Iterator[tuple[_DataFigures, _DataFigures]]:
-        for moments in self._data:
-            yield from pairwise(moments)
-
-    def _added(self, choose: Callable[[Mapping[str, RankFigures]], RankFigures]) -> RankFigures:
-        """Return the sum of what one of the ranks measured between each two lines of data hosts' figures."""
-        total = RankFigures()
-        for before, after in self._data_changes:
-            total = total.plus(choose({name: rank.since(before.ranks.get(name)) for name, rank in after.ranks.items()}))
-        return total
+        return [[DataMoment(record.head.t), *map(DataMoment.of, own)] for record, own in lines if own]
 
     @cached_property
     def _pace_launchers(self) -> list[ProcessRecord]:

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
-from lightning_sm._text import count, duration, listed
-from lightning_sm.data.trainer.verdict import AFTER_A_LOSS, paces, trouble, wait_cause
+from lightning_sm._text import count, duration, listed, percent
+from lightning_sm.data.trainer.verdict import trouble
 from lightning_sm.errors import JobConfigError
-from lightning_sm.record import limits
 from lightning_sm.record.events import FAILED, INTERRUPTED, STOPPED
-from lightning_sm.record.limits import JobTimes, Limit, SlowRank, WaitCause
+from lightning_sm.record.limits import MIN_STEPS
 from lightning_sm.record.prices import Prices, cost
-from lightning_sm.report.figures import (
-    ENDING,
-    FIRST_BATCH,
-    FRUITLESS,
-    PREPARATION,
-    RESTARTS,
-    RUNNING,
-    SAVING,
-    STARTUP,
-    Figures,
-)
+from lightning_sm.report.figures import RUNNING, Figures
+from lightning_sm.report.limits import Limit, cause_of_wait, leading, limits
 from lightning_sm.report.sizing import advice, plan
-
-# By the largest part of the time of restarts: what to change.
-_RESTART_CHANGES = {
-    SAVING: "Save less in a checkpoint, or to a faster disk.",
-    ENDING: "Look at what the script does after an interruption, and at what the host uploads.",
-    FRUITLESS: "See in the events why these attempts ended.",
-    PREPARATION: "Use an image that has all requirements.",
-    STARTUP: "Import less, and look at prepare_data and setup.",
-    FIRST_BATCH: "Make the first batch faster: compile less, or look at what the loader's workers do first.",
-}
-# A data host whose absence covers this part of the waiting is its cause.
-_MOST = 0.5
 
 
 def ending(run: Figures) -> str:
@@ -57,10 +32,22 @@ def ending(run: Figures) -> str:
 
 def headline(run: Figures) -> str:
     """Return what limited the run, and which data hosts had trouble, in a few sentences."""
-    times = job_times(run)
-    culprit = None if times.cause is None else times.cause.host
-    # Of the host for which training waits, the headline has said enough.
-    return " ".join([limits.headline(times), *trouble([host for host in run.data[1] if host.name != culprit])])
+    cause = cause_of_wait(run) if run.pace.num_steps else None
+    # Of the host for which training waits, the limit has said enough.
+    troubled = [host for host in run.data[1] if cause is None or host.name != cause.host]
+    return " ".join([_largest(run), *trouble(troubled)])
+
+
+def _largest(run: Figures) -> str:
+    if run.pace.num_trained == 0:
+        return "No training step is recorded."
+    if run.pace.num_trained < MIN_STEPS:
+        return f"{count(run.pace.num_trained, 'step')}: too few for a verdict, which takes {MIN_STEPS}."
+    limit = leading(limits(run), run.seconds)
+    if limit is None:
+        return "Nothing takes a large part of the time."
+    share = f", {_cost(run, limit)}" if limit.seconds else ""
+    return f"Limited by {limit.name}{share}. {limit.finding}".rstrip()
 
 
 def scope(run: Figures) -> str:
@@ -79,97 +66,29 @@ def scope(run: Figures) -> str:
 
 def changes(run: Figures, prices: Prices) -> list[str]:
     """Return what to change, each with what it costs of the job now, the most first; empty if nothing is worth it."""
-    times = job_times(run)
-    if times.cause is None or not times.cause.host:  # more workers are no help against a broken host
-        times = replace(times, advice=_advice_on_waiting(run, prices))
-    found = limits.limits(times)
-    first = limits.leading(found, run.seconds)
+    try:
+        advice_on_waiting = advice(plan(run, prices), prices)
+    except JobConfigError:  # the run does not say enough; the cause does
+        advice_on_waiting = ""
+    found = limits(run, advice_on_waiting)
+    first = leading(found, run.seconds)
     # The work of the training itself is there to be done, unless it is what limits the run.
     return [_change(run, limit, prices) for limit in found if limit is first or not limit.is_work]
 
 
-def price_per_hour(run: Figures, prices: Prices) -> float | None:
-    """Return the price of an hour of all hosts, or None if it is not known."""
-    return prices.total((host.group, host.instance_type) for host in run.hosts)
-
-
 def price(run: Figures, prices: Prices) -> float | None:
     """Return what the run cost, or None if the prices are not known."""
-    per_hour = price_per_hour(run, prices)
+    per_hour = prices.total((host.group, host.instance_type) for host in run.hosts)
     return None if per_hour is None else cost(per_hour, run.seconds)
-
-
-def job_times(run: Figures) -> JobTimes:
-    """Return what the time of a recorded run went into."""
-    return JobTimes(
-        seconds=run.seconds,
-        num_steps=run.pace.num_steps,
-        num_untimed=run.pace.num_untimed,
-        parts=run.pace.parts,
-        spans=run.spans,
-        on_gpu=run.on_gpu,
-        cause=_cause(run),
-        slow_rank=_slow_rank(run),
-        restarts=_restarts(run),
-        memory=run.fullest_memory,
-    )
 
 
 def _change(run: Figures, limit: Limit, prices: Prices) -> str:
     whole = price(run, prices)
-    costs = limits.cost_of(limit, run.seconds) if limit.seconds else ""
+    costs = f", {_cost(run, limit)}" if limit.seconds else ""
     if costs and whole is not None:
         costs += f", {prices.amount(whole * limit.seconds / run.seconds)}"
-    text = f"{limit.name[:1].upper()}{limit.name[1:]}{f', {costs}' if costs else ''}: {limit.finding}"
-    return f"{text} {limit.change}".rstrip()
+    return f"{limit.name[:1].upper()}{limit.name[1:]}{costs}: {limit.finding} {limit.change}".rstrip()
 
 
-def _advice_on_waiting(run: Figures, prices: Prices) -> str:
-    try:
-        return advice(plan(run, prices), prices)
-    except JobConfigError:  # the run does not say enough; the cause does
-        return ""
-
-
-def _cause(run: Figures) -> WaitCause | None:
-    ranks, hosts = run.data
-    if ranks:
-        waited_s = run.pace.parts["data_wait"]
-        name, absent_s = max(run.waits_for_lost_hosts.items(), key=lambda item: item[1], default=("", 0.0))
-        if absent_s >= max(1.0, _MOST * waited_s):
-            text = f"Training waited {duration(absent_s)} while data host {name} was lost."
-            return WaitCause(f"data host {name}", text, AFTER_A_LOSS, name)
-        return wait_cause(ranks, hosts, run.longest_waits, share=run.pace.waiting)
-    if not run.loaders:
-        return None
-    loader = next(iter(run.loaders.values()))
-    trainers = [host for host in run.hosts if host.role == "trainer" and host.cpu is not None]
-    busiest = max(trainers, key=lambda host: host.cpu or 0.0, default=None)
-    cpu, cpus = (None, 0) if busiest is None else (busiest.cpu, busiest.cpus)
-    return limits.local_wait(run.pace.waiting, loader.workers, cpu, cpus)
-
-
-def _slow_rank(run: Figures) -> SlowRank | None:
-    """Return the rank that holds up the others, from the records of all ranks, or else from what data hosts know."""
-    known, (ranks, _) = run.rank_paces, run.data
-    return limits.slow_rank(known if len(known) >= len(ranks) else paces(ranks))
-
-
-def _restarts(run: Figures) -> Limit | None:
-    if not run.restarts:
-        return None
-    apart_s = run.shares[RESTARTS]
-    parts = {part: math.fsum(restart.parts[part] for restart in run.restarts) for part in _RESTART_CHANGES}
-    part, part_s = max(parts.items(), key=lambda item: item[1])
-    steps = sum(restart.num_repeated for restart in run.restarts)
-    again_s = steps * run.pace.step_s
-    finding = (
-        f"Training began {count(len(run.restarts), 'more time')}: {duration(apart_s)} from the end of the training "
-        f"before to the next step, the largest part of it {part} ({duration(part_s)})"
-    )
-    changes = [(part_s, _RESTART_CHANGES[part])]
-    if steps:
-        finding += f", and {count(steps, 'step')} were trained again ({duration(again_s)})"
-        changes.append((again_s, "Save checkpoints more often (every_n_train_steps)."))
-    change = " ".join(text for _, text in sorted(changes, reverse=True))
-    return Limit(RESTARTS, apart_s + again_s, f"{finding}.", change)
+def _cost(run: Figures, limit: Limit) -> str:
+    return f"{percent(limit.seconds / max(1e-9, run.seconds))} of the time ({duration(limit.seconds)})"

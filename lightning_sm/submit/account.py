@@ -23,7 +23,6 @@ _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "403"})
 # Service Quotas, the quotas of the service "sagemaker", whose codes differ by instance type.
 _QUOTA = "{} for training job usage"
 _SPOT_QUOTA = "{} for spot training job usage"
-_WARM_POOL_QUOTA = "{} for training warm pool usage"
 
 
 class _Check(NamedTuple):
@@ -140,7 +139,7 @@ def _image(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str
 
 def _buckets(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]:
     keys: defaultdict[str, list[str]] = defaultdict(list)
-    uris = {name: getattr(job, name) for name in ("output", "checkpoints", "tensorboard")}
+    uris = {name: getattr(job, name) for name in ("output", "checkpoints")}
     uris |= {f"channels.{name}": channel.uri for name, channel in job.channels.items()}
     for key, uri in uris.items():
         if uri is not None and uri.startswith("s3://"):
@@ -182,16 +181,15 @@ def _bucket(clients: Clients, bucket: str, keys: list[str], region: str) -> Iter
 
 
 def _quotas(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]:
-    if job.training_plan is not None:  # its hosts are reserved
-        return
+    if job.requested("ResourceConfig.TrainingPlanArn") or job.requested("ResourceConfig.InstancePreferences"):
+        return  # hosts are reserved, or the service chooses them
     wanted: Counter[str] = Counter()
     for group in job.groups.values():
-        if not group.alternatives:
-            wanted[group.instance_type] += group.count
+        wanted[group.instance_type] += group.count
     name = _SPOT_QUOTA if job.spot is not None else _QUOTA
-    quotas = _values(clients, {name.format(one) for one in wanted} | {_WARM_POOL_QUOTA.format(one) for one in wanted})
+    quotas = _values(clients, {name.format(one) for one in wanted})
     for instance_type, count in wanted.items():
-        title, pool = name.format(instance_type), _WARM_POOL_QUOTA.format(instance_type)
+        title = name.format(instance_type)
         quota = quotas.get(title)
         if quota is None:
             yield f'the account has no value for the quota "{title}" in {region}: its default applies.'
@@ -200,11 +198,6 @@ def _quotas(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | st
                 "groups",
                 f"groups: the job needs {count} x {instance_type}, but the account's quota "
                 f'"{title}" in {region} is {quota:g}. Ask for more in Service Quotas, or lower count.',
-            )
-        if job.keep_alive_s and quotas.get(pool, count) < count:
-            yield (
-                f'keep_alive_s: the quota "{pool}" in {region} is {quotas[pool]:g}, and the job has {count}: its hosts '
-                "will not be kept."
             )
 
 

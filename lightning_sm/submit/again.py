@@ -12,10 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from botocore.exceptions import ClientError
-
-from lightning_sm._log import command_logger
-from lightning_sm.cloud.aws import Clients, error_code
+from lightning_sm.cloud.aws import Clients
 from lightning_sm.cloud.hosts import groups_of, shown_hosts
 from lightning_sm.errors import SubmitError
 from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS, MODEL
@@ -27,33 +24,15 @@ from lightning_sm.submit.overrides import Override
 from lightning_sm.submit.problems import Findings
 from lightning_sm.submit.request import encode_hyperparameters, make_request
 from lightning_sm.submit.secret_check import secret_problems
-from lightning_sm.submit.service_limits import fitting, request_problems
-from lightning_sm.submit.training_job import NAME_ENDING_CHARS, new_job_name, training_job
+from lightning_sm.submit.service_limits import PLACES, fitting, request_problems
+from lightning_sm.submit.training_job import NAME_ENDING_CHARS, joined, new_job_name, training_job
 from lightning_sm.submit.without_secrets import without_secrets
 
-_LOG = command_logger(__name__)
-
-# Keys of the job file, to the places in the request that they decide.
-_PLACES: Mapping[str, tuple[str, ...]] = {
-    "image": ("AlgorithmSpecification.TrainingImage",),
-    "role": ("RoleArn",),
-    "output": ("OutputDataConfig.S3OutputPath",),
-    "checkpoints": ("CheckpointConfig.S3Uri",),
-    "tensorboard": ("TensorBoardOutputConfig.S3OutputPath",),
-    "max_run_s": ("StoppingCondition.MaxRuntimeInSeconds",),
-    "max_pending_s": ("StoppingCondition.MaxPendingTimeInSeconds",),
-    "spot": ("StoppingCondition.MaxWaitTimeInSeconds", "EnableManagedSpotTraining"),
-    "max_retry_attempts": ("RetryStrategy.MaximumRetryAttempts",),
-    "keep_alive_s": ("ResourceConfig.KeepAlivePeriodInSeconds",),
-    "volume_gb": ("ResourceConfig.VolumeSizeInGB",),
-    "training_plan": ("ResourceConfig.TrainingPlanArn",),
-    "infra_check": ("InfraCheckConfig.EnableInfraCheck",),
-    "remote_debug": ("RemoteDebugConfig.EnableRemoteDebug",),
-    "groups": ("ResourceConfig.InstanceGroups", "ResourceConfig.InstanceType", "ResourceConfig.InstanceCount"),
-}
 # Keys that become variables of the hosts.
 _VARIABLES = {"max_restarts": MAX_RESTARTS.name, "model": MODEL.name}
-_CHANGEABLE = (*_PLACES, *_VARIABLES, "name", "hyperparameters", "environment", "tags")
+_CHANGEABLE = (*PLACES, *_VARIABLES, "tags", "request")
+# Those that are not put into the request as they are.
+_JOINED = {"name", "hyperparameters", "environment"}
 # The end of a name that ``new_job_name`` or an SDK has made.
 _NAME_ENDING = re.compile(r"-\d{4}(-\d\d){5}-[0-9a-f]{3}\Z")
 _MAX_NAME_CHARS = 63 - NAME_ENDING_CHARS
@@ -104,7 +83,7 @@ def again(
         confirm(
             f"{description['TrainingJobName']} again, with {words}: {shown_hosts(request)}, for at most {hours:g} h."
         )
-    create_training_job(clients.sagemaker, request)
+    create_training_job(clients, request)
     return str(request["TrainingJobName"])
 
 
@@ -150,8 +129,8 @@ def _changed(description: Mapping[str, Any], job: Job, changes: Sequence[Overrid
         raise SubmitError(
             f"{old_name} leaves the choice of its hosts to the service. To change that, submit a job file."
         )
-    for key in keys & _PLACES.keys():
-        for place in _PLACES[key]:
+    for key in (keys & PLACES.keys()) - _JOINED:
+        for place in PLACES[key]:
             _put(request, place, _get(new, place))
     request["TrainingJobName"] = name
     variables = {_VARIABLES[key] for key in keys & _VARIABLES.keys()} | {JOB_SECRET.name}
@@ -163,16 +142,11 @@ def _changed(description: Mapping[str, Any], job: Job, changes: Sequence[Overrid
         # Sent by an SDK as they are: beside them, quotes would count as text (job/hyperparameters.py, rule 1).
         added |= {one: value for one, value in job.hyperparameters.items() if isinstance(value, str)}
     request["HyperParameters"] = hyperparameters | added
-    return {name: value for name, value in request.items() if value != {}}
+    return joined({name: value for name, value in request.items() if value != {}}, job.request)
 
 
 def _without(hyperparameters: Mapping[str, str], names: set[str]) -> dict[str, str]:
-    """Leave out hyperparameters, also those that are split into parts (NAME__0, NAME__1)."""
-    return {
-        key: text
-        for key, text in hyperparameters.items()
-        if key not in names and re.sub(r"__\d+$", "", key) not in names
-    }
+    return {key: text for key, text in hyperparameters.items() if key not in names}
 
 
 def _is_json(text: str) -> bool:
@@ -185,16 +159,8 @@ def _is_json(text: str) -> bool:
 
 def _tags(clients: Clients, description: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """Return the tags of the job, which its description lacks, and the new ones."""
-    tags: dict[str, str] = {}
-    try:
-        pages = clients.sagemaker.get_paginator("list_tags").paginate(ResourceArn=description["TrainingJobArn"])
-        tags = {tag["Key"]: tag["Value"] for page in pages for tag in page["Tags"] if not tag["Key"].startswith("aws:")}
-    except ClientError as error:
-        if error_code(error) != "AccessDeniedException":
-            raise
-        _LOG.warning(
-            "warning: the tags of %s may not be read; the new job has none of them.", description["TrainingJobName"]
-        )
+    pages = clients.sagemaker.get_paginator("list_tags").paginate(ResourceArn=description["TrainingJobArn"])
+    tags = {tag["Key"]: tag["Value"] for page in pages for tag in page["Tags"] if not tag["Key"].startswith("aws:")}
     tags |= job.tags
     return {"Tags": [{"Key": key, "Value": value} for key, value in tags.items()]} if tags else {}
 

@@ -23,7 +23,10 @@ def cost_problems(job: Job) -> Iterator[JobProblem]:
     if job.max_cost is None:
         return
     unknown = types_without_price(job)
-    if unknown:
+    if _is_chosen_by_service(job):
+        text = "max_cost is set, and request has InstancePreferences: the service chooses the hosts. Remove one."
+        yield JobProblem("max_cost", text, also=("request",))
+    elif unknown:
         types = ", ".join(unknown)
         yield JobProblem(
             "max_cost",
@@ -44,6 +47,8 @@ def cost_problems(job: Job) -> Iterator[JobProblem]:
 
 def shown_cost(job: Job) -> str:
     """Say what a job can cost, in one sentence; that it is unknown, where a price is missing."""
+    if _is_chosen_by_service(job):
+        return "What the job can cost is unknown: the service chooses the hosts (InstancePreferences)."
     if types_without_price(job):
         return f"What the job can cost is unknown: no prices for {', '.join(types_without_price(job))} (key prices)."
     return f"The job can cost {_words(job, _most(job))}."
@@ -52,13 +57,12 @@ def shown_cost(job: Job) -> str:
 def types_without_price(job: Job) -> list[str]:
     """Return the instance types of a job of which it has no price."""
     prices = Prices(job.prices)
-    types = [
-        one
-        for name, group in job.groups.items()
-        for one in (group.instance_type, *group.alternatives)
-        if prices.of(name, one) is None
-    ]
+    types = [group.instance_type for name, group in job.groups.items() if prices.of(name, group.instance_type) is None]
     return list(dict.fromkeys(types))
+
+
+def _is_chosen_by_service(job: Job) -> bool:
+    return job.requested("ResourceConfig.InstancePreferences") is not None
 
 
 def _words(job: Job, most: float) -> str:
@@ -67,19 +71,22 @@ def _words(job: Job, most: float) -> str:
         f"{group.count} x {group.instance_type} at {prices.amount(prices.of(name, group.instance_type) or 0.0)}"
         for name, group in job.groups.items()
     )
-    seconds = f"{(job.max_run_s + (job.keep_alive_s or 0)) / 3600:g} h"
+    seconds = f"{_seconds(job) / 3600:g} h"
     jobs = "" if job.tune is None else f", for {count(_num_jobs(job), 'training job')}"
     return f"{prices.amount(most)} ({hosts} an hour, for {seconds}{jobs}; without storage and transfer)"
 
 
 def _most(job: Job) -> float:
-    """Return the cost of all hosts until the time limit, kept ones included; that of the dearest alternative."""
+    """Return the cost of all hosts until the time limit, kept ones included."""
     prices = Prices(job.prices)
-    per_hour = 0.0
-    for name, group in job.groups.items():
-        wanted = {**group.alternatives, group.instance_type: group.count}
-        per_hour += max((prices.of(name, one) or 0.0) * number for one, number in wanted.items())
-    return _num_jobs(job) * cost(per_hour, job.max_run_s + (job.keep_alive_s or 0))
+    per_hour = sum((prices.of(name, group.instance_type) or 0.0) * group.count for name, group in job.groups.items())
+    return _num_jobs(job) * cost(per_hour, _seconds(job))
+
+
+def _seconds(job: Job) -> int:
+    """Return how long hosts are billed at most: until the time limit, and while a warm pool keeps them."""
+    kept = job.requested("ResourceConfig.KeepAlivePeriodInSeconds")
+    return job.max_run_s + (kept if isinstance(kept, int) else 0)
 
 
 def _num_jobs(job: Job) -> int:

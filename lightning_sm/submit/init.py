@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_sm._log import command_logger
@@ -33,8 +33,6 @@ _DEFAULT_NAME = "lightning"
 # Read as text by every YAML parser; everything else is quoted.
 _PLAIN = re.compile(r"\.|(\.\./)*(\.\.|[A-Za-z_][\w-]*(/\w[\w-]*)*(\.[A-Za-z]\w*)?)", re.ASCII)
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
-_CLI = re.compile(r"\b(SageMakerCLI|LightningCLI)\b")
-_CONFIGS = ("*.yaml", "*.yml", "configs/*.yaml", "configs/*.yml", "config/*.yaml", "config/*.yml")
 
 _FILE = """\
 # The job of {script}. Fill in what stands in <...>; then:
@@ -51,7 +49,7 @@ role: arn:aws:iam::<account>:role/<role>
 # The folder is sent with the job, all of it; the image starts the script in it.
 source_dir: {source_dir}
 script: {program}
-{requirements}
+# Packages that the image lacks: name them in a file requirements.txt in this folder.
 
 # Hosts that train. To build the batches on CPU hosts, add: data: {{instance_type: ml.c6i.4xlarge}}
 groups:
@@ -61,7 +59,9 @@ groups:
 # channels:
 #   training: {{uri: s3://<bucket>/<prefix>}}
 
-{hyperparameters}
+# Options of the script, such as --data.batch_size=64; config is a file of them, for LightningCLI and SageMakerCLI.
+# config: config.yaml
+# hyperparameters: {{data.batch_size: 64}}
 
 # A job that was interrupted, or is submitted again, goes on from its checkpoints there. Model and output go to the
 # account's own bucket, unless output names another address.
@@ -133,8 +133,6 @@ def first_job_file(script: Path, file: Path, environment: Mapping[str, str]) -> 
         region=environment.get("AWS_DEFAULT_REGION") or "<region>",
         source_dir=_value(source_dir),
         program=_value(program),
-        requirements=_requirements(folder),
-        hyperparameters="\n".join(_hyperparameters(folder, script, file)),
     )
 
 
@@ -167,23 +165,6 @@ def _job_name(folder: Path, script: Path) -> str:
         if cleaned[:1].isalpha() and cleaned.lower() not in _NOT_TEXT:
             return cleaned
     return _DEFAULT_NAME
-
-
-def _requirements(folder: Path) -> str:
-    if (folder / "requirements.txt").is_file():
-        return "# Each host installs requirements.txt of this folder before the script starts."
-    return "# Packages that the image lacks: name them in a file requirements.txt in this folder."
-
-
-def _hyperparameters(folder: Path, script: Path, file: Path) -> Iterator[str]:
-    yield "# Options of the script, such as --data.batch_size=64; they are checked by its own parser."
-    if _CLI.search(script.read_text(encoding="utf-8", errors="replace")):
-        here = {folder, script.absolute().parent}
-        found = {path for place in here for pattern in _CONFIGS for path in place.glob(pattern) if path.is_file()}
-        configs = sorted(os.path.relpath(path, file.absolute().parent) for path in found - {file.absolute()})
-        yield "# Its configuration file; found here:" if configs else "# Its configuration file:"
-        yield from (f"# config: {_value(one)}" for one in configs or ["config.yaml"])
-    yield "# hyperparameters: {data.batch_size: 64}"
 
 
 def _value(path: str) -> str:

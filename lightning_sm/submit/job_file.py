@@ -19,6 +19,18 @@ from lightning_sm.submit.overrides import Override, parse_overrides
 from lightning_sm.submit.problems import JobSource, raise_problems
 
 _DAY_S = 24 * 60 * 60  # the default of SageMaker's SDKs
+# Names that the SDKs and the API have for what stands below ``request``.
+_REQUESTED = (
+    *("vpc", "vpc_config", "networking", "subnets", "subnet_ids", "security_groups", "security_group_ids"),
+    *("volume_kms_key", "volume_kms_key_id", "output_kms_key", "kms_key", "kms_key_id"),
+    *("tensorboard", "tensorboard_output_config", "tensor_board_output_config"),
+    *("mlflow", "mlflow_config", "mlflow_experiment_name", "mlflow_resource_arn"),
+    *("max_pending_time_in_seconds", "max_pending", "max_retry_attempts", "maximum_retry_attempts", "retry_strategy"),
+    *("keep_alive_period_in_seconds", "keep_alive", "warm_pool", "training_plan", "training_plan_arn"),
+    *("infra_check_config", "enable_infra_check", "remote_debug_config", "enable_remote_debug"),
+    *("encrypt_inter_container_traffic", "enable_inter_container_traffic_encryption", "enable_network_isolation"),
+    *("instance_preferences", "content_type", "file_system_id", "file_system_access_mode"),
+)
 
 
 @dataclass
@@ -37,15 +49,6 @@ class Group:
             least=1,
         ),
     ] = 1
-    alternatives: Annotated[
-        dict[str, int],
-        JobKey(
-            "Instance types and numbers of hosts to take, in this order, while there is no capacity for "
-            "`instance_type`; for a job of one group, without `spot`.",
-            "{ml.g5.2xlarge: 2, ml.g6.2xlarge: 2}",
-            ("instance_preferences", "fallbacks", "any_of"),
-        ),
-    ] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,9 +58,7 @@ class InputChannel:
     uri: Annotated[
         str,
         JobKey(
-            "`s3://bucket/prefix`; a folder of [a file system](../submit.md#file-systems), "
-            "`fsx://<id>/<mount name>/folder` (FSx for Lustre) or `efs://<id>/folder`; with `--local` also "
-            "`file:///folder`.",
+            "`s3://bucket/prefix`; with `--local` also `file:///folder`.",
             "s3://bucket/prefix",
             ("s3_uri", "s3_data", "path", "url", "data_source"),
         ),
@@ -65,7 +66,7 @@ class InputChannel:
     groups: Annotated[
         list[str] | None,
         JobKey(
-            "Groups that receive the channel; without the key, all. All hosts mount a file system.",
+            "Groups that receive the channel; without the key, all.",
             "[data]",
             ("instance_groups", "instance_group_names", "group"),
         ),
@@ -86,15 +87,6 @@ class InputChannel:
             ("s3_data_distribution_type", "data_distribution_type"),
         ),
     ] = "FullyReplicated"
-    content_type: Annotated[str | None, JobKey("MIME type.", "application/x-parquet")] = None
-    access: Annotated[
-        Literal["ro", "rw"],
-        JobKey(
-            "Whether the script may write to a file system (`rw`) or only read (`ro`).",
-            "rw",
-            ("file_system_access_mode", "access_mode"),
-        ),
-    ] = "ro"
 
 
 @dataclass
@@ -109,21 +101,6 @@ class Spot:
             ("max_wait", "max_wait_time_in_seconds", "max_wait_time"),
             least=1,
             unit="seconds",
-        ),
-    ]
-
-
-@dataclass
-class Vpc:
-    """The network in which the hosts run."""
-
-    subnets: Annotated[list[str], JobKey("Subnet ids.", "[subnet-1]", ("subnet_ids", "subnet"))]
-    security_groups: Annotated[
-        list[str],
-        JobKey(
-            "Ids of security groups; one must allow all traffic from itself.",
-            "[sg-1]",
-            ("security_group_ids", "security_group"),
         ),
     ]
 
@@ -224,50 +201,17 @@ class Tune:
             least=1,
         ),
     ] = 1
-    max_run_s: Annotated[
-        int | None, JobKey("Seconds after which the tuning job ends.", "86400", least=1, unit="seconds")
-    ] = None
-    early_stopping: Annotated[
-        bool,
+    request: Annotated[
+        dict[str, Any],
         JobKey(
-            "Stop training jobs that are unlikely to become the best one.",
-            "true",
-            ("early_stopping_type", "training_job_early_stopping_type"),
+            "Everything else that CreateHyperParameterTuningJob takes, by its own names.",
+            "{HyperParameterTuningJobConfig: {TrainingJobEarlyStoppingType: Auto, RandomSeed: 1}}",
+            (
+                *("early_stopping", "early_stopping_type", "training_job_early_stopping_type", "random_seed", "seed"),
+                *("warm_start", "warm_start_config", "max_runtime_in_seconds", "min_resource", "max_resource"),
+            ),
         ),
-    ] = False
-    min_epochs: Annotated[
-        int | None,
-        JobKey(
-            "With `hyperband`: a training job is not stopped before it has logged the metric this many times.",
-            "1",
-            ("min_resource",),
-            least=1,
-        ),
-    ] = None
-    max_epochs: Annotated[
-        int | None,
-        JobKey(
-            "With `hyperband`: maximum number of times that a training job logs the metric.",
-            "10",
-            ("max_resource",),
-            least=1,
-        ),
-    ] = None
-    warm_start: Annotated[
-        list[str],
-        JobKey(
-            "Names of earlier tuning jobs whose results are used.", "[digits-261124-101010]", ("warm_start_config",)
-        ),
-    ] = field(default_factory=list)
-    warm_start_kind: Annotated[
-        Literal["identical", "transfer"],
-        JobKey(
-            "Whether data and script are those of the earlier jobs (`identical`), or not (`transfer`).",
-            "identical",
-            ("warm_start_type",),
-        ),
-    ] = "transfer"
-    seed: Annotated[int | None, JobKey("Seed of the choice of values.", "1", ("random_seed",), least=0)] = None
+    ] = field(default_factory=dict)
 
 
 @dataclass
@@ -370,15 +314,6 @@ class Job:
         str | None,
         JobKey("Dockerfile of `build`, if it is another one than that folder's `Dockerfile`.", "docker/Dockerfile"),
     ] = None
-    local_script: Annotated[
-        str | None,
-        JobKey(
-            "Copy of the image's script on this machine, against which the "
-            "[hyperparameters are checked](../submit.md#the-scripts-own-parser); not needed with `source_dir` and "
-            "`script`.",
-            "train.py",
-        ),
-    ] = None
     environment: Annotated[
         dict[str, str],
         JobKey(
@@ -420,39 +355,6 @@ class Job:
             "weights",
         ),
     ] = "full"
-    tensorboard: Annotated[
-        str | None,
-        JobKey(
-            "S3 prefix to which TensorBoard files are uploaded during training.",
-            "s3://bucket/tensorboard",
-            ("tensorboard_output_config", "tensor_board_output_config"),
-        ),
-    ] = None
-    mlflow: Annotated[
-        str | None,
-        JobKey(
-            "ARN of a tracking server or an app of SageMaker's managed MLflow, or another tracking URI, for a script "
-            "that logs with an `MLFlowLogger` (`MLFLOW_TRACKING_URI`).",
-            "https://mlflow.example.com",
-            ("mlflow_tracking_uri", "tracking_uri", "mlflow_config", "mlflow_resource_arn"),
-        ),
-    ] = None
-    mlflow_experiment: Annotated[
-        str | None,
-        JobKey(
-            "Experiment in which SageMaker itself records the job; needs an ARN in `mlflow`.",
-            "digits",
-            ("mlflow_experiment_name", "experiment_name", "experiment"),
-        ),
-    ] = None
-    mlflow_run: Annotated[
-        str | None,
-        JobKey(
-            "Name of the run in which SageMaker itself records the job; needs an ARN in `mlflow`.",
-            "first",
-            ("mlflow_run_name", "run_name"),
-        ),
-    ] = None
     metrics: Annotated[
         list[str],
         JobKey(
@@ -493,16 +395,6 @@ class Job:
             ("budget", "cost_limit"),
         ),
     ] = None
-    max_pending_s: Annotated[
-        int | None,
-        JobKey(
-            "Maximum time in seconds that the job waits for GPU hosts before it ends; 1800 or more.",
-            "7200",
-            ("max_pending", "max_pending_time_in_seconds", "max_pending_time"),
-            least=1800,
-            unit="seconds",
-        ),
-    ] = None
     spot: Annotated[
         Spot | None,
         JobKey(
@@ -530,25 +422,6 @@ class Job:
             least=0,
         ),
     ] = 0
-    max_retry_attempts: Annotated[
-        int | None,
-        JobKey(
-            "How many times SageMaker itself restarts a job after an internal error (1 to 30).",
-            "3",
-            ("maximum_retry_attempts", "retry_strategy"),
-            least=1,
-        ),
-    ] = None
-    keep_alive_s: Annotated[
-        int | None,
-        JobKey(
-            "Warm pool: seconds that the hosts are kept, and billed, for the next job.",
-            "600",
-            ("keep_alive_period_in_seconds", "keep_alive", "warm_pool"),
-            least=0,
-            unit="seconds",
-        ),
-    ] = None
     volume_gb: Annotated[
         int,
         JobKey(
@@ -559,74 +432,17 @@ class Job:
             unit="GB",
         ),
     ] = 30
-    volume_kms_key: Annotated[
-        str | None,
-        JobKey(
-            "KMS key (id, alias or ARN) with which the disks of the hosts are encrypted; without the key AWS's own.",
-            "alias/training",
-            ("volume_kms_key_id",),
-        ),
-    ] = None
-    output_kms_key: Annotated[
-        str | None,
-        JobKey(
-            "KMS key with which model and output are encrypted; needs `output`.",
-            "alias/training",
-            ("kms_key_id", "kms_key"),
-        ),
-    ] = None
-    training_plan: Annotated[
-        str | None,
-        JobKey(
-            "ARN of a training plan, whose reserved hosts are used.",
-            "arn:aws:sagemaker:eu-west-1:111122223333:training-plan/name",
-            ("training_plan_arn",),
-        ),
-    ] = None
-    infra_check: Annotated[
-        bool,
-        JobKey(
-            "SageMaker checks the health of GPU hosts before the training starts.",
-            "true",
-            ("infra_check_config", "enable_infra_check", "health_check"),
-        ),
-    ] = False
-    encrypt_between_hosts: Annotated[
-        bool,
-        JobKey(
-            "Encrypt the traffic between hosts, which makes it slower.",
-            "true",
-            ("encrypt_inter_container_traffic", "enable_inter_container_traffic_encryption"),
-        ),
-    ] = False
-    network_isolation: Annotated[
-        bool,
-        JobKey(
-            "The hosts reach each other and nothing else; the service copies channels, checkpoints and output. No "
-            "`requirements.txt`, no downloads.",
-            "true",
-            ("enable_network_isolation",),
-        ),
-    ] = False
-    vpc: Annotated[
-        Vpc | None,
-        JobKey(
-            "Run the hosts in [your own network](../submit.md#network).",
-            "{subnets: [subnet-1], security_groups: [sg-1]}",
-            ("vpc_config", "networking", "network"),
-        ),
-    ] = None
     tags: Annotated[dict[str, str], JobKey("Tags of the job.", "{project: digits}", ("tag", "labels"))] = field(
         default_factory=dict
     )
-    remote_debug: Annotated[
-        bool,
+    request: Annotated[
+        dict[str, Any],
         JobKey(
-            "Allow a shell on the running hosts (SSM); `lightning-sm jobs debug` allows it later.",
-            "true",
-            ("remote_debug_config", "enable_remote_debug"),
+            "[Everything else](../submit.md#other-settings) that CreateTrainingJob takes, by its own names.",
+            "{VpcConfig: {Subnets: [subnet-1], SecurityGroupIds: [sg-1]}}",
+            _REQUESTED,
         ),
-    ] = False
+    ] = field(default_factory=dict)
     tune: Annotated[
         Tune | None,
         JobKey(
@@ -641,6 +457,13 @@ class Job:
     def num_hosts(self) -> int:
         """Number of hosts of all groups."""
         return sum(group.count for group in self.groups.values())
+
+    def requested(self, place: str) -> Any:
+        """Return what ``request`` says at a place, such as ``OutputDataConfig.KmsKeyId``; None if it says nothing."""
+        value: Any = self.request
+        for name in place.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
 
 def parse_job(path: str | os.PathLike[str] | None, overrides: Sequence[Override] = ()) -> Job:
@@ -664,7 +487,7 @@ def parse_job(path: str | os.PathLike[str] | None, overrides: Sequence[Override]
     job: Job = reader.build()
     # Paths start from the file.
     folder = Path.cwd() if path is None else Path(path).absolute().parent
-    for name in ("config", "source_dir", "local_script", "build", "dockerfile"):
+    for name in ("config", "source_dir", "build", "dockerfile"):
         if getattr(job, name) is not None:
             setattr(job, name, str(folder / getattr(job, name)))
     job.source = reader.source

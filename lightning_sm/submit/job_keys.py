@@ -149,37 +149,23 @@ def suggestion(name: str, section: type, root: type, option: str = "") -> tuple[
         name: The unknown key.
         section: The section that it is in.
         root: The section of the whole file.
-        option: What stands before a key of the root where it is an option: two dashes.
+        option: What stands before a key where it is an option: two dashes.
 
     Returns:
         A sentence, with a space before it, or an empty text; and the key of the section that is meant, if it is one.
     """
     word = _plain(name)
     own = keys_of(section)
-    exact = next((one for one in own.values() if word in _names(one)), None)
-    elsewhere = next((path for path in all_keys(root) if word in _names(path.field)), None)
-    if exact is None and elsewhere is None:
-        exact = own.get(closest(word, own) or "")
-        if exact is None:
-            close = closest(word, [path.field.name for path in all_keys(root)])
-            elsewhere = next((path for path in all_keys(root) if path.field.name == close), None)
-    if exact is not None:
-        example = "" if option or word not in exact.about.near else f", as in {exact.name}: {exact.about.example}"
-        return f" Did you mean {option}{exact.name}{example}?", exact.name
-    if elsewhere is None:
-        listed = "" if section is root else f" The keys here are {', '.join(own)}."
-        return listed, None
-    top = keys_of(root)[elsewhere.parts[0]]
-    if option:
-        return f" Did you mean {option}{'.'.join(elsewhere.parts)}?", None
-    if len(elsewhere.parts) == 1:
-        return (
-            f" {top.name} is a key of the file itself, without indentation, as in {top.name}: {top.about.example}.",
-            None,
-        )
-    around = ".".join(elsewhere.parts[:-1])
-    meant = "It is" if elsewhere.field.name == name else f"Did you mean {elsewhere.field.name}? It is"
-    return f" {meant} a key of {around}, as in {top.name}: {top.about.example}.", None
+    meant = next((one.name for one in own.values() if word in _names(one)), None)
+    paths = [path for path in all_keys(root) if word in _names(path.field)]
+    if meant is None and not paths:
+        meant = closest(word, own)
+    if meant is not None:
+        return f" Did you mean {option}{meant}, as in {meant}: {own[meant].about.example}?", meant
+    if not paths:
+        return ("" if section is root else f" The keys here are {', '.join(own)}."), None
+    parts = paths[0].parts
+    return f" Did you mean {option}{'.'.join(parts)}, as in {parts[0]}: {keys_of(root)[parts[0]].about.example}?", None
 
 
 def _names(field: KeyField) -> set[str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence
+import types
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-from lightning_sm._text import closest
+from lightning_sm._arguments import did_you_mean
 from lightning_sm.job.redaction import shown
 from lightning_sm.submit.job_keys import JobKey, KeyField, expected, is_section, keys_of, suggestion, without_none
 from lightning_sm.submit.overrides import Override
@@ -19,12 +17,9 @@ from lightning_sm.submit.yaml_values import YamlError, YamlValue, read_yaml
 
 # What a value is replaced by that could not be read.
 _UNREAD = object()
-_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|seconds?|m|min|minutes?|h|hours?|d|days?)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SHOWN_CHARS = 60
 # Their values may be secrets, whatever their names.
-_NOT_QUOTED = ("environment", "hyperparameters")
+_NOT_QUOTED = ("environment", "hyperparameters", "request")
 
 
 class JobReader:
@@ -52,10 +47,7 @@ class JobReader:
         position = FilePosition(name)
         self.source.positions[""] = position
         try:
-            text = Path(path).read_bytes().decode("utf-8-sig")
-            value, problems = read_yaml(text, name)
-        except FileNotFoundError:
-            self._stop("the file does not exist.", position)
+            value, problems = read_yaml(Path(path).read_bytes().decode("utf-8-sig"), name)
         except OSError as error:
             self._stop(f"the file cannot be read: {error.strerror}.", position)
         except UnicodeDecodeError as error:
@@ -73,13 +65,21 @@ class JobReader:
     def override(self, override: Override) -> None:
         """Replace a value by that of an option."""
         position = FilePosition(override.option)
-        place = self._place(override.key, self._section, position)
-        if place is None:
-            return
-        parts, kind = place
-        value = self._value_of(override, kind, position)
-        if value is None:
-            return
+        parts, kind = self._place(override.key)
+        if without_none(kind) is str:
+            is_none = kind is not str and override.text == "null"
+            value = YamlValue(None if is_none else override.text, position)
+        else:
+            try:
+                found, problems = read_yaml(override.text, override.option, override.key)
+            except YamlError as error:
+                if kind is not Any:
+                    self._add(override.key, f"the value is not YAML: {error}", position)
+                    return
+                found, problems = YamlValue(override.text, position), []
+            for problem in problems:
+                self._add(problem.key, problem.text, position)
+            value = found or YamlValue(None, position)
         entries = self._root
         for part in parts[:-1]:
             inner = entries.get(part)
@@ -107,69 +107,32 @@ class JobReader:
             self.source.unread.add(key)
         return _UNREAD
 
-    # ---- options
-
-    def _place(
-        self, key: str, section: type, position: FilePosition, above: tuple[str, ...] = ()
-    ) -> tuple[tuple[str, ...], Any] | None:
-        """Return the parts of an option's key, and the type of its value."""
-        name, _, rest = key.partition(".")
-        field = keys_of(section).get(name)
-        parts = (*above, name)
-        if field is None:
-            around = ".".join(above)
-            hint = suggestion(name, section, self._section)[0]
-            self._add(".".join(parts), f"{around} has no key {name}.{hint}", position)
-            return None
-        kind = without_none(field.kind)
-        if not rest:
-            return parts, field.kind
-        if is_section(kind):
-            return self._place(rest, kind, position, parts)
-        if get_origin(kind) is dict:
-            inner = get_args(kind)[1]
-            entry, _, last = rest.rpartition(".")
-            if is_section(inner) and entry:
-                return self._place(last, inner, position, (*parts, entry))
-            return (*parts, rest), inner
-        self._add(
-            ".".join(parts),
-            f"{'.'.join(parts)} has no keys below it: its value is {expected(kind, field.about)}.",
-            position,
-        )
-        return None
-
-    def _value_of(self, override: Override, kind: Any, position: FilePosition) -> YamlValue | None:
-        plain = without_none(kind)
-        if plain is str:
-            is_none = kind is not str and override.text == "null"
-            return YamlValue(None if is_none else override.text, position)
-        try:
-            value, problems = read_yaml(override.text, override.option, override.key)
-        except YamlError as error:
-            if kind is Any:
-                return YamlValue(override.text, position)
-            self._add(override.key, f"the value is not YAML: {error}", position)
-            return None
-        if kind is Any and (problems or _is_text_with_colon(value)):
-            return YamlValue(override.text, position)
-        for problem in problems:
-            self._add(problem.key, problem.text, position)
-        return _moved(value, position)
-
-    # ---- values
+    def _place(self, key: str) -> tuple[list[str], Any]:
+        """Return the parts of an option's key, of which the last may have dots, and the type of its value."""
+        parts: list[str] = []
+        kind: Any = self._section
+        rest = key
+        while rest:
+            plain = without_none(kind)
+            inner = get_args(plain)[1] if get_origin(plain) is dict else Any
+            if not is_section(plain) and not is_section(inner):
+                return [*parts, rest], inner
+            name, _, rest = rest.partition(".")
+            parts.append(name)
+            field = keys_of(plain).get(name) if is_section(plain) else None
+            kind = inner if field is None else field.kind
+        return parts, kind
 
     def _instance(self, section: type, value: YamlValue, key: str) -> Any:
         """Return an instance of a section; what cannot be read has its default, or an empty value."""
         fields = keys_of(section)
         found: dict[str, Any] = {}
-        meant: set[str] = set()
         for name, inner in value.content.items():
             path = _join(key, name)
             self.source.positions[path] = inner.position
             field = fields.get(name)
             if field is None:
-                meant |= self._unknown(section, name, inner, key)
+                self._unknown(section, name, key)
             elif inner.content is not None:  # a key without a value, perhaps above comments, counts as left out
                 converted = self._converted(field.kind, inner, path, field.about)
                 if converted is not _UNREAD:
@@ -178,50 +141,39 @@ class JobReader:
             path = _join(key, name)
             if name in found or not field.is_required:
                 continue
-            if name not in meant and path not in self.source.unread:
+            if path not in self.source.unread:
                 example = f", as in {name}: {field.about.example}"
                 self._add(path, f"{path} is missing{example}.", value.position if key else None)
             found[name] = _empty(field)
         return section(**found)
 
-    def _unknown(self, section: type, name: str, value: YamlValue, key: str) -> set[str]:
-        """Report an unknown key, and return those keys of the section that may be meant by it."""
-        path = _join(key, name)
+    def _unknown(self, section: type, name: str, key: str) -> None:
+        """Report an unknown key; the key that is meant by it is not missing."""
         where = f"{key} has no key {name}" if key else f"{name} is not a key of a job file"
-        owner = self._owner(value)
         hint, meant = suggestion(name, section, self._section)
-        if owner is not None:
-            hint, meant = f" Indent it below {owner}, if it belongs there.", owner if section is self._section else None
-        self._add(path, f"{where}.{hint}")
-        if meant is None:
-            return set()
-        self.source.unread.add(_join(key, meant))
-        return {meant}
+        self._add(_join(key, name), f"{where}.{hint}")
+        if meant is not None:
+            self.source.unread.add(_join(key, meant))
 
-    def _owner(self, value: YamlValue) -> str | None:
-        """Return the key below which a value could stand that is a section of its own."""
-        if not isinstance(value.content, dict) or not value.content:
-            return None
-        for name, field in keys_of(self._section).items():
-            kind = without_none(field.kind)
-            if get_origin(kind) is dict and is_section(inner := get_args(kind)[1]):
-                required = {one.name for one in keys_of(inner).values() if one.is_required}
-                if required and required <= value.content.keys() <= keys_of(inner).keys():
-                    return name
-        return None
-
-    def _converted(self, field_kind: Any, value: YamlValue, key: str, about: JobKey) -> Any:
+    def _converted(  # noqa: PLR0911 - one for each kind of value
+        self, field_kind: Any, value: YamlValue, key: str, about: JobKey
+    ) -> Any:
         kind = without_none(field_kind)
+        content = value.content
         if kind is Any:
             self._locate(value, key)
             return value.plain()
-        if is_section(kind):
-            return self._instance(kind, value, key) if _is_mapping(value) else self._wrong(value, key, kind, about)
-        if get_origin(kind) is dict:
+        if is_section(kind) and isinstance(content, dict):
+            return self._instance(kind, value, key)
+        if get_origin(kind) is dict and isinstance(content, dict):
             return self._names(get_args(kind)[1], value, key, about)
-        if get_origin(kind) is list:
-            return self._items(get_args(kind)[0], value, key, about)
-        return self._scalar(kind, value, key, about)
+        if get_origin(kind) is list and isinstance(content, list):
+            return self._items(get_args(kind)[0], value, key)
+        if not _is_scalar(kind, content):
+            return self._wrong(value, key, kind, about)
+        if about.least is not None and content < about.least:
+            return self._add(key, f"{key} is {value.written}; expected at least {about.least:g}.")
+        return content
 
     def _locate(self, value: YamlValue, key: str) -> None:
         for name, inner in value.content.items() if isinstance(value.content, dict) else ():
@@ -229,12 +181,9 @@ class JobReader:
             self._locate(inner, _join(key, name))
 
     def _names(self, kind: Any, value: YamlValue, key: str, about: JobKey) -> Any:
-        if not isinstance(value.content, dict):
-            return self._wrong(value, key, dict, about)
-        if is_section(kind) and value.content.keys() & keys_of(kind).keys():
-            required = [one.name for one in keys_of(kind).values() if one.is_required]
-            if set(required) <= value.content.keys() and not isinstance(value.content[required[0]].content, dict):
-                return self._add(key, f"{key} lacks a name for each of its entries, as in {key}: {about.example}.")
+        required = [one.name for one in keys_of(kind).values() if one.is_required] if is_section(kind) else []
+        if any(name in value.content and not isinstance(value.content[name].content, dict) for name in required):
+            return self._add(key, f"{key} lacks a name for each of its entries, as in {key}: {about.example}.")
         found: dict[str, Any] = {}
         for name, inner in value.content.items():
             path = _join(key, name)
@@ -243,144 +192,58 @@ class JobReader:
                 empty = " Write '' for an empty text." if kind is str else f" As in {key}: {about.example}."
                 self._add(path, f"{path} has no value.{empty}")
                 continue
-            converted = self._converted(
-                kind, inner, path, JobKey("", example=about.example if is_section(kind) else "")
-            )
+            converted = self._converted(kind, inner, path, JobKey("", example=about.example if required else ""))
             if converted is not _UNREAD:
                 found[name] = converted
         return found
 
-    def _items(self, kind: Any, value: YamlValue, key: str, about: JobKey) -> Any:
-        if not isinstance(value.content, list):
-            return self._wrong(value, key, list, about)
-        if kind is Any:
-            return value.plain()
+    def _items(self, kind: Any, value: YamlValue, key: str) -> list[Any]:
         items = []
         for number, inner in enumerate(value.content, 1):
-            self.source.positions[f"{key}.{number}"] = inner.position
-            if inner.content is None or isinstance(inner.content, (dict, list)):
-                self._add(f"{key}.{number}", f"item {number} of {key} is {inner.kind}; expected text.")
-                continue
-            items.append(self._scalar(kind, inner, f"{key}.{number}", JobKey("")))
+            path = f"{key}.{number}"
+            self.source.positions[path] = inner.position
+            items.append(self._converted(kind, inner, path, JobKey("")))
         return [item for item in items if item is not _UNREAD]
-
-    def _word(self, kind: Any, value: YamlValue, key: str, about: JobKey) -> Any:
-        choices = get_args(kind)
-        if value.content in choices:
-            return value.content
-        close = closest(value.written or str(value.content), choices)
-        hint = f" Did you mean {close}?" if close else ""
-        return self._add(key, f"{key} is {_quoted(value, key)}; expected {expected(kind, about)}.{hint}")
-
-    def _scalar(self, kind: Any, value: YamlValue, key: str, about: JobKey) -> Any:
-        if isinstance(value.content, (dict, list)):
-            return self._wrong(value, key, kind, about)
-        if get_origin(kind) is Literal:
-            return self._word(kind, value, key, about)
-        if kind is str:
-            return self._text(value, key)
-        if kind is bool:
-            return value.content if isinstance(value.content, bool) else self._wrong(value, key, kind, about)
-        return self._number(kind, value, key, about)
-
-    def _text(self, value: YamlValue, key: str) -> Any:
-        if isinstance(value.content, str):
-            return value.content
-        name = key.rpartition(".")[2]
-        what = value.kind if _is_number(value) else json.dumps(value.content)
-        if not _is_number(value) and value.written.lower() != what:
-            what = f"{value.written}, which YAML reads as {what}"
-        written = shown(name, value.written or str(value.content))
-        return self._add(key, f"{key} is {what}; expected text. Quote it: {name}: '{written}'.")
-
-    def _number(self, kind: Any, value: YamlValue, key: str, about: JobKey) -> Any:
-        content = value.content
-        if not _is_number(value) or (kind is int and not isinstance(content, int)):
-            return self._wrong(value, key, kind, about)
-        if isinstance(content, int) and not _WHOLE.fullmatch(value.written):
-            text = f"{key} is {value.written}, which YAML reads as {content}; expected {expected(kind, about)}."
-            return self._add(key, f"{text} Write {content} if that is meant.")
-        if not math.isfinite(content):
-            return self._add(key, f"{key} is {value.written}; expected {expected(kind, about)}.")
-        if about.least is not None and content < about.least:
-            return self._add(key, f"{key} is {value.written}; expected at least {about.least:g}.")
-        return content
 
     def _wrong(self, value: YamlValue, key: str, kind: Any, about: JobKey) -> Any:
         """Report a value of the wrong type, with what it is and how it should look."""
         name = key.rpartition(".")[2]
-        meant = _meant(value, kind, about)
-        if meant is not None:
-            hint = f" Write {name}: {meant}."
-        else:
-            hint = f" For example, {name}: {about.example}." if about.example else ""
-        return self._add(key, f"{key} is {_quoted(value, key)}; expected {expected(kind, about)}.{hint}")
+        hint = f" For example, {name}: {about.example}." if about.example else ""
+        if kind is str and not isinstance(value.content, (dict, list)):
+            hint = f" Quote it: {name}: '{shown(name, value.written)}'."
+        elif get_origin(kind) is Literal:
+            hint = did_you_mean(value.written, get_args(kind))
+        what = value.kind if kind is str else _quoted(value, key)
+        return self._add(key, f"{key} is {what}; expected {expected(kind, about)}.{hint}")
 
 
 def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-def _is_mapping(value: YamlValue) -> bool:
-    return isinstance(value.content, dict)
-
-
-def _is_number(value: YamlValue) -> bool:
-    return isinstance(value.content, (int, float)) and not isinstance(value.content, bool)
+def _is_scalar(kind: Any, content: Any) -> bool:
+    """Return whether a value has the type of a text, a word of several, true and false, or a number."""
+    if get_origin(kind) is Literal:
+        return content in get_args(kind)
+    if isinstance(content, bool) or kind in {str, bool}:
+        return kind in {str, bool} and isinstance(content, kind)
+    if kind is int:
+        return isinstance(content, int)
+    is_number = kind is float or get_origin(kind) in {types.UnionType, Union}
+    return is_number and isinstance(content, (int, float)) and math.isfinite(content)
 
 
 def _quoted(value: YamlValue, key: str) -> str:
     """Return a value as an error shows it: not what may be a secret, and not all of a long text."""
-    if isinstance(value.content, (dict, list)) or key.partition(".")[0] in _NOT_QUOTED:
+    if not isinstance(value.content, (str, int, float)) or key.partition(".")[0] in _NOT_QUOTED:
         return value.kind
-    if value.content is None:
-        return "empty"
-    text = shown(key, value.written or str(value.content))
+    text = str(shown(key, value.written))
     if isinstance(value.content, str):
-        text = repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
-    return str(text)
-
-
-def _meant(value: YamlValue, kind: Any, about: JobKey) -> str | None:
-    """Return how a value is written that was probably meant."""
-    content = value.content
-    if kind is list and isinstance(content, str):
-        return f"[{content}]" if re.fullmatch(r"[\w./-]+", content) else None
-    if kind is int and isinstance(content, float) and content.is_integer():
-        return str(int(content))
-    if not isinstance(content, str):
-        return None
-    word = content.strip().lower()
-    if kind is bool and word in {"true", "false", "yes", "no", "on", "off"}:
-        return "true" if word in {"true", "yes", "on"} else "false"
-    if kind in {int, float} and re.fullmatch(r"[0-9]+(\.[0-9]+)?" if kind is float else r"[0-9]+", word):
-        return word
-    time = _TIME.fullmatch(word) if about.unit == "seconds" else None
-    return None if time is None else f"{float(time[1]) * _SECONDS[time[2][0]]:.0f}"
+        return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
+    return text
 
 
 def _empty(field: KeyField) -> Any:
     """Return a value for a required key whose own could not be read."""
     kind = without_none(field.kind)
-    if get_origin(kind) is Literal:
-        return get_args(kind)[0]
-    made = get_origin(kind) or kind
-    return 1 if made is int else made()
-
-
-def _is_text_with_colon(value: YamlValue | None) -> bool:
-    """Return whether a text such as ``a:`` was read as a name without a value."""
-    content = None if value is None else value.content
-    return isinstance(content, dict) and bool(content) and all(one.content is None for one in content.values())
-
-
-def _moved(value: YamlValue | None, position: FilePosition) -> YamlValue:
-    """Return a value with the option as its only position."""
-    if value is None:
-        return YamlValue(None, position)
-    content: Any = value.content
-    if isinstance(content, Mapping):
-        content = {name: _moved(one, position) for name, one in content.items()}
-    elif isinstance(content, Sequence) and not isinstance(content, str):
-        content = [_moved(one, position) for one in content]
-    return YamlValue(content, position, value.written)
+    return get_args(kind)[0] if get_origin(kind) is Literal else (get_origin(kind) or kind)()

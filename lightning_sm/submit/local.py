@@ -25,16 +25,7 @@ from lightning_sm.submit.request import TrainingRequest, script_options
 _LOG = command_logger(__name__)
 
 # Keys without a counterpart on this machine, which the script might miss.
-_NOT_LOCAL = (
-    "spot",
-    "tensorboard",
-    "volume_kms_key",
-    "output_kms_key",
-    "training_plan",
-    "network_isolation",
-    "vpc",
-    "tune",
-)
+_NOT_LOCAL = ("spot", "tune", "request")
 
 
 def run_containers(plan: TrainingRequest, timeout_s: float | None) -> int:

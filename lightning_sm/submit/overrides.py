@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_sm._text import closest
+from lightning_sm._arguments import did_you_mean
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit.job_keys import keys_of, suggestion
 
@@ -57,17 +57,11 @@ def parse_overrides(
             continue
         key = option.removeprefix("--")
         if key.partition(".")[0] not in keys_of(section):
-            raise SubmitError(f"unknown option {option}.{_similar(option, section, own_options)}")
+            hint = did_you_mean(option, list(own_options)) or suggestion(key, section, section, "--")[0]
+            raise SubmitError(f"unknown option {option}.{hint}")
         if not equals:
             if not remaining or remaining[0].startswith("--"):
                 raise SubmitError(f"{option}: expected a value, as in {option}=1.")
             text = remaining.pop(0)
         overrides.append(Override(key, text))
     return overrides, rest
-
-
-def _similar(option: str, section: type, own_options: Collection[str]) -> str:
-    close = closest(option, own_options)
-    if close is not None:
-        return f" Did you mean {close}?"
-    return suggestion(option.removeprefix("--"), section, section, option="--")[0]

@@ -17,18 +17,15 @@ from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
 from lightning_sm.job.instance_types import num_gpus
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS, MODEL, SETTINGS, misspelled
+from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS, SETTINGS, misspelled
 from lightning_sm.submit.cost_limit import cost_problems
-from lightning_sm.submit.file_systems import file_system_folder, file_system_problems
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.metric_patterns import pattern_problem
-from lightning_sm.submit.mlflow import mlflow_problems
 from lightning_sm.submit.problems import Findings, JobProblem
 from lightning_sm.submit.secret_check import secret_problems
-from lightning_sm.submit.service_limits import matches
+from lightning_sm.submit.service_limits import PLACES, matches
 from lightning_sm.submit.source_archive import source_entries
 from lightning_sm.submit.training_job import NAME_ENDING_CHARS
-from lightning_sm.submit.tuning import advice as tuning_advice
 from lightning_sm.submit.tuning import tuning_problems
 
 _MAX_NAME_CHARS = 63 - NAME_ENDING_CHARS
@@ -37,7 +34,6 @@ _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 ECR_IMAGE = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/[^\s:@]+([:@]\S+)?"
 )
-_ROLE_ACCOUNT = re.compile(r"arn:[a-z-]+:iam::(?P<account>\d{12}):")
 # Amazon S3, "General purpose bucket naming rules".
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
 # SageMaker API, StoppingCondition.MaxRuntimeInSeconds: "the maximum value is 28 days".
@@ -57,7 +53,6 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
     """
     problems = [
         *_groups(job),
-        *_alternatives(job),
         *_channels(job),
         *_limits(job),
         *_script(job),
@@ -65,10 +60,10 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
         *_metrics(job),
         *_environment(job),
         *_restarts(job),
-        *mlflow_problems(job),
+        *_requested(job),
         *tuning_problems(job),
     ]
-    warnings = [*_advice(job), *_capacity_advice(job), *_account_advice(job), *tuning_advice(job)]
+    warnings = [*_advice(job)]
     if mode == "local":
         problems += _local_channels(job)
     else:
@@ -78,7 +73,6 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
             *_addresses(job),
             *_region(job, region),
             *_overlaps(job),
-            *file_system_problems(job),
             *secret_problems(job),
         ]
     findings = Findings([*job.source.problems], warnings, job.source)
@@ -94,7 +88,7 @@ def with_placeholders(job: Job) -> Job:
         role=job.role if job.role and matches("RoleArn", job.role) else "arn:aws:iam::000000000000:role/rehearsal",
         output=job.output if job.output is None or _S3.fullmatch(job.output) else "s3://rehearsal",
         channels={
-            name: channel if _is_address(channel.uri) else replace(channel, uri="s3://rehearsal")
+            name: channel if _S3.fullmatch(channel.uri) else replace(channel, uri="s3://rehearsal")
             for name, channel in job.channels.items()
         },
     )
@@ -131,32 +125,6 @@ def _groups(job: Job) -> Iterator[JobProblem]:
     yield from _swapped(job, roles, data_groups)
 
 
-def _alternatives(job: Job) -> Iterator[JobProblem]:
-    """Find what contradicts other instance types for a group (API, ResourceConfig, InstancePreferences)."""
-    for name, group in job.groups.items():
-        key = f"groups.{name}.alternatives"
-        if not group.alternatives:
-            continue
-        if len(job.groups) > 1:
-            yield JobProblem(
-                key,
-                f"{key} is set, but there are {len(job.groups)} groups; the service chooses the instance type of a "
-                "job of one group only. Remove alternatives.",
-                also=("groups",),
-            )
-        if job.spot is not None:
-            yield JobProblem(
-                key, f"{key} and spot are both set, which the service does not support. Remove one.", also=("spot",)
-            )
-        if group.instance_type in group.alternatives:
-            yield JobProblem(
-                key, f"{key} names {group.instance_type}, which is instance_type already. Remove it there."
-            )
-        for other, count in group.alternatives.items():
-            if count < 1:
-                yield JobProblem(key, f"{key}: {other} has {count} hosts; expected at least 1.")
-
-
 def _swapped(job: Job, roles: Mapping[str, Role], data_groups: tuple[str, ...] | None) -> Iterator[JobProblem]:
     """Find GPUs on data hosts whose trainers have none, unless the job states which groups serve data."""
     types = {role: [job.groups[name].instance_type for name in roles if roles[name] is role] for role in Role}
@@ -178,13 +146,6 @@ def _environment(job: Job) -> Iterator[JobProblem]:
             setting.read(job.environment)
         except JobConfigError as error:  # noqa: PERF203 - a problem for each
             yield JobProblem(f"environment.{setting.name}", f"environment: {error}")
-    stated = job.environment.get(MODEL.name, job.model)
-    if job.model not in (MODEL.default.value, stated):
-        yield JobProblem(
-            "model",
-            f"model is {job.model}, but environment sets {MODEL.name}={stated}. Remove one of them.",
-            also=(f"environment.{MODEL.name}",),
-        )
     for name, near in misspelled(job.environment).items():
         yield JobProblem(f"environment.{name}", f"environment: nothing reads {name}. Did you mean {near}?")
 
@@ -195,13 +156,13 @@ def _restarts(job: Job) -> Iterator[JobProblem]:
         MAX_RESTARTS.parse(own)
     except ValueError as error:
         yield JobProblem("max_restarts", f"max_restarts is {own}; {error}.")
-    stated = job.environment.get(MAX_RESTARTS.name, own)
-    if job.max_restarts and stated != own:
-        yield JobProblem(
-            "max_restarts",
-            f"max_restarts is {own}, but environment sets {MAX_RESTARTS.name}={stated}. Remove one of them.",
-            also=(f"environment.{MAX_RESTARTS.name}",),
-        )
+
+
+def _requested(job: Job) -> Iterator[JobProblem]:
+    for key, places in PLACES.items():
+        for place in places:
+            if job.requested(place) is not None:
+                yield JobProblem(f"request.{place}", f"request has {place}, which the key {key} decides. Use {key}.")
 
 
 def _channels(job: Job) -> Iterator[JobProblem]:
@@ -243,20 +204,6 @@ def _limits(job: Job) -> Iterator[JobProblem]:
         )
     if job.max_run_s > _MAX_RUN_S:
         yield JobProblem("max_run_s", f"max_run_s is {job.max_run_s}; the service allows {_MAX_RUN_S} (28 days).")
-    # "Managed warm pools", considerations.
-    if job.keep_alive_s and job.spot is not None:
-        yield JobProblem(
-            "keep_alive_s",
-            f"keep_alive_s is {job.keep_alive_s} and spot is set; warm pools cannot use spot capacity. Remove one.",
-            also=("spot",),
-        )
-    if job.keep_alive_s and len(job.groups) > 1:
-        yield JobProblem(
-            "keep_alive_s",
-            f"keep_alive_s is {job.keep_alive_s} and there are {len(job.groups)} groups; warm pools do not support "
-            "heterogeneous clusters. Remove keep_alive_s.",
-            also=("groups",),
-        )
 
 
 def _build(job: Job) -> Iterator[JobProblem]:
@@ -283,17 +230,6 @@ def _build(job: Job) -> Iterator[JobProblem]:
 
 
 def _script(job: Job) -> Iterator[JobProblem]:
-    for key, name in (("subcommand", "subcommand"), ("script", "sagemaker_program")):
-        stated = getattr(job, key)
-        other = job.hyperparameters.get(name)
-        if None not in {stated, other} and stated != other:
-            yield JobProblem(
-                key,
-                f"{key} is {stated!r} and hyperparameters.{name} is {other!r}; remove one.",
-                also=(f"hyperparameters.{name}",),
-            )
-    if job.local_script is not None and not Path(job.local_script).is_file():
-        yield JobProblem("local_script", f"local_script is {job.local_script!r}, which does not exist.")
     if job.source_dir is None:
         return
     named = job.script or job.hyperparameters.get("sagemaker_program") or job.environment.get("SAGEMAKER_PROGRAM")
@@ -314,14 +250,14 @@ def _script(job: Job) -> Iterator[JobProblem]:
     for entry in entries:
         if entry.problem:
             yield JobProblem("source_dir", f"source_dir contains {entry.path}, which {entry.problem}.")
-    if job.network_isolation and (folder / "requirements.txt").is_file():
+    if job.requested("EnableNetworkIsolation") and (folder / "requirements.txt").is_file():
         yield JobProblem(
-            "network_isolation",
-            f"network_isolation is set, but {folder / 'requirements.txt'} names packages, which hosts without a "
-            "network cannot install. Install them in the image and remove the file.",
+            "request",
+            f"request has EnableNetworkIsolation, but {folder / 'requirements.txt'} names packages, which hosts "
+            "without a network cannot install. Install them in the image and remove the file.",
             also=("source_dir",),
         )
-    if job.script and not (folder / job.script).is_file() and not (folder / "setup.py").is_file():
+    if job.script and not (folder / job.script).is_file():
         yield JobProblem(
             "script",
             f"script is {job.script!r}, but {folder / job.script} does not exist. The path is relative to source_dir.",
@@ -330,12 +266,6 @@ def _script(job: Job) -> Iterator[JobProblem]:
 
 
 def _metrics(job: Job) -> Iterator[JobProblem]:
-    for name in sorted(set(job.metrics) & set(job.metric_patterns)):
-        yield JobProblem(
-            "metrics",
-            f"metrics: {name!r} is in metrics and in metric_patterns; remove one.",
-            also=(f"metric_patterns.{name}",),
-        )
     for name, pattern in job.metric_patterns.items():
         problem = pattern_problem(pattern)
         if problem is not None:
@@ -355,22 +285,16 @@ def _addresses(job: Job) -> Iterator[JobProblem]:
         yield JobProblem(
             "image",
             f"image is {job.image!r}; SageMaker needs an image in Amazon ECR, "
-            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. README.md shows how to push one.",
+            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. Set build: . to have one built and pushed.",
         )
     for name, channel in job.channels.items():
-        if not _is_address(channel.uri):
+        if not _S3.fullmatch(channel.uri):
             yield JobProblem(
                 f"channels.{name}.uri",
                 f"channels.{name}.uri is {channel.uri!r}; expected s3://bucket/prefix (to upload a folder: aws s3 cp "
-                "--recursive), fsx://<id>/<mount name>/folder or efs://<id>/folder.",
+                "--recursive). A file system is an entry of InputDataConfig in request.",
             )
-    if job.output_kms_key is not None and job.output is None:
-        yield JobProblem(
-            "output_kms_key",
-            "output_kms_key is set, but output is missing; the key applies to a bucket of yours. Set output.",
-            also=("output",),
-        )
-    for key, uri in {name: getattr(job, name) for name in ("output", "checkpoints", "tensorboard")}.items():
+    for key, uri in {name: getattr(job, name) for name in ("output", "checkpoints")}.items():
         if uri is not None and not _S3.fullmatch(uri):
             yield JobProblem(
                 key, f"{key} is {uri!r}; expected s3://bucket/prefix (to upload a folder: aws s3 cp --recursive)."
@@ -390,15 +314,13 @@ def _region(job: Job, region: str | None) -> Iterator[JobProblem]:
 def _overlaps(job: Job) -> Iterator[JobProblem]:
     """Find what hosts would download with the checkpoints, and so never be rid of."""
     checkpoints = f"{(job.checkpoints or '').rstrip('/')}/"
-    for key in ("output", "tensorboard"):
-        uri = getattr(job, key)
-        if uri is None or job.checkpoints is None or not f"{uri.rstrip('/')}/".startswith(checkpoints):
-            continue
-        relation = "equal to" if f"{uri.rstrip('/')}/" == checkpoints else "below"
+    output = f"{(job.output or '').rstrip('/')}/"
+    if job.output is not None and job.checkpoints is not None and output.startswith(checkpoints):
+        relation = "equal to" if output == checkpoints else "below"
         yield JobProblem(
-            key,
-            f"{key} is {uri}, which is {relation} checkpoints ({job.checkpoints}): the hosts of a restarted job would "
-            f"download it with the checkpoints. Choose a prefix beside it.",
+            "output",
+            f"output is {job.output}, which is {relation} checkpoints ({job.checkpoints}): the hosts of a restarted "
+            "job would download it with the checkpoints. Choose a prefix beside it.",
             also=("checkpoints",),
         )
 
@@ -419,34 +341,11 @@ def _local_channels(job: Job) -> Iterator[JobProblem]:
             )
 
 
-def _capacity_advice(job: Job) -> Iterator[str]:
-    for name, group in job.groups.items():
-        wanted = {group.instance_type: group.count, **group.alternatives}
-        gpus = {one: (num_gpus(one) or 0) * count for one, count in wanted.items() if num_gpus(one) is not None}
-        if group.alternatives and len(set(gpus.values())) > 1:
-            listed = ", ".join(f"{count} with {wanted[one]} x {one}" for one, count in gpus.items())
-            yield (
-                f"groups.{name}.alternatives: the number of GPUs, and with it the global batch, depends on the "
-                f"capacity: {listed}."
-            )
-    types = [one for group in job.groups.values() for one in (group.instance_type, *group.alternatives)]
-    if job.max_pending_s is not None and types and all(num_gpus(one) == 0 for one in types):
-        yield f"max_pending_s is {job.max_pending_s}, which has no effect without GPU hosts ({', '.join(types)})."
-
-
 def _advice(job: Job) -> Iterator[str]:
     if job.spot is not None and job.checkpoints is None:
         yield "spot without checkpoints: an interrupted job restarts from the beginning. Set checkpoints: s3://..."
     if job.max_restarts and job.checkpoints is None:
         yield "max_restarts without checkpoints: the scripts start again from the beginning. Set checkpoints: s3://..."
-    for name, channel in job.channels.items():
-        if channel.mode == "Pipe":
-            yield f"channels.{name}.mode is Pipe: the script sees a named pipe instead of a folder."
-        if channel.distribution == "ShardedByS3Key":
-            yield (
-                f"channels.{name}.distribution is ShardedByS3Key: every host sees different files, which Lightning's "
-                "samplers do not take into account."
-            )
 
 
 def _source_advice(job: Job) -> Iterator[str]:
@@ -460,19 +359,6 @@ def _source_advice(job: Job) -> Iterator[str]:
     for entry in entries:
         if entry.name in _NOT_CODE or re.fullmatch(r"\.env[^/]*", entry.name):
             yield f"source_dir contains {entry.name}, which is uploaded too. Move it if the job does not need it."
-
-
-def _account_advice(job: Job) -> Iterator[str]:
-    image, role = ECR_IMAGE.fullmatch(job.image), _ROLE_ACCOUNT.match(job.role or "")
-    if image is not None and role is not None and image["account"] != role["account"]:
-        yield (
-            f"image is in account {image['account']}, and role in account {role['account']}: the policy of the "
-            "repository must let the role pull it."
-        )
-
-
-def _is_address(uri: str) -> bool:
-    return bool(_S3.fullmatch(uri)) or file_system_folder(uri) is not None
 
 
 def _is_name(name: str) -> bool:

@@ -12,10 +12,8 @@ from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.variables import MAX_RESTARTS, MODEL
 from lightning_sm.job.yaml_file import read_mapping
-from lightning_sm.submit.file_systems import file_system_folder
 from lightning_sm.submit.job_file import Group, InputChannel, Job
 from lightning_sm.submit.metric_patterns import metric_definitions
-from lightning_sm.submit.mlflow import MLFLOW_TRACKING_URI
 from lightning_sm.submit.source_archive import ARCHIVE_NAME
 
 
@@ -52,7 +50,7 @@ class TrainingRequest:
         Args:
             archive: Its address in S3.
         """
-        if self.job.network_isolation:
+        if self.job.requested("EnableNetworkIsolation"):
             return self.with_code_channel(archive, f"{CODE_CHANNEL_DIR}/{ARCHIVE_NAME}")
         return self._with_submit_directory(archive)
 
@@ -81,14 +79,11 @@ def make_request(job: Job, hyperparameters: Mapping[str, str]) -> TrainingReques
     has_groups = len(job.groups) > 1 and any(channel.groups for channel in job.channels.values())
     channels: dict[str, InputChannel] = {}
     for name, channel in job.channels.items():
-        # All hosts mount a file system: its channel has no groups.
-        takes_groups = has_groups and file_system_folder(channel.uri) is None
-        groups = (channel.groups or list(job.groups)) if takes_groups else None
+        groups = (channel.groups or list(job.groups)) if has_groups else None
         channels[name] = replace(channel, groups=groups)
     model = {} if job.model == MODEL.default.value else {MODEL.name: job.model}
     restarts = {MAX_RESTARTS.name: str(job.max_restarts)} if job.max_restarts else {}
-    mlflow = {} if job.mlflow is None else {MLFLOW_TRACKING_URI: job.mlflow}
-    job = replace(job, environment={**new_secret(), **model, **restarts, **mlflow, **job.environment})
+    job = replace(job, environment={**new_secret(), **model, **restarts, **job.environment})
     metrics = list(job.metrics)
     objective = None if job.tune is None else job.tune.objective
     if objective is not None and objective not in {*job.metrics, *job.metric_patterns}:

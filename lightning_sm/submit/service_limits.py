@@ -6,70 +6,57 @@ leaves them to the service, which reports one violation at a time.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import botocore.session
-from botocore.validate import ParamValidator
 
+from lightning_sm._arguments import did_you_mean
 from lightning_sm.job.redaction import shown
 from lightning_sm.submit.problems import JobProblem
 
-# Place in the request to keys of the job file, with advice where a limit is easily exceeded.
-_SOURCES = {
-    "TrainingJobName": "name",
-    "RoleArn": "role",
-    "HyperParameters": "config, hyperparameters (nest options, as in {data: {batch_size: 32}}, or put a file into a "
-    "channel named config)",
-    "AlgorithmSpecification.TrainingImage": "image",
-    "AlgorithmSpecification.MetricDefinitions": "metrics, metric_patterns",
-    "InputDataConfig": "channels",
-    "OutputDataConfig.KmsKeyId": "output_kms_key",
-    "OutputDataConfig": "output",
-    "ResourceConfig.VolumeKmsKeyId": "volume_kms_key",
-    "ResourceConfig.TrainingPlanArn": "training_plan",
-    "ResourceConfig.KeepAlivePeriodInSeconds": "keep_alive_s",
-    "ResourceConfig.VolumeSizeInGB": "volume_gb",
-    "ResourceConfig.InstancePreferences": "groups",
-    "ResourceConfig": "groups",
-    "StoppingCondition.MaxWaitTimeInSeconds": "spot.max_wait_s",
-    "StoppingCondition.MaxPendingTimeInSeconds": "max_pending_s",
-    "StoppingCondition": "max_run_s",
-    "CheckpointConfig": "checkpoints",
-    "TensorBoardOutputConfig": "tensorboard",
-    "VpcConfig.SecurityGroupIds": "vpc.security_groups",
-    "VpcConfig.Subnets": "vpc.subnets",
-    "RetryStrategy": "max_retry_attempts",
-    "InfraCheckConfig": "infra_check",
-    "MlflowConfig.MlflowExperimentName": "mlflow_experiment",
-    "MlflowConfig.MlflowRunName": "mlflow_run",
-    "MlflowConfig": "mlflow",
-    "RemoteDebugConfig": "remote_debug",
-    "Environment": "environment",
-    "Tags": "tags",
-    "HyperParameterTuningJobName": "name",
-    "StaticHyperParameters": "config, hyperparameters",
-    "HyperParameterTuningJobConfig.ParameterRanges": "tune.ranges",
-    "HyperParameterTuningJobConfig.HyperParameterTuningJobObjective": "tune.objective",
-    "HyperParameterTuningJobConfig": "tune",
-    "WarmStartConfig": "tune.warm_start",
+# Keys of the job file to the places in the request that they decide.
+PLACES: Mapping[str, tuple[str, ...]] = {
+    "name": ("TrainingJobName", "HyperParameterTuningJobName"),
+    "image": ("AlgorithmSpecification.TrainingImage",),
+    "role": ("RoleArn",),
+    "groups": ("ResourceConfig.InstanceGroups", "ResourceConfig.InstanceType", "ResourceConfig.InstanceCount"),
+    "hyperparameters": ("HyperParameters", "StaticHyperParameters"),
+    "environment": ("Environment",),
+    "output": ("OutputDataConfig.S3OutputPath",),
+    "checkpoints": ("CheckpointConfig.S3Uri",),
+    "max_run_s": ("StoppingCondition.MaxRuntimeInSeconds",),
+    "spot": ("StoppingCondition.MaxWaitTimeInSeconds", "EnableManagedSpotTraining"),
+    "volume_gb": ("ResourceConfig.VolumeSizeInGB",),
+}
+# Keys whose values are in lists of the request, which the key ``request`` may add to.
+_LISTS = {"channels": "InputDataConfig", "metrics": "AlgorithmSpecification.MetricDefinitions", "tags": "Tags"}
+_TUNING = {
+    "tune.ranges": "HyperParameterTuningJobConfig.ParameterRanges",
+    "tune.objective": "HyperParameterTuningJobConfig.HyperParameterTuningJobObjective",
+    "tune": "HyperParameterTuningJobConfig",
+    "tune.request": "WarmStartConfig",
 }
 # Of a tuning job: the place of what is a training job's elsewhere.
 _DEFINITION = "TrainingJobDefinition."
-_SHOWN_CHARS = 60
-# Kinds of values in the model.
-_PYTHON_TYPES: dict[str, Any] = {
-    "structure": Mapping,
-    "map": Mapping,
-    "list": (list, tuple),
-    "string": str,
-    "integer": int,
-    "long": int,
+_ADVICE = {
+    "hyperparameters": " Nest options, as in {data: {batch_size: 32}}, or put a file into a channel named config.",
 }
-_UNITS = {"map": "entries", "list": "entries", "string": "characters"}
+_SHOWN_CHARS = 60
+# Kinds of values in the model: Python's types, words for one value, and what its size counts.
+_KINDS: Mapping[str, tuple[Any, str, str]] = {
+    "structure": (Mapping, "names with values", ""),
+    "map": (Mapping, "names with values", " entries"),
+    "list": ((list, tuple), "a list", " entries"),
+    "string": (str, "text", " characters"),
+    "boolean": (bool, "true or false", ""),
+    "integer": (int, "a whole number", ""),
+    "long": (int, "a whole number", ""),
+    "float": ((int, float), "a number", ""),
+    "double": ((int, float), "a number", ""),
+}
 # The patterns use Java's syntax. Java's character classes to the content of Python's brackets; a class that is not
 # listed matches anything.
 _CLASSES = {"Alnum": "a-zA-Z0-9", "L": r"\w", "N": r"\d", "Z": " "}
@@ -85,10 +72,7 @@ def request_problems(request: Mapping[str, Any], operation: str = "CreateTrainin
     Returns:
         The problems: the keys of the job file, the place in the request, and what is wrong.
     """
-    shape = _input_shape(operation)
-    known = _fitting(request, shape, [])
-    report = ParamValidator().validate(known, shape).generate_report()
-    return [*(JobProblem("", line) for line in report.splitlines()), *_violations(request, shape, "")]
+    return list(_violations(request, _input_shape(operation), ""))
 
 
 def matches(member: str, value: str) -> bool:
@@ -129,37 +113,44 @@ def _input_shape(operation: str = "CreateTrainingJob") -> Any:
 
 
 def _violations(value: Any, shape: Any, path: str) -> Iterator[JobProblem]:
-    """Find members that the model lacks, and values beyond a maximum, or outside a pattern or an enumeration."""
-    kind = shape.type_name
-    if not isinstance(value, _PYTHON_TYPES.get(kind, ())):
-        return  # botocore reports wrong types
-    maximum = shape.metadata.get("max")
-    if maximum is not None:
-        size = value if isinstance(value, int) else len(value)
-        if size > maximum:
-            extent = f"has {size} {_UNITS[kind]}" if kind in _UNITS else f"is {size}"
-            yield JobProblem(_key(path), f"{_source(path)}: {path} {extent}; the service allows {maximum}.")
-    match kind:
+    """Find members that the model lacks or requires, values of another type, and values beyond a limit."""
+    types, words, unit = _KINDS[shape.type_name]
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+        yield _problem(path, f"is not {words}.")
+        return
+    least, most = shape.metadata.get("min"), shape.metadata.get("max")
+    size = len(value) if unit else value
+    extent = f"has {size}{unit}" if unit else f"is {size}"
+    if most is not None and size > most:
+        yield _problem(path, f"{extent}; the service allows {most}.{_ADVICE.get(_key(path), '')}")
+    if least is not None and size < least:
+        yield _problem(path, f"{extent}; the service needs at least {least}.")
+    match shape.type_name:
         case "structure":
-            for name in value:
-                place = f"{path}.{name}".lstrip(".")
-                if name in shape.members:
-                    yield from _violations(value[name], shape.members[name], place)
-                else:
-                    yield JobProblem(
-                        _key(place),
-                        f"{_source(place)}: the installed botocore {botocore.__version__} does not know {place}: pip "
-                        "install --upgrade boto3.",
-                    )
+            yield from _member_violations(value, shape, path)
         case "list":
             for index, item in enumerate(value):
                 yield from _violations(item, shape.member, f"{path}[{index}]")
         case "map":
-            for key, item in value.items():
-                yield from _violations(key, shape.key, f"{path} (name)")
-                yield from _violations(item, shape.value, f"{path}[{key!r}]")
+            for name, item in value.items():
+                yield from _violations(name, shape.key, f"{path} (name)")
+                yield from _violations(item, shape.value, f"{path}[{name!r}]")
         case "string":
             yield from _text_violations(value, shape, path)
+
+
+def _member_violations(value: Mapping[str, Any], shape: Any, path: str) -> Iterator[JobProblem]:
+    for name in shape.required_members:
+        if name not in value:
+            yield _problem(path, f"lacks {name}.")
+    for name, item in value.items():
+        place = f"{path}.{name}".lstrip(".")
+        if name in shape.members:
+            yield from _violations(item, shape.members[name], place)
+        else:
+            near = did_you_mean(str(name), list(shape.members))
+            new = f"If it is new: pip install --upgrade boto3 ({botocore.__version__} is installed)."
+            yield _problem(place, f"is not known to the service's model.{near} {new}")
 
 
 def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
@@ -167,15 +158,11 @@ def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
     quoted = repr(safe if len(safe) <= _SHOWN_CHARS else f"{safe[:_SHOWN_CHARS]}...")
     pattern = shape.metadata.get("pattern")
     if pattern is not None and not re.fullmatch(_pattern(pattern), text):
-        yield JobProblem(_key(path), f"{_source(path)}: {path} is {quoted}, which does not match {pattern}.")
-    if shape.enum and f"ml.{text}" in shape.enum:
-        yield JobProblem(_key(path), f"{_source(path)}: the instance type is {quoted}; SageMaker has ml.{text}.")
-    elif shape.enum and text not in shape.enum:
-        close = ", ".join(difflib.get_close_matches(text, shape.enum)) or f"one of {len(shape.enum)} values"
-        yield JobProblem(
-            _key(path),
-            f"{_source(path)}: {path} is {quoted}, which the installed botocore does not know; expected {close}. If "
-            "the value is new: pip install --upgrade boto3.",
+        yield _problem(path, f"is {quoted}, which does not match {pattern}.")
+    if shape.enum and text not in shape.enum:
+        near = f" Did you mean ml.{text}?" if f"ml.{text}" in shape.enum else did_you_mean(text, shape.enum)
+        yield _problem(
+            path, f"is {quoted}, which the installed botocore does not know.{near} If it is new: update boto3."
         )
 
 
@@ -183,21 +170,21 @@ def _pattern(pattern: str) -> str:
     return re.sub(r"\\p\{(\w+)\}", lambda match: _CLASSES.get(match[1], r"\s\S"), pattern)
 
 
-def _key(path: str) -> str:
-    """Return the key of the job file whose line a problem is shown with."""
-    keys = _keys(path)
-    key = "" if keys is None else re.split(r"[, ]", keys)[0]
-    key = "hyperparameters" if key == "config" else key
+def _problem(path: str, text: str) -> JobProblem:
+    key = _key(path)
     entry = re.fullmatch(r"\w+\['(.*)'\]", path.removeprefix(_DEFINITION))
-    return f"{key}.{entry[1]}" if entry is not None and key in {"environment", "hyperparameters"} else key
+    if key == "request":
+        line = f"request.{path}"
+    else:
+        line = f"{key}.{entry[1]}" if entry is not None and key in {"environment", "hyperparameters"} else key
+    return JobProblem(line, f"{key}: {path or 'the request'} {text}")
 
 
-def _source(path: str) -> str:
-    """Return what a problem with a place in the request begins with."""
-    return _keys(path) or "the request"
-
-
-def _keys(path: str) -> str | None:
-    """Return the keys of the job file behind a place in the request."""
+def _key(path: str) -> str:
+    """Return the key of the job file that decides a place in the request, or the place below ``request``."""
     plain = re.sub(r"\[.*?\]| \(name\)", "", path).removeprefix(_DEFINITION)
-    return next((source for prefix, source in _SOURCES.items() if plain.startswith(prefix)), None)
+    decided = [(place, key) for key, places in PLACES.items() for place in places]
+    for place, key in [*decided, *((place, key) for key, place in {**_LISTS, **_TUNING}.items())]:
+        if f"{plain}.".startswith(f"{place}."):
+            return key
+    return "request"

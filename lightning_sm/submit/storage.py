@@ -88,8 +88,8 @@ class JobStorage:
         settings: dict[str, str] = {}
         if self._job.output is None:  # anybody could have taken the name, which follows from the account
             settings["ExpectedBucketOwner"] = self._account
-        elif self._job.output_kms_key is not None:
-            settings |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self._job.output_kms_key}
+        elif (kms_key := self._job.requested("OutputDataConfig.KmsKeyId")) is not None:
+            settings |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key}
         with tempfile.TemporaryDirectory(prefix="lightning-sm-submit-") as scratch:
             archive = Path(scratch) / ARCHIVE_NAME
             count = write_archive(folder, archive)

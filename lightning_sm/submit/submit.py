@@ -25,11 +25,10 @@ from lightning_sm.submit.price_list import with_list_prices
 from lightning_sm.submit.problems import Findings, JobProblem
 from lightning_sm.submit.request import TrainingRequest, encode_hyperparameters, make_request
 from lightning_sm.submit.retry import submit_until_capacity
-from lightning_sm.submit.script_check import check_hyperparameters
 from lightning_sm.submit.service_limits import request_problems
 from lightning_sm.submit.storage import JobStorage
 from lightning_sm.submit.training_job import new_job_name, training_job
-from lightning_sm.submit.tuning import count_problem, tuning_job
+from lightning_sm.submit.tuning import tuning_job
 from lightning_sm.submit.without_secrets import without_secrets
 
 _LOG = command_logger(__name__)
@@ -144,13 +143,13 @@ def _watch(clients: Clients, name: str, *, shows_log: bool) -> Mapping[str, Any]
 def _start(plan: TrainingRequest, clients: Clients, storage: JobStorage) -> str:
     """Start a training job under a new name, and return the name."""
     request = _with_code_uploaded(plan, clients, storage)
-    create_training_job(clients.sagemaker, request)
+    create_training_job(clients, request)
     return str(request["TrainingJobName"])
 
 
 def _start_tuning(tune: Tune, plan: TrainingRequest, clients: Clients, storage: JobStorage) -> Found:
     arguments, _ = tuning_job(tune, plan.job.name, _with_code_uploaded(plan, clients, storage))
-    create_tuning_job(clients.sagemaker, arguments)
+    create_tuning_job(clients, arguments)
     full_name = arguments["HyperParameterTuningJobName"]
     return Found("tuning", full_name, {"HyperParameterTuningJobName": full_name})
 
@@ -177,8 +176,6 @@ def _check_job(job: Job, region: str) -> tuple[TrainingRequest, dict[str, Any]]:
     plan = make_request(stand_in, hyperparameters)
     request = _request(plan, new_job_name(stand_in.name), JobStorage(stand_in, region))
     request = _checked_request(job, request, findings)
-    if not findings.problems:  # last, as it takes seconds
-        check_hyperparameters(job, hyperparameters, findings)
     findings.report()
     return make_request(job, hyperparameters), request
 
@@ -188,8 +185,7 @@ def _checked_request(job: Job, request: dict[str, Any], findings: Findings) -> d
     if job.tune is not None:
         arguments, warnings = tuning_job(job.tune, with_placeholders(job).name, request)
         findings.warnings += warnings
-        problem = count_problem(job.tune, request)
-        findings.add([problem] if problem else request_problems(arguments, "CreateHyperParameterTuningJob"))
+        findings.add(request_problems(arguments, "CreateHyperParameterTuningJob"))
         return arguments
     findings.add(request_problems(request))
     return request

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from lightning_sm.submit.file_systems import file_system_folder
 from lightning_sm.submit.job_file import InputChannel
-from lightning_sm.submit.mlflow import mlflow_config
 from lightning_sm.submit.request import TrainingRequest
 
 # As the SDKs name jobs; they end with milliseconds, which two submitters may share.
@@ -36,88 +35,68 @@ def training_job(plan: TrainingRequest, name: str, output: str) -> dict[str, Any
     """
     job = plan.job
     algorithm = {"TrainingInputMode": "File", "TrainingImage": job.image}
-    return present(
+    request = present(
         TrainingJobName=name,
         AlgorithmSpecification=present(**algorithm, MetricDefinitions=plan.metrics or None),
         RoleArn=job.role,
         HyperParameters=dict(plan.hyperparameters) or None,
         Environment=dict(job.environment),
         InputDataConfig=[_channel(name, channel) for name, channel in plan.channels.items()] or None,
-        OutputDataConfig=present(S3OutputPath=output, KmsKeyId=job.output_kms_key),
-        ResourceConfig=_resources(plan),
+        OutputDataConfig={"S3OutputPath": output},
+        ResourceConfig={**_hosts(plan), "VolumeSizeInGB": job.volume_gb},
         StoppingCondition=present(
-            MaxRuntimeInSeconds=job.max_run_s,
-            MaxWaitTimeInSeconds=job.spot.max_wait_s if job.spot else None,
-            MaxPendingTimeInSeconds=job.max_pending_s,
+            MaxRuntimeInSeconds=job.max_run_s, MaxWaitTimeInSeconds=job.spot.max_wait_s if job.spot else None
         ),
         CheckpointConfig={"S3Uri": job.checkpoints} if job.checkpoints else None,
-        TensorBoardOutputConfig={"S3OutputPath": job.tensorboard} if job.tensorboard else None,
-        RetryStrategy=(None if job.max_retry_attempts is None else {"MaximumRetryAttempts": job.max_retry_attempts}),
-        VpcConfig={"Subnets": job.vpc.subnets, "SecurityGroupIds": job.vpc.security_groups} if job.vpc else None,
         EnableManagedSpotTraining=True if job.spot else None,
-        EnableInterContainerTrafficEncryption=job.encrypt_between_hosts or None,
-        EnableNetworkIsolation=job.network_isolation or None,
-        InfraCheckConfig={"EnableInfraCheck": True} if job.infra_check else None,
-        MlflowConfig=mlflow_config(job),
-        RemoteDebugConfig={"EnableRemoteDebug": True} if job.remote_debug else None,
         # The service would start the profiler, which needs libraries in the image.
         ProfilerConfig={"DisableProfiler": True},
         Tags=[{"Key": key, "Value": value} for key, value in job.tags.items()] or None,
     )
+    return joined(request, job.request)
 
 
-def _resources(plan: TrainingRequest) -> dict[str, Any]:
-    job = plan.job
+def joined(request: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request with other members: those of structures are joined, lists are longer, other values are replaced.
+
+    Args:
+        request: Arguments of CreateTrainingJob, or a structure in them.
+        more: What the job file's ``request`` says of it.
+    """
+    result = dict(request)
+    for name, value in more.items():
+        own = result.get(name)
+        if isinstance(own, Mapping) and isinstance(value, Mapping):
+            result[name] = joined(own, value)
+        elif isinstance(own, list) and isinstance(value, list):
+            result[name] = [*own, *value]
+        else:
+            result[name] = value
+    return result
+
+
+def _hosts(plan: TrainingRequest) -> dict[str, Any]:
     group = plan.single_group
-    if group is not None and group.alternatives:
-        wanted = {group.instance_type: group.count, **group.alternatives}
-        hosts: dict[str, Any] = {
-            "InstancePreferences": [{"InstanceType": one, "InstanceCount": count} for one, count in wanted.items()]
-        }
-    elif group is not None:
-        hosts = {"InstanceType": group.instance_type, "InstanceCount": group.count}
-    else:
-        hosts = {
+    if group is None:
+        return {
             "InstanceGroups": [
                 {"InstanceGroupName": name, "InstanceType": group.instance_type, "InstanceCount": group.count}
-                for name, group in job.groups.items()
+                for name, group in plan.job.groups.items()
             ]
         }
-    return present(
-        **hosts,
-        VolumeSizeInGB=job.volume_gb,
-        VolumeKmsKeyId=job.volume_kms_key,
-        KeepAlivePeriodInSeconds=job.keep_alive_s,
-        TrainingPlanArn=job.training_plan,
-    )
+    if plan.job.requested("ResourceConfig.InstancePreferences") is not None:
+        return {}  # the service accepts one or the other
+    return {"InstanceType": group.instance_type, "InstanceCount": group.count}
 
 
 def _channel(name: str, channel: InputChannel) -> dict[str, Any]:
-    folder = file_system_folder(channel.uri)
-    if folder is not None:
-        source: dict[str, Any] = {
-            "FileSystemDataSource": {
-                "FileSystemId": folder.file_system_id,
-                "FileSystemType": folder.kind,
-                "DirectoryPath": folder.path,
-                "FileSystemAccessMode": channel.access,
-            }
-        }
-    else:
-        source = {
-            "S3DataSource": present(
-                S3DataType="S3Prefix",
-                S3Uri=channel.uri,
-                S3DataDistributionType=channel.distribution,
-                InstanceGroupNames=channel.groups,
-            )
-        }
-    return present(
-        ChannelName=name,
-        DataSource=source,
-        ContentType=channel.content_type,
-        InputMode=channel.mode if folder is None else None,
+    source = present(
+        S3DataType="S3Prefix",
+        S3Uri=channel.uri,
+        S3DataDistributionType=channel.distribution,
+        InstanceGroupNames=channel.groups,
     )
+    return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": channel.mode}
 
 
 def present(**values: Any) -> dict[str, Any]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_sm.job.redaction import shown, shown_hyperparameters
+from lightning_sm.job.redaction import shown
 
 
 def without_secrets(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request, or its description of a training job, with ``(hidden)`` in place of secrets."""
     safe: dict[str, Any] = shown("", request)
-    for name in ("HyperParameters", "StaticHyperParameters"):
-        if name in request:
-            safe[name] = shown_hyperparameters(request[name])
     return safe

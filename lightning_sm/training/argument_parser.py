@@ -32,7 +32,7 @@ REPLACED_OPTIONS = {
     "logger.flush_secs": "--trainer.logger=TensorBoardLogger --trainer.logger.flush_secs=SECONDS",
     "num-data-workers": f"--{DATA_SERVICE}.workers",
     "num_of_data_workers": f"--{DATA_SERVICE}.workers",
-    "grpc-workers": f"--{DATA_SERVICE}.network_processes",
+    "grpc-workers": "nothing: one process of each data host sends the batches",
     "num-dnn-workers": "nothing: one process for each rank receives the batches",
     "pin-memory": "pin_memory=True of the DataModule's DataLoader",
     "iterations": "--trainer.max_steps",

@@ -64,7 +64,7 @@ class SageMakerCLI(LightningCLI):
     - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
       job has them, and otherwise to the output data directory (one folder per host). Relative folders in the
       configuration or in a ``ModelCheckpoint`` become relative to these;
-    - lets the loggers of a restarted attempt continue the run and the curves of earlier attempts;
+    - lets TensorBoard and W&B of a restarted attempt continue the curves of earlier attempts;
     - saves a checkpoint in the checkpoint directory when the job is interrupted, and resumes from the latest valid one
       whenever ``fit`` is called, by the CLI or by the script (see ``SpotCheckpoint``);
     - writes the best model to the model directory, and the configuration, without secrets (see ``SECURITY.md``);

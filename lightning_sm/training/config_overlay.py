@@ -14,7 +14,7 @@ from lightning_sm.errors import ChannelError
 from lightning_sm.job.channels import may_be_folder, route
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.environment import SageMakerEnvironment
-from lightning_sm.training.loggers import comet_arguments, default_logger, is_fixed, log_folder
+from lightning_sm.training.loggers import default_logger, is_fixed, log_folder
 from lightning_sm.training.strategies.choice import distribution_arguments
 from lightning_sm.training.trainer_setup import cluster_arguments
 
@@ -134,9 +134,6 @@ class JobOverlay:
             keeps_files = is_tensorboard or name == "CSVLogger"
             folder = log_folder(job, is_tensorboard=is_tensorboard) if keeps_files else job.host_output_dir
             _rebase(item, "save_dir", folder)
-            if name == "CometLogger":
-                for argument, value in comet_arguments(job, vars(item.init_args)).items():
-                    item.init_args[argument] = value
         for key in ("trainer.callbacks", *callback_keys):
             for item in _class_entries(self._config.get(key)):
                 _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)

@@ -139,7 +139,7 @@ class SageMakerEnvironment(ClusterEnvironment):
             return self.start.main_address
         addresses = self.job.addresses
         is_reporter = self.local_rank() == 0
-        wait_for_host(self.main_host, self.topology, addresses, self._resolve_timeout_s, is_reporter=is_reporter)
+        wait_for_host(self.main_host, addresses, self._resolve_timeout_s, is_reporter=is_reporter)
         if self.global_rank() == 0 and not torch.distributed.is_initialized():
             check_port_is_free(self._main_port, self.main_host)
         return addresses.get(self.main_host, self.main_host)

@@ -18,9 +18,7 @@ from lightning_sm.record.step_clock import ON_GPU
 
 # An event costs some microseconds: time only one step in this many.
 _EVERY_N_STEPS = 10
-# A step with more marks than this (many optimizers) is not timed.
-_MOST_MARKS = 64
-# While the events of this many steps are unread, the device is far behind: time no further step.
+# Of a device that is far behind, or is read rarely, only the newest steps are kept.
 _MOST_PENDING = 16
 
 
@@ -43,8 +41,7 @@ class GpuTimer:
     ) -> None:
         self._make_event = make_event
         self._is_capturing = is_capturing
-        self._pool: list[Any] = []
-        self._pending: deque[list[tuple[int, Any]]] = deque()
+        self._pending: deque[list[tuple[int, Any]]] = deque(maxlen=_MOST_PENDING)
         self._marks: list[tuple[int, Any]] | None = None
         self._num_steps = 0
         self._means: dict[str, float] = {}
@@ -52,19 +49,17 @@ class GpuTimer:
     def begin_step(self, part: int) -> None:
         """Begin a step with a part; only some steps are timed."""
         self._num_steps += 1
-        is_due = self._num_steps % _EVERY_N_STEPS == 0 and len(self._pending) < _MOST_PENDING
-        self._marks = [] if is_due and not self._is_capturing() else None
+        self._marks = [] if self._num_steps % _EVERY_N_STEPS == 0 else None
         self.mark(part)
 
     def mark(self, part: int) -> None:
         """Begin a part: the work that is launched from here on belongs to it."""
         if self._marks is None:
             return
-        if len(self._marks) >= _MOST_MARKS or self._is_capturing():
-            self._drop(self._marks)
+        if self._is_capturing():
             self._marks = None
             return
-        event = self._pool.pop() if self._pool else self._make_event()
+        event = self._make_event()
         event.record()
         self._marks.append((part, event))
 
@@ -89,7 +84,6 @@ class GpuTimer:
             for (part, begin), (_, end) in itertools.pairwise(marks):
                 if names[part] in sums:
                     sums[names[part]] += begin.elapsed_time(end) / 1e3
-            self._drop(marks)
             num_steps += 1
         if num_steps:
             self._means = {name: seconds / num_steps for name, seconds in sums.items()}
@@ -102,6 +96,3 @@ class GpuTimer:
         except RuntimeError:
             # After an error on the device, every call raises it, and so has the training, or it will.
             return False
-
-    def _drop(self, marks: list[tuple[int, Any]]) -> None:
-        self._pool += [event for _, event in marks]

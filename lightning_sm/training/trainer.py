@@ -46,7 +46,7 @@ class SageMakerTrainer(FetchingTrainer):
     - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
       job has them, and otherwise to the output data directory (one folder per host). Relative folders of
       ``default_root_dir``, of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
-    - lets the loggers of a restarted attempt continue the run and the curves of earlier attempts;
+    - lets TensorBoard and W&B of a restarted attempt continue the curves of earlier attempts;
     - saves a checkpoint when the job is interrupted, and resumes from the latest valid one (see ``SpotCheckpoint``);
     - writes the best model to the model directory at the end of ``fit``;
     - logs progress as lines, unless the user has another progress bar;

@@ -13,7 +13,6 @@ from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.callbacks.failing_rank import FailingRank
 from lightning_sm.training.callbacks.heartbeat import Heartbeat
-from lightning_sm.training.callbacks.keep_last_step import KeepLastStep
 from lightning_sm.training.callbacks.line_progress import own_progress
 from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.mid_epoch import MidEpoch
@@ -25,7 +24,7 @@ from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.sharded import install_shard_hooks
 from lightning_sm.training.cluster_checks import check_launcher_of_ranks
 from lightning_sm.training.environment import SageMakerEnvironment
-from lightning_sm.training.loggers import ContinuedCurves, continue_runs
+from lightning_sm.training.loggers import continue_runs
 from lightning_sm.training.process import prepare_process
 
 logger = logging.getLogger(__name__)
@@ -50,10 +49,9 @@ class TrainerSetup:
         self._environment = environment
         self._outputs = JobOutputs(job)
         # Heartbeat reports the end of an epoch before the user's callbacks, which may take any time there.
-        self._first: list[Callback] = [KeepLastStep(), FailingRank(), Heartbeat(), MidEpoch()]
+        self._first: list[Callback] = [FailingRank(), Heartbeat(), MidEpoch()]
         self._callbacks: list[Callback] = [
             LocalPosition(),
-            ContinuedCurves(),
             StepTimes(job),
             self._outputs,
         ]

@@ -81,7 +81,6 @@ def test_doctor_finds_the_image_sound(image):
     ended = docker("run", "--rm", image, "doctor", "--json")
     checks = {check["name"]: check for check in json.loads(ended.stdout)["results"]}
     assert "sagemaker-training" in checks["versions"]["found"]
-    assert checks["requirements"]["status"] == "ok"
     assert checks["signals"]["status"] == "ok"
 
 

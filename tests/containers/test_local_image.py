@@ -152,7 +152,6 @@ def test_nothing_outlives_a_command_that_is_killed(options, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--fault", "slow-dns:algo-1=3"], "--fault 'slow-dns:algo-1=3' cannot be injected with --image"),
         (["--", sys.executable + ".py"], "cannot be read"),
         (["--", __file__], "is outside the current folder"),
     ],

@@ -1,4 +1,4 @@
-"""As much of S3, of CodeArtifact and of a package index as one download needs, on a port of this machine."""
+"""As much of S3 and of a package index as one download needs, on a port of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class FakeS3:
         objects: Content by path, ``/bucket/key``; None for one that is never answered.
         failures: How many requests are answered with an error of the server first.
         requests: Method and path of each request.
-        authorizations: The headers of that name.
         asked: Set by each request.
         url: Address of the server.
     """
@@ -24,7 +23,6 @@ class FakeS3:
         self.objects: dict[str, bytes | None] = {}
         self.failures = 0
         self.requests: list[tuple[str, str]] = []
-        self.authorizations: set[str] = set()
         self.asked = threading.Event()
         self.released = threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -52,16 +50,12 @@ class FakeS3:
             def do_GET(self) -> None:
                 self._answer(with_body=True)
 
-            def do_POST(self) -> None:  # of CodeArtifact, whose requests have no body
-                self._answer(with_body=True)
-
             def do_HEAD(self) -> None:
                 self._answer(with_body=False)
 
             def _answer(self, *, with_body: bool) -> None:
                 path = self.path.partition("?")[0]
                 store.requests.append((self.command, path))
-                store.authorizations.add(self.headers.get("Authorization", ""))
                 store.asked.set()
                 code, body = 200, store.objects.get(path, b"")
                 if body is None:

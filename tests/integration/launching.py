@@ -21,7 +21,7 @@ from tests.fakes.reserved_job import reserve_job
 
 TIMEOUT_S = 180
 _NO_REPORT = {"LIGHTNING_SM_REPORT_S": "0"}  # it takes seconds
-_FOREIGN = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_", "AWS_", "PIP_", "CA_REPOSITORY_")
+_FOREIGN = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_", "AWS_", "PIP_")
 
 
 def variables_of(base: Path, **variables: str) -> dict[str, str]:

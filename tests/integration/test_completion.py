@@ -37,8 +37,8 @@ def script(tmp_path_factory):
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (["t"], {"train", "top"}),
-        (["top", "--o"], {"--once"}),
+        (["tr"], {"train"}),
+        (["report", "--on"], {"--once"}),
         (["local", "--gr"], {"--group", "--grace-s"}),
         (["submit", "--dr"], {"--dry-run"}),
         (["submit", "--spot."], {"--spot.max_wait_s"}),

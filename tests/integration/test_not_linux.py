@@ -84,21 +84,14 @@ def test_hosts_end_with_a_killed_emulator(places):
         until(lambda: not processes_of(jobs), "no process is left", TIMEOUT_S)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--group", "trainer=1", "--group", "data=1"], "A cluster with data hosts (algo-"),
-        (["--fault", "slow-dns:algo-1=5"], "The fault slow-dns"),
-    ],
-)
-def test_what_needs_linux_is_refused_in_one_line(places, options, message):
+def test_what_needs_linux_is_refused_in_one_line(places):
     """Nothing is started, and one line says what needs Linux and what to do."""
     jobs, work = places
     (work / "train.py").write_text("print('started')")
-    ended = local(jobs, work, *options, "--", "train.py", **MACOS)
+    ended = local(jobs, work, "--group", "trainer=1", "--group", "data=1", "--", "train.py", **MACOS)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"lightning-sm: error: {message}")
+    assert line.startswith("lightning-sm: error: A cluster with data hosts (algo-")
     assert NEEDED.search(line)
     assert (ended.stdout, list(jobs.iterdir())) == ("", [])
 
@@ -116,7 +109,6 @@ def test_doctor_tells(tmp_path):
     (result,) = [row for row in json.loads(ended.stdout)["results"] if row["name"] == "system"]
     assert result["status"] == "warning"
     assert result["found"] == "This system is macOS: jobs with data hosts need Linux."
-    assert "The check itself failed" not in ended.stdout
 
 
 @pytest.mark.processes

@@ -14,7 +14,7 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 # Of conda only: the interpreter, and what installs the pip part.
 CONDA_ONLY = {"python", "pip"}
 # Extras that belong into the image.
-EXTRAS = ("container", "vision", "compression", "report")
+EXTRAS = ("container", "vision", "report")
 
 
 @pytest.fixture(scope="module")

@@ -34,13 +34,8 @@ _EXCEPTIONS = {
         "_BANNER.search(line.text)": "as above",
         "_HOST.findall(reason)": _SERVICE,
     },
-    "data/host/worker_stack.py": {
-        "_FRAME": "faulthandler, which a hanging process needs, writes lines",
-        "stacks.partition('Current thread')": "as above",
-    },
     "data/protocol/probe.py": {"first.startswith(REFUSED)": "a message of the protocol"},
     "data/server/peers.py": {"text.partition('%')": "the zone of an address"},
-    "doctor/checks/network.py": {"re.fullmatch('[0-9]{1,5}', text)": _SETTING},
     "emulator/faults.py": {
         "_PATTERNS[kind].fullmatch(text, len(name))": _SETTING,
         "re.split('[:@]', text, maxsplit=1)": _SETTING,
@@ -67,8 +62,6 @@ _EXCEPTIONS = {
     "job/redaction.py": {
         "_FORMS": _SECRETS,
         "_FORMS.sub(_masked_form, text)": _SECRETS,
-        "_GIVEN.search(text)": _SECRETS,
-        "_MENTION.search(text)": _SECRETS,
         "'per' not in words": "the words of a name",
     },
     "job/variables.py": {
@@ -84,26 +77,19 @@ _EXCEPTIONS = {
         "RANK.sub('', before).startswith(_SURVIVED)": _STDERR,
     },
     "launcher/failure.py": {
-        "USAGE": _STDERR,
-        "USAGE_ERROR": _STDERR,
+        "_USAGE": _STDERR,
+        "_USAGE_ERROR": _STDERR,
         "_LIBRARY": _STDERR,
         "_OWN_ERROR.match(reason)": _STDERR,
     },
-    "launcher/log_dedup.py": {
-        "last.match(text)": _STDERR,
-        "traceback_text.RANK.match(text)": _STDERR,
-        "traceback_text.START.search(text)": _STDERR,
-        "USAGE.match(text)": _STDERR,
-        "traceback_text.WARNING.match(text)": _STDERR,
-        "text.removeprefix(mark)": _STDERR,
-        "text.startswith((' ', 'tip: '))": _STDERR,
-        "text.startswith('  ')": _STDERR,
-    },
     "launcher/toolkit/variables.py": {r"'\x00' not in text": _SETTING},
-    "launcher/user_code/pip_install.py": {"_REPOSITORY.fullmatch(text)": _SETTING},
     "launcher/user_code/requirements.py": {
-        "_ADVICE": "pip says why it failed in its output only",
-        "'No matching distribution found' in message": "as above",
+        "'No matching distribution found' in message": "pip says why it failed in its output only",
+    },
+    "launcher/user_code/script_kind.py": {
+        "_CLI.search(text)": "a script says in its source only how it reads its arguments",
+        "_HYDRA.search(text)": "as above",
+        "_OTHERS.search(text)": "as above",
     },
     "report/verdict.py": {
         "run.outcome == RUNNING": "the constant is the kind, and says itself to people",
@@ -114,17 +100,15 @@ _EXCEPTIONS = {
         "re.search(name, message)": "argparse names an unknown option only in its message",
         "'unrecognized arguments' in message.lower()": "as above",
     },
-    "submit/script_check.py": {
-        "_ON_HOSTS in message": _STDERR,
-        "'error: ' in line": _STDERR,
-        r"'\n'.join(lines[start:]).partition('error: ')": _STDERR,
-    },
     "submit/service_limits.py": {"re.fullmatch(_pattern(pattern), text)": _SETTING},
     "launcher/hang.py": {
         "_FRAME": "faulthandler writes nothing but text",
         "text.rpartition('(most recent call first):')": "the same",
     },
-    "top/screen.py": {"event.text.split()": "puts a text on one line"},
+    "report/live.py": {
+        "run.outcome not in (RUNNING, INTERRUPTED)": "the constant is the kind, and says itself to people",
+        "one.text.split()": "puts a text on one line",
+    },
     "training/checkpoints/fits.py": {
         "frame.f_code.co_filename.startswith(('<frozen ', _OWN_PACKAGE))": "the interpreter marks its frames so"
     },

@@ -54,7 +54,7 @@ def test_job_file_has_all_keys():
     assert shown["groups"][:2] == ["`{name: value}`, each value: [Group](#group)", "**required**"]
     assert shown["model"][:2] == ["`full` or `weights` or `none`", "`full`"]
     assert shown["max_restarts"][:2] == ["whole number", "`0`"]
-    assert shown["remote_debug"][:2] == ["`true` or `false`", "`false`"]
+    assert shown["request"][:2] == ["`{name: value}`, each value: any", "none"]
     assert shown["role"][:2] == ["text", "none"]
 
 
@@ -65,3 +65,14 @@ def test_the_pages_in_the_repository_have_what_is_generated_today(name):
     page = (REFERENCE["FOLDER"] / f"{name}.md").read_text(encoding="utf-8")
     assert f"<!-- generated: {name} -->" in page
     assert page == REFERENCE["complete"](page), "run: python docs/reference.py"
+
+
+def test_long_signatures_have_several_parameters_on_a_line():
+    """As many as fit, each whole."""
+    page = (REFERENCE["FOLDER"] / "python.md").read_text(encoding="utf-8")
+    signature = re.search(r"^DataHost\(\n(.*?)^\)$", page, re.M | re.S)
+    assert signature is not None
+    lines = signature[1].splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [line for line in lines if not line.startswith("    ") or not line.endswith(",")] == []
+    assert lines[0].lstrip().startswith("address: str = '127.0.0.1:0', workers: int = 2, *,")

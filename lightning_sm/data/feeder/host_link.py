@@ -132,8 +132,6 @@ class HostLink:
         self._stream: _Stream | None = None
         # Batches have a connection of their own: heartbeats must be answered also while the owner takes no batches.
         self._stream_channel: GrpcChannel | None = None
-        # Port of a network process of the data host that was unreachable.
-        self._failed_port = 0
         # Held while the owner is notified that the host is up or lost, so that notifications keep their order.
         self._notifying = threading.RLock()
         self._nudge = threading.Event()
@@ -345,12 +343,8 @@ class HostLink:
     # The stream of requests and answers
 
     def _start_stream(self) -> None:
-        port = self.report.stream_port if self.report is not None else 0
-        if port == self._failed_port:
-            port = 0
-        address = f"{self.address.rpartition(':')[0]}:{port}" if port else self.address
-        channel = self._stream_channel = GrpcChannel(address, self._credentials, self._channel.context)
-        stream = _Stream(self, self._owner, port)
+        channel = self._stream_channel = GrpcChannel(self.address, self._credentials, self._channel.context)
+        stream = _Stream(self, self._owner)
         stream.call = channel.open("Fetch", stream, requests=None)
         with self._lock:
             self._stream = stream
@@ -361,8 +355,6 @@ class HostLink:
 
     def stream_ended(self, stream: _Stream, error: Exception | None) -> None:
         """Note that the stream has ended, in the thread of its connection."""
-        if not stream.has_received:
-            self._failed_port = stream.port  # do not use it again: a firewall may admit only that of the data host
         if error is not None and not isinstance(error, CallError):
             self._refuse_for(error)
         elif error is not None and error.code is CallStatus.PERMISSION_DENIED:  # what answers has not proved the token
@@ -397,20 +389,16 @@ class _Stream(FrameReader):
     Args:
         link: The link.
         owner: Receives the answers.
-        port: Port of the network process that sends them; 0: the data host's own.
     """
 
     call: Call
 
-    def __init__(self, link: HostLink, owner: Owner, port: int) -> None:
+    def __init__(self, link: HostLink, owner: Owner) -> None:
         super().__init__(partial(owner.link_frame, link), partial(owner.link_piece, link))
-        self.has_received = False
-        self.port = port
         self._link = link
 
     def begin(self, num_bytes: int) -> None:
         """Prepare for a message."""
-        self.has_received = True
         self._link.received()
         super().begin(num_bytes)
 

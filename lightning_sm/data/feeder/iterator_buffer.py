@@ -117,11 +117,10 @@ class IteratorBuffer:
         if not self.free:
             return None
         request, slot = self.request, self.free.pop()
-        self.in_flight[request_id] = InFlightRange(step_range, slot, self._ring.slot(slot), request.compression)
+        self.in_flight[request_id] = InFlightRange(step_range, slot, self._ring.slot(slot))
         steps = range(step_range.first, step_range.stop)
         return FetchSpec(
             request.opening,
-            request.compression,
             request.rank,
             request.world_size,
             request.seed,

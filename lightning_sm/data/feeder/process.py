@@ -51,7 +51,7 @@ class Feeder:
         self._releases = releases
         self._num_ranks = settings.client.world_size
         self._lock = threading.RLock()
-        self._scheduler = Scheduler(settings.hedge_factor)
+        self._scheduler = Scheduler()
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, IteratorBuffer] = {}
         # Bytes of the largest batch by source: the window of a later pass is right from its first request.
@@ -261,7 +261,6 @@ class Feeder:
 
     def link_piece(self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int) -> Piece | None:
         """Return where a piece of a batch goes."""
-        is_compressed = kind == FrameKind.COMPRESSED
         with self._lock:
             request = self._scheduler.request(request_id, link.address)
             if request is None:
@@ -270,7 +269,7 @@ class Feeder:
             answer = buffer.in_flight[request_id]
             ended = partial(self._piece_ended, request, buffer, answer)
             try:
-                return answer.begin_piece(value, num_bytes, is_compressed=is_compressed, ended=ended)
+                return answer.begin_piece(value, num_bytes, ended)
             except WireError as error:
                 raise _about(request, error) from error
 
@@ -282,21 +281,12 @@ class Feeder:
         piece: Piece,
         is_complete: bool,
     ) -> None:
-        is_written = False
-        try:
-            if is_complete:
-                # Without the lock, so that other hosts' answers arrive and released slots are used meanwhile.
-                piece.decompress()
-                is_written = True
-        except WireError as error:
-            raise _about(request, error) from error
-        finally:
-            with self._lock:
-                buffer.end_piece(answer, piece, is_complete=is_written)
-                if answer.is_dropped:
-                    self._send_requests()
-                elif answer.is_complete:
-                    self._complete(buffer, request)
+        with self._lock:
+            buffer.end_piece(answer, piece, is_complete=is_complete)
+            if answer.is_dropped:
+                self._send_requests()
+            elif answer.is_complete:
+                self._complete(buffer, request)
 
     def _receive_frame(
         self, buffer: IteratorBuffer, request: StepRequest, kind: int, value: int, payload: memoryview

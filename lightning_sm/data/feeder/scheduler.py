@@ -64,7 +64,7 @@ class _Late(NamedTuple):
         return max(self.minimum_s, self.factor * median_s)
 
 
-_HEDGE_MINIMUM_S = 0.05
+_LATE = _Late(3.0, 0.05)
 # With one host, a hedge goes to that host again. It helps if a worker is frozen, but not if all workers are busy: wait
 # longer before it.
 _LATE_ON_THE_ONLY_HOST = _Late(10.0, 2.0)
@@ -331,13 +331,11 @@ class Scheduler:
     event, it calls ``next_requests`` again at ``next_wakeup``. A cancelled request frees its credit at once.
 
     Args:
-        hedge_factor: A request is late after this many times the median latency of its loader; 0: never.
         tie_break: Decides between hosts that are equally good: the one with the lowest number. Ranks that all preferred
             the same host would leave the others idle.
     """
 
-    def __init__(self, hedge_factor: float = 3.0, tie_break: Callable[[], float] = random.random) -> None:
-        self._late = _Late(hedge_factor, _HEDGE_MINIMUM_S)
+    def __init__(self, tie_break: Callable[[], float] = random.random) -> None:
         self._tie_break = tie_break
         self._hosts: dict[str, _ScheduledHost] = {}
         self._up: list[_ScheduledHost] = []  # by name, so that decisions do not depend on which connected first
@@ -734,9 +732,9 @@ class Scheduler:
 
     def _late_after_s(self, current: _ScheduledPass) -> float:
         """Return the age from which requests of a pass are late; infinite if they never are."""
-        if not current.may_hedge or not current.pace.is_known or not self._late.factor:
+        if not current.may_hedge or not current.pace.is_known:
             return math.inf
-        late = _LATE_ON_THE_ONLY_HOST if len(current.takers(self._up)) == 1 else self._late
+        late = _LATE_ON_THE_ONLY_HOST if len(current.takers(self._up)) == 1 else _LATE
         # The budget, if this hedge and all open ones cost as much as usual.
         burst = HEDGE_BURST + max((host.num_credits for host in self._up), default=0)
         cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * current.pace.work_s

@@ -78,7 +78,6 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
         workers=report.workers,
         busy=report.busy,
         queued=report.queued,
-        stuck=report.stuck,
         busy_s=report.busy_s,
         capacity_s=report.capacity_s,
         num_built=report.built,

@@ -11,12 +11,11 @@ import threading
 from types import TracebackType
 from typing import ClassVar
 
-from lightning_sm._linux import usable_cpus
 from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
 from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
-from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_network_processes
+from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.errors import DataServiceError, DataSettingsError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.secret import new_secret
@@ -90,7 +89,6 @@ class DataHost:
         self._settings = HostSettings(
             address=address,
             workers=workers,
-            network_processes=settings.network_processes or default_network_processes(usable_cpus()),
             max_batch_bytes=settings.max_batch_bytes,
             lease_s=None,
             startup_timeout_s=None,

@@ -25,7 +25,6 @@ from lightning_sm.data.host.sources import Sources
 from lightning_sm.data.host.spawned_worker import SpawnedSource
 from lightning_sm.data.host.worker import Builder, WorkerPlace, run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
-from lightning_sm.data.host.worker_stack import innermost_call, without_our_start
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
@@ -36,7 +35,7 @@ from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError, DataSettingsError
-from lightning_sm.job.control_folder import STACKS_SIGNAL, Phase, announce
+from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -48,16 +47,8 @@ _SLOTS_PER_WORKER = 2
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 
-# A worker writes its stack within milliseconds, unless the machine is busy, or not at all.
-_STACK_WAIT_S = 2.0
-_STACK_ADVICE = (
-    "A library that has started threads hangs in forked workers (Polars, OpenMP). If the call never returns, use the "
-    "library only in the dataset's __getitem__, and not in setup() or *_dataloader(), or set "
-    'DataLoader(multiprocessing_context="spawn"). If the batch only takes long, nothing is wrong.'
-)
-
-# After this many deaths in a row without a trainer's request for workers, the server process is not restarted. It also
-# dies with each of its network processes: one that has served for some time may be the next victim of a lack of memory.
+# After this many deaths in a row without a trainer's request for workers, the server process is not restarted. One that
+# has served for some time may be a victim of a lack of memory, and counts from one again.
 _MAX_SERVER_STARTS = 5
 _SERVED_LONG_S = 60.0
 
@@ -234,8 +225,6 @@ class MainProcess:
                     worker = self._workers.get(worker_id)
                     if worker is not None:
                         os.kill(worker.pid, signal.SIGKILL)
-                case host_messages.ShowStack(worker_id, seconds):
-                    self._ask_for_stack(worker_id, seconds)
                 case host_messages.Finished():
                     self._outcome = message
         if server.is_at_end:
@@ -418,32 +407,6 @@ class MainProcess:
     def _replace(self, worker_id: int, place: tuple[str, int]) -> None:
         if self._is_needed(worker_id, place):
             self._start_worker(*place)
-
-    # Stacks of workers that may hang
-
-    def _ask_for_stack(self, worker_id: int, seconds: float) -> None:
-        worker = self._workers.get(worker_id)
-        if worker is not None:
-            worker.notes.take_stacks()
-            os.kill(worker.pid, STACKS_SIGNAL)
-            self._scheduler.enter(_STACK_WAIT_S, 0, self._log_stack, (worker_id, seconds))
-
-    def _log_stack(self, worker_id: int, seconds: float) -> None:
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            return
-        stacks = worker.notes.take_stacks()
-        if not stacks:
-            why = "it is stopped, waits in the kernel, as for a disk, or gets no core"
-            stacks = f"No stack for {_STACK_WAIT_S:.0f} s: {why}.\n"
-        logger.warning(
-            "Worker %d has been building a batch for %.0f s. It is in:\n%s%s",
-            worker.place[1],
-            seconds,
-            without_our_start(stacks),
-            _STACK_ADVICE if worker.is_fork else "",
-        )
-        self._send(host_messages.WorkerStuck(worker_id, innermost_call(stacks)))
 
     def _fork(self, target: Callable[[], None]) -> int:
         def run() -> None:

@@ -23,10 +23,11 @@ from lightning_sm.data.host.generators import reachable, seed_all
 from lightning_sm.data.host.seeding import Seeding
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.host.trainer_view import TrainerView
-from lightning_sm.data.host.worker import Builder, Built, UserCodeError, WorkerPlace, encode_batches
+from lightning_sm.data.host.worker import Builder, UserCodeError, WorkerPlace, encode_batches
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import RankWorld
 from lightning_sm.data.protocol.fetch import FetchSpec
+from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.protocol.openings import StreamWorker
 from lightning_sm.data.protocol.spec import StreamEnd
 
@@ -80,7 +81,9 @@ class IndexedBuilder:
             seed_all(self._info.seed)
             self._source.init_worker(self._number, 0)
 
-    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | StreamEnd:
+    def build(
+        self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
+    ) -> list[EncodedBatch] | StreamEnd:
         """Build the batches of a request, each from its index."""
         spec = FetchSpec.decode(encoded_spec)
         self._world.show(spec.rank, spec.world_size)
@@ -90,10 +93,8 @@ class IndexedBuilder:
             for number, index in enumerate(spec.indices)
         )
         batches = encode_batches(memory, builds)
-        if isinstance(batches, StreamEnd):  # it is none of a stream
-            return batches
         self._seeding.check()
-        return Built(batches, spec.compression)
+        return batches
 
     def _batch(self, index: Any, seed: Callable[[], None] | None, notes: WorkerNotes, arena: Arena) -> Any:
         source = self._source
@@ -169,7 +170,9 @@ class StreamBuilder:
         )
         self._num_built, self._has_ended = 0, False
 
-    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | StreamEnd:
+    def build(
+        self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
+    ) -> list[EncodedBatch] | StreamEnd:
         """Build the next batches, after those before them, if this process has not built these."""
         spec = FetchSpec.decode(encoded_spec)
         if (spec.seed, spec.first) < (self._pass, self._num_built):
@@ -184,8 +187,7 @@ class StreamBuilder:
         while self._num_built < spec.first:
             if isinstance(self._next(notes), StreamEnd):
                 return StreamEnd(self._num_built)
-        batches = encode_batches(memory, self._builds(spec.num_batches, notes))
-        return batches if isinstance(batches, StreamEnd) else Built(batches, spec.compression)
+        return encode_batches(memory, self._builds(spec.num_batches, notes))
 
     def _builds(self, num_batches: int, notes: WorkerNotes) -> Iterator[Callable[[Arena], Any]]:
         return (lambda _: self._next(notes) for _ in range(num_batches))

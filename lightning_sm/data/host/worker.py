@@ -8,6 +8,7 @@ share the dataset's memory, need no pickling, and start within milliseconds.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -19,7 +20,6 @@ import torch
 
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.batch.arena import ALIGNMENT, Arena
-from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.batch.pickled import pickle_batch
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
@@ -28,7 +28,7 @@ from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import EncodedBatch, pack_batches
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, StreamEnd
+from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
 
@@ -58,13 +58,21 @@ class WorkerPlace(NamedTuple):
     num_workers: int
 
 
+# A worker that hangs writes the stacks of its threads to the log of the data host: after so many seconds on a request,
+# and after this many times the longest one before. Native code may hang, too: faulthandler needs no Python to run.
+_LONG_S = 30.0
+_LONG_FACTOR = 2.0
+
+
 class Builder(Protocol):
     """What builds the batches of a worker."""
 
     def enter(self, notes: WorkerNotes) -> None:
         """Prepare this process; run the user's ``worker_init_fn``."""
 
-    def build(self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes) -> Built | StreamEnd:
+    def build(
+        self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
+    ) -> list[EncodedBatch] | StreamEnd:
         """Build the batches of a request.
 
         Args:
@@ -77,13 +85,6 @@ class Builder(Protocol):
             BatchTypeError: A batch cannot be sent.
             BatchTooLargeError: The slot is too small.
         """
-
-
-class Built(NamedTuple):
-    """Batches in a slot, and what is to compress them."""
-
-    batches: list[EncodedBatch]
-    compression: str
 
 
 def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes) -> None:
@@ -101,9 +102,9 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
     torch.set_num_threads(1)
-    notes.write_stacks_on_signal()
     builder: Builder | None = None
     problem = Failure("", "")
+    longest_s = 0.0
     where = "the import of the script and the dataset in a new process"
     try:
         loaded = load()
@@ -122,7 +123,11 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
             if builder is None:
                 requests.send(BuildAnswer(request.slot, problem))
             else:
+                started = time.perf_counter()
+                faulthandler.dump_traceback_later(max(_LONG_S, _LONG_FACTOR * longest_s), file=2)
                 outcome, batches = _build_range(request, ring, builder, notes)
+                faulthandler.cancel_dump_traceback_later()
+                longest_s = max(longest_s, time.perf_counter() - started)
                 requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))
                 notes.clear()
 
@@ -137,15 +142,14 @@ def _build_range(
         built = builder.build(request.encoded_spec, memory, notes)
         if isinstance(built, StreamEnd):
             return built, []
-        used = max((one.start + one.num_bytes for one in built.batches), default=0)
-        pieces = _compress(memory, used, built.compression) if built.compression else []
     except UserCodeError as error:
         return Failure.of(error.__cause__ or error, error.where), []
     except (BatchTypeError, BatchTooLargeError) as error:
         return Failure(type(error).__name__, str(error)), []
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         return Failure.of(error), []
-    return BuiltRange(used, pieces, time.perf_counter() - started), built.batches
+    used = max((one.start + one.num_bytes for one in built), default=0)
+    return BuiltRange(used, time.perf_counter() - started), built
 
 
 def encode_batches(
@@ -172,21 +176,3 @@ def encode_batches(
         encoded.append(EncodedBatch(start, arena.used, structure))
         used = start + arena.used
     return encoded
-
-
-def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int, int]]:
-    """Compress the first bytes of a slot into the rest of it, piece by piece; return the pieces as (start, size).
-
-    Return no pieces if compression does not make the batches smaller, or the slot has no room.
-    """
-    codec = codec_of(compression)
-    pieces: list[tuple[int, int]] = []
-    end = used
-    for start in range(0, used, CHUNK_BYTES):
-        packed = codec.compress(memory[start : min(start + CHUNK_BYTES, used)].data)
-        pieces.append((end, len(packed)))
-        end += len(packed)
-        if end >= min(2 * used, len(memory)):
-            return []
-        memory[end - len(packed) : end] = np.frombuffer(packed, np.uint8)
-    return pieces

@@ -2,10 +2,6 @@
 
 An exception of the user's code names its sample. After SIGSEGV in an image decoder, or SIGKILL for lack of memory, only
 the note of the sample is left.
-
-A library that has started threads hangs in forked workers: the fork has none of them. The main thread then waits in
-native code, where no signal handler of Python's runs, but faulthandler's does, and writes the stacks here. It costs
-nothing until it is asked.
 """
 
 from __future__ import annotations
@@ -14,16 +10,13 @@ import mmap
 import os
 import struct
 
-from lightning_sm.job.control_folder import write_stacks_on_signal
-
 _MAX_TEXT_BYTES = 200
 # The head begins with one of these, or with the number of bytes of the text that follows.
 _NOTHING, _INDEX = 0xFFFE, 0xFFFF
 _HEAD = struct.Struct("<Hq")
-# Behind the text: whether the worker has started; and behind that, its stacks.
+# Behind the text: whether the worker has started.
 _STARTED_AT = _HEAD.size + _MAX_TEXT_BYTES
-_STACKS_AT = _STARTED_AT + 1
-_END = _STACKS_AT + (1 << 18)
+_END = _STARTED_AT + 1
 
 
 class WorkerNotes:
@@ -37,9 +30,7 @@ class WorkerNotes:
         self.fd = os.memfd_create("lightning_sm_notes", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, _END)
-            os.lseek(self.fd, _STACKS_AT, os.SEEK_SET)  # where the worker's faulthandler begins to write
         self._memory = mmap.mmap(self.fd, _END)
-        self._num_read = _STACKS_AT
         if fd is None:
             self.clear()
 
@@ -75,20 +66,6 @@ class WorkerNotes:
         if size == _INDEX:
             return f"index {index}"
         return self._memory[_HEAD.size : _HEAD.size + size].decode(errors="replace")
-
-    def write_stacks_on_signal(self) -> None:
-        """Write the stacks of all threads of this process on each ``STACKS_SIGNAL``. Call it in the worker."""
-        write_stacks_on_signal(self.fd)
-
-    def take_stacks(self) -> str:
-        """Return the stacks that the worker has written since the last call; empty: none yet.
-
-        For each thread they have a line, and its frames, the innermost first. The thread that got the signal, which is
-        the main one, is called the current thread.
-        """
-        end = self._memory.find(b"\0", self._num_read)
-        start, self._num_read = self._num_read, _END if end < 0 else end
-        return self._memory[start : self._num_read].decode(errors="replace")
 
     def close_descriptor(self) -> None:
         """Close the descriptor. The parent needs only the memory, and may have hundreds of workers."""

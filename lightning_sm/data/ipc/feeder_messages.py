@@ -20,14 +20,12 @@ class Configure(Message, frozen=True):
         addresses: Addresses of the data hosts.
         credentials: Credentials for them.
         client: The heartbeat of this rank, without figures.
-        hedge_factor: See ``DataServiceSettings``.
         is_quiet: Whether another rank of this host logs what all of them would.
     """
 
     addresses: list[str]
     credentials: Credentials
     client: HeartbeatRequest
-    hedge_factor: float
     is_quiet: bool = False
 
 
@@ -79,7 +77,6 @@ class StartIterator(Message, frozen=True):
         window_batches: Limit of requests in flight or buffered.
         is_window_fixed: Whether it limits the batches, too, although one request may ask for several small ones.
         window_bytes: Limit of their bytes.
-        compression: Codec of batches on the network; empty: none.
     """
 
     pass_id: int
@@ -95,7 +92,6 @@ class StartIterator(Message, frozen=True):
     window_batches: int
     is_window_fixed: bool
     window_bytes: int
-    compression: str = ""
 
 
 class SupplyIndices(Message, frozen=True):
@@ -222,13 +218,11 @@ class HostSnapshot(HostFigures, frozen=True):
         in_flight: Requests of this rank that it has not answered.
         busy: Workers that build batches.
         queued: Requests of all ranks that wait for a worker.
-        stuck: The worker that may hang, and the call in which it is.
     """
 
     in_flight: int = 0
     busy: int = 0
     queued: int = 0
-    stuck: str = ""
 
 
 class PassSnapshot(Struct, frozen=True):

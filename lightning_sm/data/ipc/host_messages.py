@@ -135,20 +135,6 @@ class WorkerLost(Message, frozen=True):
     why: str
 
 
-class ShowStack(Message, frozen=True):
-    """To the main process: a worker has worked on one request for so many seconds."""
-
-    worker: int
-    seconds: float
-
-
-class WorkerStuck(Message, frozen=True):
-    """The answer to a ``ShowStack``: the call in which the worker is."""
-
-    worker: int
-    where: str
-
-
 class KillWorker(Message, frozen=True):
     """To the main process: a worker hangs."""
 
@@ -184,12 +170,10 @@ class BuiltRange(Struct, frozen=True, tag=True):
 
     Attributes:
         num_bytes: How many bytes of the slot are batches.
-        pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
         produce_s: Seconds that the worker took.
     """
 
     num_bytes: int
-    pieces: list[tuple[int, int]]
     produce_s: float
 
 
@@ -204,61 +188,4 @@ class BuildAnswer(Message, frozen=True):
 
     slot: int
     outcome: BuiltRange | Failure | StreamEnd
-    encoded_batches: bytes = b""
-
-
-# Between the server process and a network process. A number stands for a request of a stream.
-
-
-class Fetch(Message, frozen=True):
-    """To the server process: a trainer's request, an encoded ``FetchSpec``."""
-
-    number: int
-    stream: int
-    encoded_spec: bytes
-
-
-class CancelFetch(Message, frozen=True):
-    """To the server process: nobody wants the answer."""
-
-    number: int
-
-
-class Release(Message, frozen=True):
-    """To the server process: the batches of a ``FetchAnswer`` have been sent."""
-
-    number: int
-
-
-class Ping(Message, frozen=True):
-    """To a network process, which sends it back."""
-
-
-class NewRing(Message, frozen=True):
-    """A worker's ring, and the ids of all workers that there are."""
-
-    worker: int
-    live_workers: list[int]
-    num_slots: int
-    slot_bytes: int
-    fds: tuple[int, ...]
-
-
-class FetchAnswer(Message, frozen=True):
-    """The answer to a ``Fetch``.
-
-    Attributes:
-        number: Its number.
-        outcome: The batches, or why there are none.
-        worker: Id of the worker in whose slot the batches lie.
-        slot: The slot.
-        queue_s: Seconds from the request until the worker started on it.
-        encoded_batches: As of ``BuildAnswer``.
-    """
-
-    number: int
-    outcome: BuiltRange | Failure | StreamEnd
-    worker: int = 0
-    slot: int = 0
-    queue_s: float = 0.0
     encoded_batches: bytes = b""

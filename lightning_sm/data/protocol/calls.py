@@ -9,7 +9,7 @@ from msgspec import field
 
 from lightning_sm import errors
 from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.codec import Name, Natural, NumPlaces, Port, Real, decode
+from lightning_sm.data.protocol.codec import Name, Natural, NumPlaces, Real, decode
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError, WireError
@@ -117,11 +117,9 @@ class HostReport(Struct, frozen=True):
         capacity_s: Seconds that they could have worked in this time.
         built: Requests that they have done.
         built_s: Seconds that these took.
-        stuck: The worker that may hang, and the call in which it is; empty: there is none.
         figures: The figures of each rank, by its name, if they are wanted.
         hosts: The trainer host of each rank, by the rank's name; in answers to Status only.
         channels: Names of its input channels; in answers to Status only.
-        stream_port: Port for the stream of this rank, if it is another than that of the data host; 0: it is not.
     """
 
     name: str
@@ -132,9 +130,7 @@ class HostReport(Struct, frozen=True):
     capacity_s: Real = 0.0
     built: Natural = 0
     built_s: Real = 0.0
-    stuck: str = ""
     figures: dict[str, RankFigures] = field(default_factory=dict)
-    stream_port: Port = 0
     hosts: dict[str, str] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
 

@@ -31,7 +31,6 @@ Name = Annotated[str, Meta(max_length=512)]
 # The place of something among others of its kind, and their number.
 Place = Annotated[int, Meta(ge=0, le=1 << 16)]
 NumPlaces = Annotated[int, Meta(ge=1, le=1 << 16)]
-Port = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
 
 
 _Struct = TypeVar("_Struct", bound=Struct)

@@ -20,7 +20,6 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         opening: Name of the opening whose workers build them.
-        compression: Name of the codec that compresses the answer; empty: none.
         rank: Rank of the iterator.
         world_size: Number of ranks.
         seed: The iterator's own base of random states; for a stream, whose worker has it, the number of the pass.
@@ -30,7 +29,6 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
     """
 
     opening: Name
-    compression: Name
     rank: Natural
     world_size: NumPlaces
     seed: AnyInt

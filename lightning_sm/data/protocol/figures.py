@@ -5,7 +5,6 @@ A collective call would have to come at the same moment on all ranks, between th
 
 from __future__ import annotations
 
-import math
 from itertools import chain
 
 import msgspec
@@ -63,8 +62,6 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
         sync_s: The part of ``busy_s`` in the backward pass and the optimizer, where ranks wait for each other.
         queue_s: Total seconds that requests waited for a worker.
         produce_s: Total seconds that workers spent on the batches.
-        produce_ms2: Sum of the squares of these times, in square milliseconds: how much they vary decides how many
-            workers keep up.
         transfer_s: Total seconds from request to batch, without ``queue_s`` and ``produce_s``.
     """
 
@@ -79,7 +76,6 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
     sync_s: Real = 0.0
     queue_s: Real = 0.0
     produce_s: Real = 0.0
-    produce_ms2: Real = 0.0
     transfer_s: Real = 0.0
 
     def count(self, batch: BatchFigures, *, is_step: bool) -> None:
@@ -93,7 +89,6 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
         self.num_bytes += batch.num_bytes
         self.queue_s += batch.queue_s
         self.produce_s += batch.produce_s
-        self.produce_ms2 += (1e3 * batch.produce_s) ** 2
         self.transfer_s += batch.transfer_s
         self.num_steps += is_step
 
@@ -120,14 +115,6 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
     def wait_fraction(self) -> float:
         """Fraction of these seconds that they waited; 0 before the first timed step."""
         return self.wait_s / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def produce_variation(self) -> float | None:
-        """Standard deviation of the workers' time for a batch, divided by its mean; None for fewer than two batches."""
-        if self.num_batches <= 1 or self.produce_s <= 0:
-            return None
-        mean_ms = 1e3 * self.produce_s / self.num_batches
-        return math.sqrt(max(0.0, self.produce_ms2 / self.num_batches - mean_ms**2)) / mean_ms
 
     @property
     def own_s(self) -> float:

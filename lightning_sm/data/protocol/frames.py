@@ -37,8 +37,7 @@ class FrameKind(IntEnum):
     HEADER = 3  # total bytes, timings, structure of the batches
     DATA = 4  # bytes of the batches; the value is their offset
     FAILURE = 5  # JSON: why there are no batches
-    COMPRESSED = 6  # the same as DATA, but compressed
-    ENDED = 7  # the stream has no such batch; the value is how many it has
+    ENDED = 6  # the stream has no such batch; the value is how many it has
 
 
 def frame(request_id: int, kind: FrameKind, size: int = 0, value: int = 0) -> bytes:
@@ -83,8 +82,8 @@ class FrameReader:
     """Frames whose bytes arrive in parts: it says where each part goes.
 
     Args:
-        take: Takes a frame of any kind but DATA and COMPRESSED: its request, kind, value and payload.
-        place: Returns where the payload of a DATA or COMPRESSED frame goes: of its request, kind and value, with so
+        take: Takes a frame of any kind but DATA: its request, kind, value and payload.
+        place: Returns where the payload of a DATA frame goes: of its request, kind and value, with so
             many bytes; None: nowhere.
     """
 
@@ -158,7 +157,7 @@ class FrameReader:
             raise WireError(f"A frame of {size} bytes ends after {self._num_left} bytes.")
         self._is_head = False
         self._fields = request_id, kind, value
-        if kind in (FrameKind.DATA, FrameKind.COMPRESSED):
+        if kind == FrameKind.DATA:
             self._destination = self._place(*self._fields, size)
             place = None if self._destination is None else self._destination.memory
             if place is None:
@@ -236,7 +235,7 @@ class StepRangeHeader:
     """The header of an answer, which precedes the bytes of a step range.
 
     Attributes:
-        num_bytes: Bytes that follow in DATA or, before their compression, in COMPRESSED frames.
+        num_bytes: Bytes that follow in DATA frames.
         queue_s: Seconds that the request waited for a worker.
         produce_s: Seconds that the worker took.
         encoded_batches: Result of ``pack_batches``.

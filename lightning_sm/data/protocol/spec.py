@@ -7,7 +7,7 @@ import hashlib
 from lightning_sm._structs import Struct
 from lightning_sm.data.protocol.codec import Natural
 
-# Batches are sent, and compressed, in pieces of this size. Of 0.5 to 4 MiB it was the fastest (benchmarks/wire.py):
+# Batches are sent in pieces of this size. Of 0.5 to 4 MiB it was the fastest (benchmarks/wire.py):
 # smaller ones cost more switches between threads, larger ones leave the caches.
 CHUNK_BYTES = 2 << 20
 

@@ -6,11 +6,10 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import grpc
 import psutil
 
 from lightning_sm._text import listed
@@ -27,7 +26,7 @@ _NUM_LOOKUPS = 16
 
 
 class TrustedPeers:
-    """The machines that may connect to a data host, and make it take a DataModule.
+    """The machines that may connect to a data host.
 
     Names are looked up again when an unknown address calls: hosts of a job start at different times, and a host that
     is replaced has another address.
@@ -90,37 +89,6 @@ class TrustedPeers:
         self.refresh()
         return self._is_known(address)
 
-    def is_trusted(self, peer: str, auth_context: Mapping[str, Sequence[bytes]]) -> bool:
-        """Return whether a caller may make this host run code: by its address, its certificate, or its Unix socket.
-
-        Args:
-            peer: The caller as gRPC names it: ``ipv4:10.0.0.1:7000``, ``ipv6:[::1]:7000`` or ``unix:...``.
-            auth_context: What gRPC knows of the connection. It has a certificate only if the host has verified it.
-        """
-        if peer.startswith("unix"):
-            return self._has_unix_socket
-        if auth_context.get("x509_pem_cert"):
-            return True
-        address = address_of(peer)
-        return address is not None and self.admits(address)
-
-    def require_trusted(self, context: Any) -> None:
-        """End a gRPC call unless its caller is trusted: definitely, or for now if names of hosts do not resolve yet.
-
-        Args:
-            context: Context of the call.
-
-        Raises:
-            Exception: What ``context.abort`` raises.
-        """
-        peer = context.peer()
-        if self.is_trusted(peer, context.auth_context()):
-            return
-        address = address_of(peer)
-        is_final = address is None or not self.unresolved
-        code = grpc.StatusCode.PERMISSION_DENIED if is_final else grpc.StatusCode.UNAVAILABLE
-        context.abort(code, self.refusal(address or peer))
-
     def refusal(self, address: str) -> str:
         """Return why an address is refused, and what to do."""
         own = listed([str(network.network_address) for network in self._own])
@@ -149,12 +117,6 @@ class TrustedPeers:
             return [_network(address) for address in self._look_up(entry)]
         except OSError:
             return []
-
-
-def address_of(peer: str) -> str | None:
-    """Return the IP address in gRPC's name for a caller; None if it has none."""
-    kind, _, rest = peer.replace("%5B", "[").replace("%5D", "]").partition(":")
-    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else None
 
 
 def _address(text: str) -> Address:

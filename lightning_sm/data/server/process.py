@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +24,6 @@ from lightning_sm.data.protocol.openings import OpeningsRequest, ResultRequest
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, snapshot_hash
 from lightning_sm.data.server.leases import Leases
 from lightning_sm.data.server.listener import Listener
-from lightning_sm.data.server.network import NetworkProcesses
 from lightning_sm.data.server.openings import Openings
 from lightning_sm.data.server.peers import TrustedPeers
 from lightning_sm.data.server.stream import FetchMethod
@@ -63,7 +61,6 @@ class ServerProcess:
         self._settings = settings
         self._pool = WorkerPool(
             lambda worker: self._send(host_messages.KillWorker(worker)),
-            lambda worker, seconds: self._send(host_messages.ShowStack(worker, seconds)),
         )
         self._leases = Leases(
             settings.lease_s, settings.startup_timeout_s, time.monotonic(), may_restart=settings.may_restart
@@ -74,7 +71,6 @@ class ServerProcess:
         self._keeping = threading.Lock()
         self._openings = Openings(self._send, lambda digest: digest in self._snapshots, self._keep_workers)
         self._fetch = FetchMethod(self._start)
-        self._network: NetworkProcesses | None = None
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
         self._hosts: dict[str, str] = {}  # by trainer rank
         self._peers = TrustedPeers(settings)
@@ -95,8 +91,6 @@ class ServerProcess:
         except DataSettingsError as error:
             self._send(host_messages.Finished(str(error), is_error=True))
             return
-        settings = replace(self._settings, address=listener.address)
-        self._network = NetworkProcesses(settings, self._start, self._pool.worker_ids)
         listener.start()
         self._send(host_messages.Listening(listener.address))
         while True:
@@ -114,7 +108,6 @@ class ServerProcess:
                 break
             self._handle(message)
         self._fetch.close()
-        self._network.close()
         listener.stop(_STOP_TIMEOUT_S)
         self._pool.close()
 
@@ -126,8 +119,6 @@ class ServerProcess:
                 self._pool.add(message)
             case host_messages.WorkerLost(worker, why):
                 self._pool.lose(worker, why)
-            case host_messages.WorkerStuck(worker, where):
-                self._pool.note_stuck(worker, where)
             case host_messages.JobEnds():
                 with self._leasing:
                     self._leases.expect_no_more()
@@ -165,7 +156,6 @@ class ServerProcess:
 
     def _load(self, requests: Iterator[bytes], context: Any) -> bytes:
         """Take a pickled source, and give it to the main process, which runs code of it."""
-        self._peers.require_trusted(context)
         head = _parse(calls.LoadRequest.parse, next(requests, b""), context)
         fd = os.memfd_create("lightning_sm_snapshot", os.MFD_CLOEXEC)
         try:
@@ -213,8 +203,7 @@ class ServerProcess:
         except DataHostMismatchError as error:
             # Not final: the trainer tries again, and the others may have ended by then.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        port = self._network.port_for(beat.client) if self._network is not None else 0
-        return self._report(figures, port).encode()
+        return self._report(figures).encode()
 
     def _status(self, _request: bytes, _context: Any) -> bytes:
         """Answer a call that only looks: it needs no lease, and grants none."""
@@ -222,11 +211,11 @@ class ServerProcess:
             figures, hosts = dict(self._figures), dict(self._hosts)
         return structs.replace(self._report(figures), hosts=hosts, channels=self._settings.channels).encode()
 
-    def _report(self, figures: dict[str, RankFigures], stream_port: int = 0) -> calls.HostReport:
+    def _report(self, figures: dict[str, RankFigures]) -> calls.HostReport:
         # As many workers as configured: the first heartbeat comes before any is forked, and trainers decide by it how
         # many batches to request.
         report = self._pool.report(self._settings.name)
-        return structs.replace(report, workers=self._settings.workers, figures=figures, stream_port=stream_port)
+        return structs.replace(report, workers=self._settings.workers, figures=figures)
 
     def _finish(self, request: bytes, context: Any) -> bytes:
         last = _parse(calls.FinishRequest.parse, request, context)

@@ -181,11 +181,9 @@ def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
     header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, served.encoded_batches).encode()
     # The header travels with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
-    kind = FrameKind.COMPRESSED if built.pieces else FrameKind.DATA
-    offsets = range(0, built.num_bytes, CHUNK_BYTES)
-    places = built.pieces or [(offset, min(CHUNK_BYTES, built.num_bytes - offset)) for offset in offsets]
-    for offset, (start, size) in zip(offsets, places, strict=True):
-        parts += [frame(request_id, kind, size, offset), data[start : start + size]]
+    for start in range(0, built.num_bytes, CHUNK_BYTES):
+        size = min(CHUNK_BYTES, built.num_bytes - start)
+        parts += [frame(request_id, FrameKind.DATA, size, start), data[start : start + size]]
         yield b"".join(parts)
         parts.clear()
     if parts:

@@ -28,13 +28,6 @@ from lightning_sm.data.protocol.spec import StreamEnd
 # A worker hangs on a cancelled task if it takes this many times longer than the longest one before.
 _GRACE_FACTOR = 5.0
 
-# A worker that hangs shows where: after so many seconds on a task, and after this many times the longest task before.
-_STUCK_S = 30.0
-_STUCK_FACTOR = 2.0
-# How often to look, and the least time between two stacks in the log.
-_LOOK_PERIOD_S = 5.0
-_SHOW_PERIOD_S = 60.0
-
 
 @dataclass(frozen=True)
 class ServedRange:
@@ -107,9 +100,6 @@ class _Worker:
         self.is_connected = True
         self.task: Task | None = None
         self.task_started = 0.0
-        # Of its task: whether its stack was asked for, and the call in which it is.
-        self.is_shown = False
-        self.stuck_in = ""
 
     @property
     def is_available(self) -> bool:
@@ -163,22 +153,16 @@ class WorkerPool:
 
     Args:
         kill: Called with the id of a worker that hangs on a cancelled task.
-        show_stack: Called with the id of a worker that may hang, and the seconds that it has worked on its task.
         cancel_grace_s: Seconds that a worker may continue with a cancelled task; more, if earlier tasks took long.
-        stuck_s: Seconds on a task after which a worker may hang; more, if earlier tasks took long.
     """
 
     def __init__(
         self,
         kill: Callable[[int], None],
-        show_stack: Callable[[int, float], None],
         cancel_grace_s: float = 30.0,
-        stuck_s: float = _STUCK_S,
     ) -> None:
         self._kill = kill
-        self._show_stack = show_stack
         self._cancel_grace_s = cancel_grace_s
-        self._stuck_s = stuck_s
         self._lock = threading.RLock()
         self._workers: dict[int, _Worker] = {}
         self._queues: OrderedDict[object, deque[Task]] = OrderedDict()
@@ -192,7 +176,6 @@ class WorkerPool:
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
         self._is_closed = False
         self._scheduler = sched.scheduler(time.monotonic)
-        self._look_for_hanging_worker()
         self._thread = threading.Thread(target=self._run, name="worker-pool", daemon=True)
         self._thread.start()
 
@@ -275,23 +258,6 @@ class WorkerPool:
         for other in moved:
             other.answer(Failure("StreamMoved", f"worker {worker.number}, which had the stream open, {why}"))
 
-    def note_stuck(self, worker_id: int, where: str) -> None:
-        """Note the call in which a worker is, for reports.
-
-        Args:
-            worker_id: Its id.
-            where: The call; empty: unknown.
-        """
-        with self._lock:
-            worker = self._workers.get(worker_id)
-            if worker is not None and worker.task is not None and worker.is_shown:
-                worker.stuck_in = where
-
-    def worker_ids(self) -> list[int]:
-        """Return the ids of all workers."""
-        with self._lock:
-            return list(self._workers)
-
     def report(self, name: str) -> HostReport:
         """Return what the data host of this name reports about its workers."""
         with self._lock:
@@ -305,17 +271,7 @@ class WorkerPool:
                 capacity_s=self._work.capacity_s,
                 built=self._num_built,
                 built_s=self._built_s,
-                stuck=self._stuck(),
             )
-
-    def _stuck(self) -> str:
-        """Say where the worker is that has been longest on its task, of those whose stack is known."""
-        known = [worker for worker in self._workers.values() if worker.task is not None and worker.stuck_in]
-        if not known:
-            return ""
-        worker = min(known, key=lambda worker: worker.task_started)
-        seconds = time.perf_counter() - worker.task_started
-        return f"worker {worker.number} for {seconds:.0f} s in {worker.stuck_in}"
 
     def close(self) -> None:
         """Close the connections to all workers, which makes them exit."""
@@ -360,8 +316,6 @@ class WorkerPool:
             self._queues.move_to_end(task.client)
             worker.task = task
             worker.task_started = now
-            worker.is_shown = False
-            worker.stuck_in = ""
             with contextlib.suppress(OSError):  # the worker died; ``lose`` will answer the task
                 worker.socket.send(Build(worker.free_slots.pop(), task.encoded_spec))
 
@@ -403,25 +357,6 @@ class WorkerPool:
     def _kill_if_hanging(self, worker: _Worker, cancelled: Task) -> None:
         if worker.task is cancelled:
             self._kill(worker.id)
-
-    def _look_for_hanging_worker(self) -> None:
-        """Show the stack of a worker that may hang, if there is one, and look again later."""
-        with self._lock:
-            hanging = self._hanging_worker()
-        again_s = min(_LOOK_PERIOD_S, self._stuck_s) if hanging is None else _SHOW_PERIOD_S
-        self._scheduler.enter(again_s, 0, self._look_for_hanging_worker)
-        if hanging is not None:
-            self._show_stack(*hanging)
-
-    def _hanging_worker(self) -> tuple[int, float] | None:
-        """Return a worker that may hang, and for how many seconds it has worked: each once per task."""
-        limit_s = max(self._stuck_s, _STUCK_FACTOR * self._longest_s)
-        for worker in self._workers.values():
-            task_s = time.perf_counter() - worker.task_started
-            if worker.task is not None and not worker.is_shown and task_s >= limit_s:
-                worker.is_shown = True
-                return worker.id, task_s
-        return None
 
     def _receive(self, worker: _Worker) -> None:
         with self._lock:

@@ -154,9 +154,7 @@ class ServiceConnection:
         credentials = Credentials.of(self.settings, self.job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = trainer is not None and trainer.local_rank != 0
-        self._feeder = FeederClient(
-            Configure(self.addresses, credentials, client, self.settings.hedge_factor, is_quiet=is_quiet)
-        )
+        self._feeder = FeederClient(Configure(self.addresses, credentials, client, is_quiet=is_quiet))
         weakref.finalize(self, self._feeder.close, "the process ended", is_success=True)
 
     def host_channels(self, *, is_quiet: bool) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_map
 
 from lightning_sm._lightning import CombinedLoader, LightningDataModule, check_same_distribution
 from lightning_sm._unlisted import UnlistedDataModule
-from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import DataServiceSettings
@@ -39,7 +38,7 @@ class RemoteDataModule(UnlistedDataModule):
         job: Name of the job; the data hosts must use the same.
 
     Raises:
-        DataSettingsError: There is no address, or the library for ``settings.compression`` is not installed.
+        DataSettingsError: There is no address.
         MixedLightningError: The DataModule derives from the other distribution of Lightning.
     """
 
@@ -59,8 +58,6 @@ class RemoteDataModule(UnlistedDataModule):
         connection = ServiceConnection.of_addresses(addresses, settings or DataServiceSettings(), job)
         if connection is None:
             return datamodule
-        if connection.settings.compression is not None:
-            codec_of(connection.settings.compression)  # report a missing library here instead of with the first batch
         if connection.runs_hooks(is_quiet=False):
             run_hooks_on_data_hosts(datamodule, connection)
         _give_remote_loaders(datamodule, connection)

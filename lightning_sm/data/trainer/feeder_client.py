@@ -248,8 +248,7 @@ class FeederClient:
         for host in snapshot.hosts:
             why = f" ({host.why})" if host.why else ""
             busy = f", {host.busy} of {host.workers} workers busy" if host.workers else ""
-            stuck = f", {host.stuck}" if host.stuck else ""
-            lines.append(f"  {host.name}: {host.state}{why}{busy}, requests in flight: {host.in_flight}{stuck}")
+            lines.append(f"  {host.name}: {host.state}{why}{busy}, requests in flight: {host.in_flight}")
         for one in snapshot.passes:
             requests = ", ".join(f"{host} {for_s:.1f} s ago" for host, for_s in one.requested)
             where = f"requested from {requests}" if requests else "not requested"

@@ -182,7 +182,6 @@ class _FeederPass:
                 window_batches=window_batches,
                 is_window_fixed=settings.window_batches is not None,
                 window_bytes=window_bytes,
-                compression=settings.compression or "",
             )
         )
         self.close = weakref.finalize(self, _close, self._client, self.pass_id, slots, self._ring)

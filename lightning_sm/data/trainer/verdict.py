@@ -7,8 +7,7 @@ from statistics import median
 
 from lightning_sm._text import count, duration, percent, size, times
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
-from lightning_sm.record.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY
-from lightning_sm.record.limits import RankPace, WaitCause, slow_rank
+from lightning_sm.record.limits import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, RankPace, WaitCause, slow_rank
 
 # Waits below this fraction of the epoch, or this many seconds, are not reported.
 _MIN_FRACTION = NOT_INPUT_BOUND
@@ -22,7 +21,7 @@ _SLOWER = 2.0
 _MIN_BATCHES = 3
 # The network is the cause if batches were in transit for this part of the waiting.
 _TRANSFER_PART = 0.5
-AFTER_A_LOSS = "Look at the end of its log. With a second data host, training would have gone on."
+_AFTER_A_LOSS = "Look at the end of its log. With a second data host, training would have gone on."
 
 
 def slowest(ranks: Mapping[str, RankFigures]) -> tuple[str, RankFigures]:
@@ -84,30 +83,21 @@ def trouble(hosts: Sequence[HostFigures]) -> list[str]:
 
 
 def wait_cause(
-    ranks: Mapping[str, RankFigures],
-    hosts: Sequence[HostFigures],
-    waiting: RankFigures | None = None,
-    *,
-    share: float | None = None,
+    ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures], share: float | None = None
 ) -> WaitCause | None:
     """Return why training waited for data; None if it hardly did.
 
     Args:
         ranks: What each rank measured, by name; at least one.
         hosts: What the data hosts did.
-        waiting: The sum of what the rank measured that waited the longest, in parts of the time: a rank that waits for
-            data makes the others wait in the backward pass, so that ranks which take turns seem to wait less than
-            training does. None: one rank is the slowest all the time.
         share: The share of the time that training waited, to say that of the clock of steps. Default: as the loader has
             it.
     """
     name, rank = slowest(ranks)
-    is_one = waiting is None or rank == waiting
-    rank = waiting or rank
     if rank.wait_s < _MIN_SECONDS or rank.wait_fraction < _MIN_FRACTION:
         return None
     others_s = max((other.wait_s for key, other in ranks.items() if key != name), default=rank.wait_s)
-    who = f"{_capital(name)} waits" if is_one and rank.wait_s >= _SLOWER * others_s else "Training waits"
+    who = f"{_capital(name)} waits" if rank.wait_s >= _SLOWER * others_s else "Training waits"
     who += f" {percent(rank.wait_fraction if share is None else share)} of the time"
     if rank.transfer_wait_s >= _TRANSFER_PART * rank.wait_s:
         # A batch whose host was lost arrives late, too.
@@ -155,7 +145,7 @@ def _lost_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
     text = (
         f"{who} because of data host {lost.name}: its connection was lost {times(max(1, lost.num_lost))}, and {state}."
     )
-    return WaitCause(f"data host {lost.name}", text, AFTER_A_LOSS, lost.name)
+    return WaitCause(f"data host {lost.name}", text, _AFTER_A_LOSS, lost.name)
 
 
 def _slow_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
@@ -192,10 +182,7 @@ def _network(who: str, rank: RankFigures) -> WaitCause:
         f"{duration(rank.transfer_s / batches)} is transfer from the data host ({size(rank.num_bytes / batches)} a "
         f"batch, {size(rank.num_bytes / rank.seconds)}/s)."
     )
-    change = (
-        "Make batches smaller (uint8 instead of float32, data_service.compression), or choose hosts with a faster "
-        "network."
-    )
+    change = "Make batches smaller (uint8 instead of float32), or choose hosts with a faster network."
     return WaitCause("network", text, change)
 
 

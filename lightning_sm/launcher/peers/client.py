@@ -42,7 +42,7 @@ class Client:
     Attributes:
         job_outcome: The job's outcome; None until it is known.
         restart: The last restart that was ordered; None if there was none.
-        awaited: Hosts that must exit before this one may.
+        awaited: The host that says when this one may exit.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Client:
     ) -> None:
         self.job_outcome: JobOutcome | None = None
         self.restart: Restart | None = None
-        self.awaited: list[str] = [main_host]
+        self.awaited = [main_host]
         self._own = own
         self._main_host = main_host
         self._address = address
@@ -110,7 +110,7 @@ class Client:
             if report is not None and self._reported != (connection, report):
                 self._reported = connection, report
                 connection.send(report)
-            connection.keep_alive(now, self._timings, StillThere())
+            connection.keep_alive(now, self._timings)
         self._give_up_lost_hub(now)
         self._say_if_unreached(now)
 
@@ -164,7 +164,6 @@ class Client:
     def _note_loss(self) -> None:
         if self._connection is not None:
             self._lost = time.monotonic(), self._why
-            self.awaited = [self._main_host]
             if self.job_outcome is None:  # else the loss was to be expected, and the log has said why
                 _LOG.info("Lost connection to the launcher on %s: %s. Reconnecting.", self._main_host, self._why)
         elif not self._has_logged_stranger:
@@ -173,8 +172,7 @@ class Client:
 
     def _handle(self, connection: Connection, message: AnyMessage) -> None:
         match message:
-            case StillThere(awaited):
-                self.awaited = awaited or [self._main_host]
+            case StillThere():
                 return
             case JobEnd(outcome, is_over):
                 self.job_outcome = self.job_outcome or outcome

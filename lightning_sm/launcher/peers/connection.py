@@ -24,6 +24,7 @@ from lightning_sm.launcher.peers.messages import (
     AnyMessage,
     Greeting,
     Proof,
+    StillThere,
     parse_greeting,
     parse_message,
     to_line,
@@ -154,19 +155,18 @@ class Connection:
         """Send a message. If the connection is lost, ``receive`` raises the error."""
         self._writer.write(to_line(message))
 
-    def keep_alive(self, now: float, timings: Timings, message: AnyMessage) -> None:
+    def keep_alive(self, now: float, timings: Timings) -> None:
         """Send a heartbeat when one is due, and drop the connection if the other end sends none. Call this regularly.
 
         Args:
             now: The time, in seconds of ``time.monotonic``.
             timings: How often to send one, and how long to wait for the other end's.
-            message: The heartbeat.
         """
         if now - self._received_at >= timings.silence_s:
             self.drop(f"it sent no heartbeat for {timings.silence_s:g} s")
         elif now - self._heartbeat_at >= timings.heartbeat_s:
             self._heartbeat_at = now
-            self.send(message)
+            self.send(StillThere())
 
     def drop(self, why: str) -> None:
         """Close the connection at once; ``receive`` raises an error with this reason."""

@@ -29,8 +29,6 @@ _LOG = logging.getLogger(__name__)
 _MAX_STRANGERS = 64
 # The most that a stranger can make this host log, in one line.
 _MAX_WHY_CHARS = 300
-# The most host names in one message, which must fit into a line.
-_MAX_NAMES = 20
 
 
 class Hub:
@@ -129,9 +127,8 @@ class Hub:
         """
         if report is not None:
             self._tracker.reported(self._own, report.outcome, now, report.attempt)
-        heartbeat = StillThere(self._tracker.awaited[:_MAX_NAMES])
         for connection in self._hosts.values():
-            connection.keep_alive(now, self._timings, heartbeat)
+            connection.keep_alive(now, self._timings)
         self._tracker.update(now)
         if now >= self._unreached_at and self.job_outcome is None:
             self._unreached_at = math.inf

@@ -49,9 +49,7 @@ class Proof(PeerMessage, frozen=True):
 
 
 class StillThere(PeerMessage, frozen=True):
-    """A sign of life; from the hub with the hosts that must exit before others may."""
-
-    awaited: list[str] = []  # noqa: RUF012 - a struct copies it
+    """A sign of life."""
 
 
 class Report(PeerMessage, frozen=True):

@@ -16,7 +16,7 @@ from lightning_sm.job.hyperparameters import toolkit_value
 from lightning_sm.job.model_parallel import requested_model_parallelism
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DATA_GROUPS, DEVICES, PREFIX
+from lightning_sm.job.variables import DATA_GROUPS, DEVICES
 
 _LOG = command_logger(__name__)
 
@@ -25,13 +25,7 @@ _STARTERS = {
     "sagemaker_mpi_enabled": "mpirun",
     "sagemaker_pytorch_ddp_enabled": "mpirun",
 }
-_OTHER_LIBRARIES = {
-    "sagemaker_pytorch_xla_multi_worker_enabled": "the SageMaker Training Compiler (XLA)",
-    "sagemaker_parameter_server_enabled": "TensorFlow's parameter server",
-    "sagemaker_multi_worker_mirrored_strategy_enabled": "TensorFlow's MultiWorkerMirroredStrategy",
-}
 _PER_HOST = "sagemaker_mpi_num_of_processes_per_host"
-_IN_ALL = "sagemaker_mpi_num_processes"
 _MPI_OPTIONS = ("sagemaker_mpi_custom_mpi_options", "sagemaker_distributed_dataparallel_custom_mpi_options")
 _GROUPS = "sagemaker_distribution_instance_groups"
 
@@ -44,16 +38,10 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
         ``distribution``; None if it states none.
 
     Raises:
-        TopologyError: It contradicts the job, or asks for a library that only other images have.
+        TopologyError: It contradicts the job.
         StrategyError: It asks for model parallelism that no strategy has, or that contradicts itself or the job.
     """
     asked = {name: toolkit_value(text) for name, text in job.hyperparameters.items()}
-    for name, library in _OTHER_LIBRARIES.items():
-        if asked.get(name):
-            raise TopologyError(
-                f"The hyperparameter {name} asks for {library}, which this image does not have. Remove it from "
-                "distribution={...}. To use a strategy of Lightning, such as fsdp or deepspeed, set trainer.strategy."
-            )
     _check_groups(asked.get(_GROUPS), topology)
     if job.asks_for_smddp:
         _LOG.info(
@@ -68,16 +56,10 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
             split.source,
             split,
         )
-    count = _count(job, topology, asked)
+    count = _count(job, asked)
     starters = sorted({starter for name, starter in _STARTERS.items() if asked.get(name)})
     for name in _MPI_OPTIONS:
-        variables, ignored = _mpi_options(asked.get(name))
-        settings = [variable for variable in variables if variable.startswith(PREFIX)]
-        if settings:
-            raise TopologyError(
-                f"{name} has -x {settings[0]}=..., which reaches the script only, but the launcher reads it, too. Set "
-                "it with Estimator(environment=...)."
-            )
+        _, ignored = _mpi_options(asked.get(name))
         if ignored:
             _LOG.warning(
                 "ignoring %s of %s: this launcher does not use mpirun. It sets the variables of -x NAME=value.",
@@ -154,26 +136,14 @@ def _check_groups(names: Any, topology: Topology) -> None:
         )
 
 
-def _count(job: SageMakerJob, topology: Topology, asked: dict[str, Any]) -> int | None:
-    per_host = _number(asked, _PER_HOST)
-    in_all = _number(asked, _IN_ALL)
+def _count(job: SageMakerJob, asked: dict[str, Any]) -> int | None:
+    per_host = asked.get(_PER_HOST)
     if per_host is None:
         return job.devices
+    if not isinstance(per_host, int) or isinstance(per_host, bool) or per_host < 1:
+        raise TopologyError(f"The hyperparameter {_PER_HOST} is {per_host!r}; expected a positive whole number.")
     if job.devices not in (None, per_host):
         raise TopologyError(
             f"distribution={{...}} has {_PER_HOST}={per_host}, but {DEVICES.name} is {job.devices}. Remove one."
         )
-    if in_all not in (None, per_host * topology.num_nodes):
-        raise TopologyError(
-            f"distribution={{...}} has {_IN_ALL}={in_all} and {_PER_HOST}={per_host}, but the number of trainer hosts "
-            f"is {topology.num_nodes}.\n{topology.table()}\n"
-            f"Remove {_IN_ALL}."
-        )
     return per_host
-
-
-def _number(asked: dict[str, Any], name: str) -> int | None:
-    value = asked.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    raise TopologyError(f"The hyperparameter {name} is {value!r}; expected a positive whole number.")

@@ -73,9 +73,9 @@ class Preparation:
         with _scratch_folder() as scratch:
             error = scratch / "error"
             module = "lightning_sm.launcher.user_code.archive"
-            exit_code = self._run(
-                [sys.executable, "-m", module, address, str(folder), str(error)], f"fetching {address}"
-            )
+            command = [sys.executable, "-m", module, address, str(folder), str(error)]
+            # Python imports modules from its working directory first: start it in a folder without modules.
+            exit_code = self._run(command, f"fetching {address}", Path("/"))
             if error.exists():
                 raise ScriptError(error.read_text(encoding="utf-8"))
         if exit_code:
@@ -89,15 +89,14 @@ class Preparation:
             ScriptError: pip failed; the message says why.
             Stopped: The host was told to end.
         """
-        arguments = requirements.wanted(script, self._env)
-        if not arguments:
+        if not requirements.is_wanted(script, self._env):
             return
-        _LOG.info("pip install %s in %s", " ".join(arguments), script.source_dir)
+        _LOG.info("pip install -r requirements.txt in %s", script.source_dir)
         with _scratch_folder() as scratch:
             file = scratch / "constraints.txt"
             file.write_text("\n".join(requirements.constraints()) + "\n", encoding="utf-8")
-            command = requirements.command(arguments, script.source_dir, file if self._is_protected else None)
-            exit_code = self._run(command, f"installing the requirements of {script.source_dir}")
+            command = requirements.command(file if self._is_protected else None)
+            exit_code = self._run(command, f"installing the requirements of {script.source_dir}", script.source_dir)
         if exit_code:
             output = self._child.stderr_tail
             raise ScriptError(
@@ -117,7 +116,7 @@ class Preparation:
             stopped_by = self._child.stopped_by
             raise Stopped(not_started_reason(stopped_by, doing), 128 + (stopped_by or signal.SIGTERM))
 
-    def _run(self, command: Sequence[str], doing: str) -> int:
+    def _run(self, command: Sequence[str], doing: str, directory: Path) -> int:
         self.check_not_stopped(doing)
         is_late = threading.Event()
 
@@ -129,8 +128,7 @@ class Preparation:
         timer.daemon = True
         timer.start()
         try:
-            # Python imports modules from its working directory first: start it in a folder without modules.
-            exit_code = self._child.run(command, Path("/"), self._env)
+            exit_code = self._child.run(command, directory, self._env)
         finally:
             timer.cancel()
         if is_late.is_set():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lightning_sm._log import command_logger
@@ -18,51 +18,38 @@ from lightning_sm.launcher.user_code.script import Script
 _LOG = command_logger(__name__)
 
 _FILE = "requirements.txt"
-_SETUP = "setup.py"
 # The packages that an image is built around, which keep their versions. Of the others that lightning_sm needs, pip may
 # install any version that lightning_sm works with.
 _PINNED = ("lightning-sm", "torch", "torchvision", "torchaudio", "pytorch-lightning", "lightning")
 _MAX_REASON_CHARS = 600
 _NAME = re.compile(r"[^A-Za-z0-9._-]")
 _ERROR = re.compile(r"\s*(ERROR|error):")
-# The beginnings of what pip adds to a conflict: that the other version is not available, and general advice.
-_ADVICE = re.compile(r"^(Additionally, some packages in|To fix this you could try)", re.MULTILINE)
 
 
-def wanted(script: Script, env: Mapping[str, str]) -> list[str]:
-    """Return the arguments of pip for what must be installed before the script starts.
+def is_wanted(script: Script, env: Mapping[str, str]) -> bool:
+    """Return whether requirements must be installed before the script starts.
 
     Like sagemaker-training, this looks for ``requirements.txt`` in the top folder of the code, not in the folder of a
-    script below. A ``setup.py`` there makes the code a package, which is installed, too.
-
-    Returns:
-        For example ``["-r", "requirements.txt"]``; empty if there is nothing to install.
+    script below.
 
     Raises:
         JobConfigError: ``LIGHTNING_SM_INSTALL_REQUIREMENTS`` is invalid.
     """
-    found = [name for name in (_SETUP, _FILE) if (script.source_dir / name).is_file()]
     stated = INSTALL_REQUIREMENTS.read(env)
-    if not found:
-        return []
-    names = " and ".join(found)
+    if not (script.source_dir / _FILE).is_file():
+        return False
     if stated is Install.NEVER:
-        _LOG.info("not installing %s of %s: %s=0.", names, script.source_dir, INSTALL_REQUIREMENTS.name)
-        return []
+        _LOG.info("not installing %s of %s: %s=0.", _FILE, script.source_dir, INSTALL_REQUIREMENTS.name)
+        return False
     if stated is Install.IF_SUBMITTED and script.submitted is None:
         _LOG.info(
             "not installing %s of %s, which did not come with the job (%s=1 installs it).",
-            names,
+            _FILE,
             script.source_dir,
             INSTALL_REQUIREMENTS.name,
         )
-        return []
-    arguments = []
-    if _SETUP in found:
-        arguments.append(".")
-    if _FILE in found:
-        arguments += ["-r", _FILE]
-    return arguments
+        return False
+    return True
 
 
 def constraints() -> list[str]:
@@ -71,16 +58,18 @@ def constraints() -> list[str]:
     return [f"{name}=={version}" for name, version in versions.items() if version] + list(_needed())
 
 
-def command(arguments: Sequence[str], directory: Path, constraints_file: Path | None) -> list[str]:
-    """Return the command that runs pip.
+def command(constraints_file: Path | None) -> list[str]:
+    """Return the command that runs pip, in the folder of the code. All of its output goes to stderr, which is kept.
 
     Args:
-        arguments: From ``wanted``.
-        directory: Folder of the code.
         constraints_file: A file with the lines of ``constraints``; None if pip may replace the image's packages.
     """
-    options = [] if constraints_file is None else ["-c", str(constraints_file)]
-    return [sys.executable, "-m", "lightning_sm.launcher.user_code.pip_install", str(directory), *arguments, *options]
+    # Modules of the code must not replace Python's. -P does not reach the builds of packages, which may rely on them.
+    python = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I"]
+    options = ["--disable-pip-version-check", "--no-input", "--root-user-action=ignore", "-r", _FILE]
+    if constraints_file is not None:
+        options += ["-c", str(constraints_file)]
+    return ["/bin/sh", "-c", 'exec "$@" >&2', "pip", *python, "-m", "pip", "install", *options]
 
 
 def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool) -> str:
@@ -97,7 +86,7 @@ def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool)
     first = next((index for index, line in enumerate(lines) if _ERROR.match(line)), None)
     if first is None:
         return reason + failure_reason(output, exit_code).text
-    message = _ADVICE.split("\n".join(lines[first:]))[0].rstrip()
+    message = "\n".join(lines[first:])
     reason += shortened(message, _MAX_REASON_CHARS)
     if is_protected and "(constraint)" in output:
         reason += (

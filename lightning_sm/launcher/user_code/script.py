@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from lightning_sm.job.hyperparameters import unquoted
 
 # The address that SDK v2's local_code mode writes, whatever the base folder is.
 _CONTAINER_CODE_DIR = Path("/opt/ml/code")
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 class NamedBy(Enum):
@@ -33,12 +31,10 @@ class Program:
     Attributes:
         name: Path, relative to the code.
         named_by: Where it was named.
-        overruled: Different names from places with lower priority.
     """
 
     name: str
     named_by: NamedBy
-    overruled: tuple[Program, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,15 +56,18 @@ class Script:
 
     Attributes:
         command: Program and first arguments; those of the script follow.
-        shown: The command for people: the path of the script, or ``-m`` and its module.
         directory: Working directory of the script.
         submitted: The folder of the code that came with the job, if any; the script may still be part of the image.
     """
 
     command: tuple[str, ...]
-    shown: tuple[str, ...]
     directory: Path
     submitted: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The script's file."""
+        return Path(self.command[-1])
 
     @property
     def is_python(self) -> bool:
@@ -100,22 +99,17 @@ def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) 
     Raises:
         ScriptError: No script is named.
     """
-    named = [
-        Program(name, named_by)
-        for name, named_by in (
-            (script, NamedBy.COMMAND_LINE),
-            (unquoted(job.hyperparameters.get("sagemaker_program")), NamedBy.HYPERPARAMETER),
-            (env.get("SAGEMAKER_PROGRAM"), NamedBy.VARIABLE),
-        )
-        if name
-    ]
-    if not named:
-        raise ScriptError(
-            "No training script was given. Name it on the command line (lightning-sm train app/train.py), in "
-            "SAGEMAKER_PROGRAM, or in the hyperparameter sagemaker_program (Estimator(entry_point=...))."
-        )
-    first, *others = named
-    return replace(first, overruled=tuple(other for other in others if other.name != first.name))
+    for name, named_by in (
+        (script, NamedBy.COMMAND_LINE),
+        (unquoted(job.hyperparameters.get("sagemaker_program")), NamedBy.HYPERPARAMETER),
+        (env.get("SAGEMAKER_PROGRAM"), NamedBy.VARIABLE),
+    ):
+        if name:
+            return Program(name, named_by)
+    raise ScriptError(
+        "No training script was given. Name it on the command line (lightning-sm train app/train.py), in "
+        "SAGEMAKER_PROGRAM, or in the hyperparameter sagemaker_program (Estimator(entry_point=...))."
+    )
 
 
 def find_submission(job: SageMakerJob, env: Mapping[str, str]) -> Submission | None:
@@ -150,11 +144,7 @@ def find_script(program: Program, job: SageMakerJob, env: Mapping[str, str], sub
     for folder in folders:
         path = folder / program.name
         if path.is_file():
-            return Script((*_interpreter(path), str(path)), (str(path),), folder, submitted)
-    for folder in folders:
-        module = program.name.removesuffix(".py")
-        if (folder / "setup.py").is_file() and _MODULE.fullmatch(module):
-            return Script((*_PYTHON, "-m", module), ("-m", module), folder, submitted)
+            return Script((*_interpreter(path), str(path)), folder, submitted)
     tried = list(dict.fromkeys(str(folder / program.name) for folder in folders))
     raise ScriptError(
         f"The training script {program.name!r} does not exist. It was named by {program.named_by.value}. "

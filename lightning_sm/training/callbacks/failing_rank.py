@@ -34,8 +34,7 @@ class FailingRank(UnlistedCallback):
 
     After an interruption, for which ``SpotCheckpoint`` has saved a checkpoint, no second one is written.
 
-    It must be the first callback with ``on_exception``, but for ``KeepLastStep``, which calls it. ``SageMakerCLI`` and
-    ``SageMakerTrainer`` add it to every job.
+    It must be the first callback with ``on_exception``. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
 
     def __init__(self) -> None:
@@ -76,7 +75,7 @@ class FailingRank(UnlistedCallback):
         trainer.save_checkpoint = partial(_save_alone, trainer)  # type: ignore[method-assign]
 
 
-def needing_all_ranks(strategy: Any) -> Any | None:
+def _needing_all_ranks(strategy: Any) -> Any | None:
     """Return the optimizer, or the strategy itself, that saves a checkpoint with all ranks; None if one rank can."""
     for optimizer in strategy.optimizers:
         if hasattr(optimizer, "consolidate_state_dict"):  # ZeroRedundancyOptimizer gathers its state
@@ -93,7 +92,7 @@ def _save_alone(
 ) -> None:
     """Save a checkpoint without any other rank, if this one has the complete model and optimizers."""
     strategy = trainer.strategy
-    part = needing_all_ranks(strategy)
+    part = _needing_all_ranks(strategy)
     if part is not None:
         logger.warning(
             "Rank %d has failed and cannot save a checkpoint in %s: %s needs all ranks for that.",

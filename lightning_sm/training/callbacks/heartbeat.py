@@ -42,8 +42,6 @@ class Heartbeat(UnlistedCallback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Report the end of a step, and that this rank waits for the next batch."""
-        if not self._is_compiled and self._process is not None and trainer.local_rank == 0:
-            self._process.note_imports()
         self._is_compiled = True
         self._trained_epoch = trainer.current_epoch + 1
         self._beat(trainer, Phase.WAITING_FOR_BATCH)

@@ -18,9 +18,6 @@ from lightning_sm.record.totals import Totals, samples_per_step
 from lightning_sm.training.callbacks.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
-# In a checkpoint: the number of validations so far. Not a callback's state, for which Lightning asks a Trainer without
-# this callback that loads the checkpoint.
-_VALIDATIONS_KEY = "lightning_sm.validations"
 _log_once = rank_zero_only(logger.info)
 
 
@@ -32,7 +29,7 @@ class LineProgress(UnlistedProgressBar):
     ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Only rank 0 logs.
 
     - ``validation`` is only in the first line after each validation, which sets it apart from later lines that repeat
-      the metrics. It counts those of the whole run: a resumed one goes on with the number in its checkpoint.
+      the metrics. It counts those of this run of the Trainer.
     - ``steps_per_s`` (training batches) and ``data_wait`` cover the time since the last line, without validations,
       checkpoints and first batches; ``samples_per_s`` counts all ranks. They need ``StepTimes``, which every job has.
     - ``eta`` is the time left at this rate, validations included.
@@ -67,14 +64,6 @@ class LineProgress(UnlistedProgressBar):
         """Forget the validations of another run of the Trainer."""
         super().setup(trainer, pl_module, stage)
         self._num_validations = 0
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Go on with the number of validations, if the checkpoint has it."""
-        self._num_validations = checkpoint.get(_VALIDATIONS_KEY, 0)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the number of validations."""
-        checkpoint[_VALIDATIONS_KEY] = self._num_validations
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock: the first line comes after ``every_n_seconds``."""

@@ -29,37 +29,8 @@ from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 logger = logging.getLogger(__name__)
 _warn_once = rank_zero_only(logger.warning)
 
-RANDOM_STATES_KEY = "lightning_sm.random_states"
+_KEY = "lightning_sm.random_states"
 _SETS_LOADERS = "_load_combined_loader_states"
-
-
-@dataclass(frozen=True)
-class LoaderOrders:
-    """The random states of a rank between two steps.
-
-    Attributes:
-        orders: For each loader, the states with which it drew its order, and that of its generator.
-        iterators: For each loader with workers on data hosts, where its iterator is, and the batch of the epoch with
-            which that has begun.
-        step: The state after the step.
-    """
-
-    orders: list[tuple[_DrawnWith | None, torch.Tensor | None]]
-    iterators: list[tuple[IteratorPosition, int] | None]
-    step: RandomState
-
-    def saved(self) -> dict[str, Any]:
-        """Convert to values that ``torch.load(weights_only=True)`` accepts."""
-        orders = [
-            {
-                "drawn_with": drawn_with and [state.saved() for state in drawn_with],
-                "generator": generator,
-                "iterator": iterator and asdict(iterator[0]),
-                "begun_at": iterator and iterator[1],
-            }
-            for (drawn_with, generator), iterator in zip(self.orders, self.iterators, strict=True)
-        ]
-        return {"orders": orders, "step": self.step.saved()}
 
 
 class LocalPosition(Callback):
@@ -105,30 +76,22 @@ class LocalPosition(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the random states, if the checkpoint has any."""
-        self._loaded = checkpoint.get(RANDOM_STATES_KEY)
+        self._loaded = checkpoint.get(_KEY)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the random states of all ranks; a collective call, except on a rank that has failed and saves alone."""
-        position = self.position(trainer)
-        if position is None:
+        if self._step_state is None:
             return
-        own = position.saved()
-        checkpoint[RANDOM_STATES_KEY] = {
+        if not (self._loads_in_process or trainer.validating):
+            self._step_state = RandomState.now()
+        own = {
+            "orders": [_saved_order(trainer, loader, order) for loader, order in self._loaders],
+            "step": self._step_state.saved(),
+        }
+        checkpoint[_KEY] = {
             "ranks": [own] if trainer.interrupted else of_all_ranks(own),
             "shares": [share and asdict(share) for share in _shares(trainer)],
         }
-
-    def position(self, trainer: Trainer) -> LoaderOrders | None:
-        """Return the random states of this rank that a checkpoint holds now; None before the training."""
-        if self._step_state is None:
-            return None
-        if not (self._loads_in_process or trainer.validating):
-            self._step_state = RandomState.now()
-        return LoaderOrders(
-            [(None, None) if order is None else order.drawn() for _, order in self._loaders],
-            [_iterator_of(trainer, loader) for loader, _ in self._loaders],
-            self._step_state,
-        )
 
     def _before_first_batch(self, trainer: Any, load_states: Callable[[], None]) -> None:
         """Record the orders of the training loaders, whose passes begin next; resume an epoch that is not at its end.
@@ -322,6 +285,22 @@ def _recorded(trainer: Trainer) -> _Loaders:
         for loader in loaders
         if not hasattr(loader, "load_state_dict")
     ]
+
+
+def _saved_order(trainer: Trainer, loader: DataLoader[Any], order: _RecordedOrder | None) -> dict[str, Any]:
+    """Return where a loader is, as values that ``torch.load(weights_only=True)`` accepts.
+
+    They are the states with which it drew its order, and that of its generator; and of a loader with workers on data
+    hosts, where its iterator is, and the batch of the epoch with which that has begun.
+    """
+    drawn_with, generator = (None, None) if order is None else order.drawn()
+    iterator = _iterator_of(trainer, loader)
+    return {
+        "drawn_with": drawn_with and [state.saved() for state in drawn_with],
+        "generator": generator,
+        "iterator": iterator and asdict(iterator[0]),
+        "begun_at": iterator and iterator[1],
+    }
 
 
 def _num_done_in_epoch(fit_loop: Any) -> int | None:

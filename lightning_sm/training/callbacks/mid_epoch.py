@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from lightning_sm._lightning import (
     BatchSizeFinder,
@@ -25,26 +22,17 @@ from lightning_sm._random_state import RandomState
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.all_ranks import of_all_ranks
-from lightning_sm.training.checkpoints.epoch_metrics import (
-    collected_metrics,
-    restore_callback_metrics,
-    restore_metrics,
-    saved_callback_metrics,
-    update_counts,
-)
 from lightning_sm.training.checkpoints.gradients import accumulated_gradients, restore_gradients
 from lightning_sm.training.checkpoints.kept_state import keep_checkpointed_state
 from lightning_sm.training.checkpoints.newest import JOB_KEY
 
 logger = logging.getLogger(__name__)
 
-MID_EPOCH_KEY = "lightning_sm.mid_epoch"
+_KEY = "lightning_sm.mid_epoch"
 _HOOK = "on_train_epoch_start"
 # Lightning's callbacks whose work at the start of an epoch is not in the checkpoint.
 _TO_REPEAT = (GradientAccumulationScheduler, StochasticWeightAveraging)
 _SEARCHES = (BatchSizeFinder, LearningRateFinder)
-# Of a callback whose state is larger, such as an average of the weights, none is kept from the start of the epoch.
-_MAX_STATE_BYTES = 1_000_000
 _NOT_USERS = ("lightning_sm", "pytorch_lightning", "lightning")
 
 
@@ -53,15 +41,16 @@ class MidEpoch(UnlistedCallback):
 
     It calls ``on_train_epoch_start`` again: Lightning calls neither the LightningModule's nor the callbacks', so what
     they set would be missing for the rest of the epoch (a curriculum, or the number of batches over which gradients
-    accumulate). They get the random numbers of the epoch's start, and callbacks their state of that moment (up to
-    1 MB); weights and buffers are those of the checkpoint. What they do to the state that the checkpoint restores is
-    undone: it has happened before.
+    accumulate). They get the random numbers of the epoch's start, and callbacks their state of that moment;
+    weights and buffers are those of the checkpoint. What they do to the state that the checkpoint restores is undone:
+    it has happened before.
 
     Parameters that were frozen or unfrozen since the training began (``BackboneFinetuning``) are so again in a restart
     of the same job. Lightning restores the optimizer's groups, but not ``requires_grad``.
 
-    Gradients that accumulate over several batches are saved with the checkpoint, and so is what ``self.log`` and the
-    metrics of the LightningModule have collected for the values of the epoch.
+    Gradients that accumulate over several batches are saved with the checkpoint, and so is
+    ``trainer.callback_metrics``. What ``self.log`` and the metrics of the LightningModule have collected for the values
+    of the epoch is not: a line of the log says so.
 
     It must be the first of a Trainer's callbacks that draws random numbers. ``SageMakerCLI`` and ``SageMakerTrainer``
     add it to every job.
@@ -75,7 +64,6 @@ class MidEpoch(UnlistedCallback):
         self._requires_grad: dict[str, bool] = {}
         self._loaded: dict[str, Any] | None = None
         self._is_restart = False
-        self._before_validation: dict[str, int] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget what another run of the Trainer has loaded: a test, or a fit that has failed before it trained."""
@@ -85,7 +73,7 @@ class MidEpoch(UnlistedCallback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the state of the epoch, if the checkpoint has one."""
-        self._loaded = checkpoint.get(MID_EPOCH_KEY)
+        self._loaded = checkpoint.get(_KEY)
         self._is_restart = (checkpoint.get(JOB_KEY) or {}).get("name") == self._job_name
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -100,31 +88,19 @@ class MidEpoch(UnlistedCallback):
         own = {
             "random": self._started.random.saved(),
             "requires_grad": changed,
-            **self.collected(trainer),
+            "callback_metrics": {
+                name: value.to("cpu", copy=True) for name, value in trainer._logger_connector._callback_metrics.items()
+            },
         }
         ranks = [own] if trainer.interrupted else of_all_ranks(own)
         started = {"epoch": self._started.epoch, "callbacks": self._started.callbacks}
-        checkpoint[MID_EPOCH_KEY] = {**started, "ranks": ranks, "gradients": accumulated_gradients(trainer)}
-
-    def collected(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what this rank has collected in the epoch so far."""
-        metrics = collected_metrics(trainer, self._before_validation)
-        return {"metrics": metrics, "callback_metrics": saved_callback_metrics(trainer)}
-
-    @property
-    def random_at_start(self) -> RandomState | None:
-        """The random state with which the epoch has started; None if none is in progress."""
-        return None if self._started is None else self._started.random
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note which metrics have collected something before the validation."""
-        self._before_validation = update_counts(trainer)
+        checkpoint[_KEY] = {**started, "ranks": ranks, "gradients": accumulated_gradients(trainer)}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore ``trainer.callback_metrics`` of a fit that had ended and has not trained any further."""
         self._started = None  # no epoch is in progress when the model is exported
         if self._loaded is not None:
-            restore_callback_metrics(trainer, self._saved_by(trainer).get("callback_metrics", {}))
+            _restore_metrics(trainer, self._saved_by(trainer))
             self._loaded = None
 
     def _saved_by(self, trainer: Trainer) -> dict[str, Any]:
@@ -138,7 +114,7 @@ class MidEpoch(UnlistedCallback):
         vars(loop).pop("on_advance_start", None)  # left by a fit that failed before its first epoch
         vars(loop.epoch_loop.val_loop).pop("increment_progress_to_evaluation_end", None)
         own = self._saved_by(trainer)
-        restore_callback_metrics(trainer, own.get("callback_metrics", {}))
+        _restore_metrics(trainer, own)
         loaded, self._loaded, self._started = self._loaded or {}, None, None
         self._requires_grad = {name: one.requires_grad for name, one in pl_module.named_parameters()}
         if self._is_restart:
@@ -160,8 +136,8 @@ class MidEpoch(UnlistedCallback):
             # Lightning takes a checkpoint of an epoch's last batch for one within the next epoch.
             is_same_epoch = loaded.get("epoch") == trainer.current_epoch
             self._resume(trainer, loaded["callbacks"] if is_same_epoch else {}, own if is_same_epoch else {})
-            if is_same_epoch:
-                _restore_metrics(trainer, loaded["ranks"])
+            if is_same_epoch and trainer.is_global_zero:
+                logger.info("Training resumes within an epoch: its values and metrics cover the batches from here on.")
             restore_gradients(trainer, gradients)
 
         loop.on_advance_start = start_again
@@ -181,8 +157,7 @@ class MidEpoch(UnlistedCallback):
         """Record the state with which the epoch starts."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         states = {one.state_key: one.state_dict() for one in callbacks if _is_to_repeat(one) and _is_users(one)}
-        small = {key: deepcopy(state) for key, state in states.items() if 0 < _num_bytes(state) <= _MAX_STATE_BYTES}
-        self._started = _EpochStart(trainer.current_epoch, RandomState.now(), small)
+        self._started = _EpochStart(trainer.current_epoch, RandomState.now(), deepcopy(states))
 
     def _resume(self, trainer: Any, callbacks: dict[str, Any], own: dict[str, Any]) -> None:
         """Repeat the start of the current epoch.
@@ -215,16 +190,10 @@ class _EpochStart:
     callbacks: dict[str, Any]
 
 
-def _restore_metrics(trainer: Any, ranks: Sequence[Mapping[str, Any]]) -> None:
-    if len(ranks) == trainer.world_size:
-        restore_metrics(trainer, [rank["metrics"] for rank in ranks])
-    elif trainer.is_global_zero:
-        logger.warning(
-            "The metrics of this epoch cover the batches since the resume only: the checkpoint has those of %d ranks, "
-            "and there are %d now.",
-            len(ranks),
-            trainer.world_size,
-        )
+def _restore_metrics(trainer: Any, saved: dict[str, Any]) -> None:
+    """Restore ``trainer.callback_metrics``, such as those of the last validation, without computing the epoch's."""
+    for name, value in saved.get("callback_metrics", {}).items():
+        trainer._logger_connector._callback_metrics[name] = value.to(trainer.strategy.root_device, copy=True)
 
 
 def _repeat_hooks(trainer: Any, states: dict[str, Any], record: Callable[[], None]) -> None:
@@ -250,17 +219,6 @@ def _repeat_hooks(trainer: Any, states: dict[str, Any], record: Callable[[], Non
             call._call_lightning_module_hook(trainer, _HOOK)
     for callback, state in with_state:
         callback.load_state_dict(state)
-
-
-def _num_bytes(state: Any) -> int:
-    """Return the size of a callback's state, roughly."""
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
-    if isinstance(state, Mapping):
-        return sum(map(_num_bytes, state.values()))
-    if isinstance(state, (list, tuple)):
-        return sum(map(_num_bytes, state))
-    return sys.getsizeof(state)
 
 
 def _is_to_repeat(callback: Callback) -> bool:

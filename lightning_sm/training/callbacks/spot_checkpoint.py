@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
 from torch.utils.data import IterableDataset
 
 from lightning_sm._lightning import (
@@ -35,11 +33,10 @@ from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.job.uploads import files_of
 from lightning_sm.training.checkpoints.fits import Fit, MadeTrainer, model_size
-from lightning_sm.training.checkpoints.model_checkpoints import save_last_saves
-from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, object_stores
-from lightning_sm.training.checkpoints.restart_files import restart_folders
+from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts
 from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.searches import save_searched
+from lightning_sm.training.checkpoints.sharded import object_stores, remove_folder
 from lightning_sm.training.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -93,8 +90,7 @@ class SpotCheckpoint(Checkpoint):
     next to the logs.
 
     Args:
-        dirpath: Folder for the checkpoint. If the job has no checkpoint directory, and a ``ModelCheckpoint`` writes to
-            an object store (``s3://...``), the checkpoint goes there.
+        dirpath: Folder for the checkpoint.
         check_every_s: Target time between two exchanges of flags, in seconds; slow steps make it longer.
         keep: Number of checkpoints of this callback to keep. At least 2: the latest may not be fully uploaded.
 
@@ -112,7 +108,6 @@ class SpotCheckpoint(Checkpoint):
         self._fit = Fit(self._trainer, number=0, model="")
         self._owner = os.getpid()
         self._process: OwnProcess | None = None
-        self._store: str | None = None  # an object store, in place of dirpath
         self._is_fit = True
         self._run = _Run.NONE
         self._exit_code = INTERRUPTED_EXIT_CODE
@@ -135,12 +130,15 @@ class SpotCheckpoint(Checkpoint):
         if self._is_fit:
             self._fit = Fit(self._trainer, self._fit.number + 1, model_size(pl_module))
             if self._job is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                own = self._job.checkpoint_dir or self._dirpath
+                for address in object_stores(trainer):
+                    logger.warning(
+                        "No attempt of the job resumes from %s, the dirpath of a callback. Leave dirpath out: "
+                        "checkpoints then go to the job's checkpoint folder, which SageMaker uploads.",
+                        address,
+                    )
+                folder = self._job.checkpoint_dir or self._dirpath
                 # A host's output folder starts empty, and its name differs between hosts: nothing resumes from it.
-                folder = None if own.is_relative_to(self._job.host_output_dir) else own
-                stores = object_stores(trainer)
-                self._store = stores[0] if folder is None and stores else None
-                if folder is not None or stores or restart_folders(None):
+                if not folder.is_relative_to(self._job.host_output_dir):
                     CheckpointLoader.of(trainer, self._job).resume_from_latest(folder, self._fit)
         # Lightning kills rank 0 of a host when another local rank exits with a code other than 0, and the parent of
         # workers (ddp_spawn) raises an error: exit with 0 there.
@@ -280,7 +278,7 @@ class SpotCheckpoint(Checkpoint):
         # At the start of a step, stateful loaders have already yielded its batch, and the checkpoint needs their states
         # from before it: continue until these are recorded.
         needs_states = moment is _SavedMoment.STEP_START and any(trainer.fit_loop._combined_loader._state_dicts())
-        if needs_states and len(self._loader_states) <= num_prefetched(trainer):
+        if needs_states and len(self._loader_states) <= _num_prefetched(trainer):
             return
         if trainer.sanity_checking:
             logger.info("Interrupted before the first step: there is nothing to save.")
@@ -305,29 +303,6 @@ class SpotCheckpoint(Checkpoint):
         sums: list[float] = tensor.tolist()
         return sums
 
-    @property
-    def fit_name(self) -> str:
-        """A name for the current fit among those of the script."""
-        return f"{self._fit.trainer.order}-{self._fit.number}"
-
-    def dump_between_steps(self, trainer: Any, loader_states: list[dict[str, Any]], *, is_epoch_start: bool) -> Any:
-        """Return the checkpoint of an interruption at the start of a step.
-
-        A collective call of all ranks, unless the Trainer has failed.
-
-        Args:
-            trainer: The Trainer. Its progress is that of the start of the step.
-            loader_states: The states of its stateful loaders before the step.
-            is_epoch_start: Whether the step is the first one of its epoch.
-        """
-        self._moment = _SavedMoment.EPOCH_START if is_epoch_start else _SavedMoment.STEP_START
-        recorded, self._loader_states = self._loader_states, deque([loader_states] * (1 + num_prefetched(trainer)))
-        try:
-            return trainer._checkpoint_connector.dump_checkpoint(False)
-        finally:
-            self._moment = _SavedMoment.OTHER
-            self._loader_states = recorded
-
     def _save(self, trainer: Trainer, moment: _SavedMoment) -> None:
         if moment is _SavedMoment.VALIDATION:
             # Undo WeightAveraging's swap for the validation: it would save the averaged weights as the current ones.
@@ -337,15 +312,12 @@ class SpotCheckpoint(Checkpoint):
         path = self._already_saved(trainer) if moment is _SavedMoment.STEP_START else None
         if path is None:
             self._moment = moment
-            name = f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
-            path = self._dirpath / name
-            if self._store is not None:
-                path = f"{self._store.rstrip('/')}/{name}"
+            path = self._dirpath / f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
             trainer.save_checkpoint(path)
             # Waits for the thread in which AsyncCheckpointIO writes, and raises its exception.
             trainer.strategy.checkpoint_io.teardown()
         trainer.strategy.barrier("interrupted")  # without it, ranks that write nothing would exit too early
-        self._note_saved(trainer, files_of(path) if isinstance(path, Path) else [])
+        self._note_saved(trainer, files_of(path))
         self.saved = path
         if self._signalled_at is not None:
             seconds = time.monotonic() - self._signalled_at
@@ -354,11 +326,10 @@ class SpotCheckpoint(Checkpoint):
             )
         elif trainer.is_global_zero:
             logger.info("Interrupted: step %d is saved in %s.", trainer.global_step, path)
-        # In folders on each host, because each has the shards of its own ranks; in a store, once.
-        if trainer.local_rank == 0 if self._store is None else trainer.is_global_zero:
+        if trainer.local_rank == 0:  # on each host, because each has the shards of its own ranks
             self._remove_older_than(trainer.global_step, trainer.current_epoch)
 
-    def _already_saved(self, trainer: Any) -> Path | str | None:
+    def _already_saved(self, trainer: Any) -> Path | None:
         """Return a checkpoint of this moment that a ``ModelCheckpoint`` has just saved, where resuming looks for it.
 
         A second one would take as long, while the time until SIGKILL passes. Nothing may have changed since: neither by
@@ -371,26 +342,20 @@ class SpotCheckpoint(Checkpoint):
             and type(model).on_train_batch_end is LightningModule.on_train_batch_end
             and not any(one.reduce_on_plateau and one.interval == "step" for one in trainer.lr_scheduler_configs)
             and not any(trainer.fit_loop._combined_loader._state_dicts())
-            and not num_prefetched(trainer)
+            and not _num_prefetched(trainer)
         )
-        path: Path | str | None = None
+        path: Path | None = None
         if is_unchanged:
             trainer.strategy.checkpoint_io.teardown()  # as above
             for callback in trainer.checkpoint_callbacks:
                 is_full = isinstance(callback, ModelCheckpoint) and not callback.save_weights_only
                 if is_full and callback._last_global_step_saved == trainer.global_step:
-                    path = self._among_own(callback._last_checkpoint_saved) or path
+                    file = Path(callback._last_checkpoint_saved)
+                    path = file if file.is_relative_to(self._dirpath) and file.exists() else path
         path = trainer.strategy.broadcast(path)
         if path is not None and trainer.is_global_zero:
             logger.info("Step %d is saved in %s already.", trainer.global_step, path)
         return path
-
-    def _among_own(self, path: str) -> Path | str | None:
-        """Return the path of an existing checkpoint, if resuming finds it."""
-        if self._store is not None:
-            return path if path.startswith(self._store) and url_to_fs(path)[0].exists(path) else None
-        file = Path(path)
-        return file if file.is_relative_to(self._dirpath) and file.exists() else None
 
     def _note_saved(self, trainer: Trainer, files: list[Path]) -> None:
         """Tell the launcher that this host is ready for its end: if it was not the one to be stopped, it stays longer.
@@ -408,17 +373,15 @@ class SpotCheckpoint(Checkpoint):
         Names decide: after a restart, file times are those of the download. Checkpoints beyond this step are kept,
         because they come from another job, or from before a rollback.
         """
-        filesystem, root = url_to_fs(self._store or str(self._dirpath))
         older = []
-        for name in filesystem.glob(f"{root}/interrupted-*.ckpt"):
-            match = _NAME.fullmatch(name.rpartition("/")[2])
+        for path in self._dirpath.glob("interrupted-*.ckpt"):
+            match = _NAME.fullmatch(path.name)
             # The epoch counts, too: the last step of an epoch is also the step at the start of the next.
             if match is not None and (int(match["step"]), int(match["epoch"])) < (step, epoch):
-                older.append((int(match["step"]), int(match["epoch"]), name))
-        for _, _, name in sorted(older)[: 1 - self._keep]:
+                older.append((int(match["step"]), int(match["epoch"]), path))
+        for _, _, path in sorted(older)[: 1 - self._keep]:
             # Hosts with a shared folder remove the same files.
-            with contextlib.suppress(FileNotFoundError):
-                filesystem.rm(name, recursive=True)
+            remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Record which job saves the checkpoint, and correct the progress within the interrupted epoch."""
@@ -430,7 +393,6 @@ class SpotCheckpoint(Checkpoint):
                 is_interruption=self._moment is not _SavedMoment.OTHER,
             )
         save_searched(trainer, checkpoint)
-        save_last_saves(trainer, checkpoint)
         if self._moment is _SavedMoment.OTHER:
             progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
             # Only in on_train_batch_end, a batch is processed and not yet completed.
@@ -443,7 +405,7 @@ class SpotCheckpoint(Checkpoint):
         elif self._moment is _SavedMoment.STEP_START:
             _rewind_to_step_end(loop)
             if "combined_loader" in loop["state_dict"] and self._loader_states:
-                loop["state_dict"]["combined_loader"] = self._loader_states[-1 - num_prefetched(trainer)]
+                loop["state_dict"]["combined_loader"] = self._loader_states[-1 - _num_prefetched(trainer)]
         elif self._moment is _SavedMoment.VALIDATION:
             _rewind_to_validation_start(loop)
 
@@ -458,7 +420,7 @@ def _length_of(loader: Any) -> float:
         return math.inf
 
 
-def num_prefetched(trainer: Any) -> int:
+def _num_prefetched(trainer: Any) -> int:
     """Return how many batches Lightning fetches ahead where the length is unknown, to recognize the last batch."""
     fetcher = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0

@@ -1,8 +1,7 @@
-"""StepTimes: measure where training time goes, record it while the job runs, and log a summary at the end."""
+"""StepTimes: measure where training time goes, and record it while the job runs."""
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,13 +21,9 @@ from lightning_sm.data.trainer.metrics import changes
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.record import events, step_clock
-from lightning_sm.record.run_summary import summary
 from lightning_sm.record.totals import Totals
-from lightning_sm.training.callbacks.keep_last_step import KeepLastStep
 from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
 from lightning_sm.training.gpu_timer import GpuTimer
-
-logger = logging.getLogger(__name__)
 
 # Seconds between two lines of the record: of steps, and of the data hosts' figures.
 _STEPS_S = 1.0
@@ -52,7 +47,7 @@ class StepTimes(UnlistedCallback):
     ``time/step_ms``, and its parts ``time/data_wait_ms``, ``time/to_device_ms``, ``time/forward_ms``,
     ``time/backward_ms``, ``time/optimizer_ms`` and ``time/other_ms``; ``time/input_bound`` is the share of waiting for
     data, 0 to 1. In a SageMaker job, all ranks write their series to the record of the run
-    (``lightning_sm.record.events``). At the end, rank 0 logs one sentence on where the time went.
+    (``lightning_sm.record.events``).
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
 
@@ -148,8 +143,6 @@ class StepTimes(UnlistedCallback):
             self._reporter.follow(self._clock, lambda: self.totals)
         if trainer.global_step:
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
-        if any(isinstance(one, KeepLastStep) and one.is_approximate for one in trainer.callbacks):  # type: ignore[attr-defined]
-            self._event("approximate", "random numbers, buffers and values of the epoch are not those of this step")
         self._next_line_at = time.perf_counter() + _STEPS_S
         self._observe(trainer)
         self._is_first_batch = True
@@ -224,7 +217,7 @@ class StepTimes(UnlistedCallback):
             self._clock.begin_span("export")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Log where the time went, and close the record."""
+        """Close the record."""
         if self._clock is not None:
             self._finish(trainer)
         elif stage != "fit":
@@ -234,7 +227,7 @@ class StepTimes(UnlistedCallback):
         self._end(events.End(time.time(), "succeeded"))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Record the interruption or failure, log where the time went, and close the record."""
+        """Record the interruption or failure, and close the record."""
         is_interrupted = isinstance(exception, (TrainingInterrupted, KeyboardInterrupt))
         text = " ".join(f"{type(exception).__name__}: {exception}".split())[:_MAX_REASON_CHARS]
         if isinstance(exception, TrainingInterrupted):
@@ -404,12 +397,12 @@ class StepTimes(UnlistedCallback):
             self._write_metrics(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Stop the clock, and log on rank 0 where the time went."""
+        """Stop the clock, and write what is left."""
         while self._end_span("first_batch", "validation", "checkpoint", "export", "between"):
             pass
         self._write_steps(trainer)
         self._write_data(trainer, math.inf)
-        totals = self.totals
+        self._attribute_time()
         if self._clock is not None and self._clock.unfinished_s:
             now, seconds = time.time(), self._clock.unfinished_s
             self._write(events.Span(now, "between", now - seconds, seconds))
@@ -417,9 +410,6 @@ class StepTimes(UnlistedCallback):
         for remove in self._removals:
             remove()
         self._removals.clear()
-        if trainer.is_global_zero and totals.num_trained:
-            is_alone = trainer.world_size == 1
-            logger.info("%s", summary(totals, is_alone=is_alone, on_gpu=self._gpu is not None))
 
     def _end_span(self, *names: str) -> step_clock.OpenSpan | None:
         span = self._clock.end_span(*names) if self._clock is not None else None

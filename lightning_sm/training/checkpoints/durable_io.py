@@ -19,7 +19,6 @@ from lightning_sm._lightning import TorchCheckpointIO, Trainer, WrappingCheckpoi
 from lightning_sm._unlisted import UnlistedCheckpointIO
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.uploads import IGNORED
-from lightning_sm.training.checkpoints import restart_files
 from lightning_sm.training.checkpoints.sharded import remove_folder
 
 if TYPE_CHECKING:
@@ -172,8 +171,7 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     if trainer.local_rank == 0 and root not in _cleaned:
         _cleaned.add(root)
         for unfinished in [*root.rglob(f"*{IGNORED}*")]:
-            if restart_files.FOLDER not in unfinished.relative_to(root).parts:
-                _discard(unfinished)
+            _discard(unfinished)
 
 
 @contextmanager

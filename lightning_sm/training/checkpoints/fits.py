@@ -103,7 +103,7 @@ class StatedFit:
         fit: Its fit.
     """
 
-    path: Path | str
+    path: Path
     job: str | None
     fit: Fit | None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from lightning_sm.training.strategies.pipeline.strategy import PipelineParallelS
 logger = logging.getLogger(__name__)
 
 
-def accumulated_gradients(trainer: Any) -> dict[str, torch.Tensor | None]:
-    """Return the gradients that the next steps may add to, by parameter; None for zeros.
+def accumulated_gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients that the next steps may add to, by parameter.
 
     With automatic optimization, there are none after an optimizer step. With manual optimization, only the user's code
-    knows whether it adds to them. Ranks that accumulate without exchanging gradients (``no_sync``) return the mean over
-    the ranks, which is what their next exchange makes of them.
+    knows whether it adds to them. The mean over the ranks is what the next exchange makes of gradients that ranks
+    accumulate without exchanging them (``no_sync``); others are equal.
 
     A collective call, if the ranks have gradients and none of them has failed.
     """
@@ -32,30 +33,29 @@ def accumulated_gradients(trainer: Any) -> dict[str, torch.Tensor | None]:
     parameters = dict(model.named_parameters())
     names = [name for name, one in parameters.items() if one.grad is not None]
     if names and not _has_whole_gradients(trainer.strategy):
-        _warn_once(trainer)
+        if trainer.is_global_zero:
+            _warn_once(type(trainer.strategy).__name__)
         return {}
     is_exchanging = trainer.world_size > 1 and not trainer.interrupted
     if is_exchanging:
         names_of_ranks = of_all_ranks(names)
         names = [name for name in parameters if any(name in one for one in names_of_ranks)]
-    are_equal = not is_exchanging or _are_equal(trainer, [parameters[name] for name in names])
-    saved: dict[str, torch.Tensor | None] = {}
+    saved: dict[str, torch.Tensor] = {}
     for name in names:  # one after the other, because the device may have no room for a copy of all
-        gradient = _gradient_of(parameters[name])
-        if not are_equal:
-            gradient = gradient.clone()
+        own = parameters[name].grad
+        gradient = torch.zeros_like(parameters[name]) if own is None else own.detach().clone()
+        if is_exchanging:
             torch.distributed.all_reduce(gradient)
             gradient.div_(trainer.world_size)
-        saved[name] = gradient.to("cpu", copy=True) if gradient.count_nonzero() else None
+        saved[name] = gradient.cpu()
     return saved
 
 
-def restore_gradients(trainer: Any, gradients: dict[str, torch.Tensor | None]) -> None:
+def restore_gradients(trainer: Any, gradients: dict[str, torch.Tensor]) -> None:
     """Set the gradients that ``accumulated_gradients`` returned in another run."""
     for name, parameter in trainer.lightning_module.named_parameters():
         if name in gradients:
-            saved = gradients[name]
-            parameter.grad = torch.zeros_like(parameter) if saved is None else saved.to(parameter.device, copy=True)
+            parameter.grad = gradients[name].to(parameter.device, copy=True)
 
 
 def _has_whole_gradients(strategy: Any) -> bool:
@@ -65,33 +65,10 @@ def _has_whole_gradients(strategy: Any) -> bool:
     return is_ddp or isinstance(strategy, SingleDeviceStrategy)
 
 
-def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-
-
-def _are_equal(trainer: Any, parameters: list[torch.nn.Parameter]) -> bool:
-    """Return whether all ranks have the same gradients; a collective call."""
-    num_different = torch.zeros(1, device=trainer.strategy.root_device)
-    for parameter in parameters:
-        gradient = _gradient_of(parameter)
-        main = gradient.clone()
-        torch.distributed.broadcast(main, 0)
-        num_different += not torch.equal(main, gradient)
-    torch.distributed.all_reduce(num_different)
-    return num_different.item() == 0
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(trainer: Any) -> None:
-    kind = type(trainer.strategy).__name__
-    if kind not in _warned and trainer.is_global_zero:
-        _warned.add(kind)
-        logger.warning(
-            "The gradients so far are not saved with the checkpoint of step %d, because %s splits them over the ranks. "
-            "If gradients accumulate over several batches, training that resumes from it lacks those of the last "
-            "batches.",
-            trainer.global_step,
-            kind,
-        )
+@cache
+def _warn_once(strategy: str) -> None:
+    logger.warning(
+        "Gradients are not saved with checkpoints, because %s splits them over the ranks. If they accumulate over "
+        "several batches, training that resumes lacks those of the batches before.",
+        strategy,
+    )

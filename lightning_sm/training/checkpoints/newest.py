@@ -13,34 +13,27 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
 
-from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import files_of, is_ignored
 from lightning_sm.training.checkpoints.fits import Fit, StatedFit, are_of_fit, is_unknown_here
-from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint, inert_pickle, pickle_of
+from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint, inert_pickle
 
 logger = logging.getLogger(__name__)
 
 JOB_KEY = "lightning_sm.job"
 
-Load = Callable[[Path], Any]
 Gather = Callable[[Any], list[Any]]
 
 _SUFFIX = ".ckpt"
 # Start of a zip archive with entries; torch.save writes this format since 1.6.
 _ZIP_MAGIC = b"PK\x03\x04"
-# Each thread computes checksums of about 1.5 GB/s, if the disk is as quick.
-_CHECKING_THREADS = 4
-_READ_BYTES = 4 << 20
 # Files that torch.distributed.checkpoint and Lightning write into a sharded checkpoint's folder, besides the shards.
 _SHARDS_INDEX, _SHARDS_META = ".metadata", "meta.pt"
 # Written last into the folder of a DeepSpeed checkpoint: the name of the subfolder with the files of the ranks.
@@ -62,21 +55,12 @@ def job_facts(job: SageMakerJob, fit: Fit, *, is_ending: bool = False, is_interr
     return {**facts, **{name: True for name, is_set in marks.items() if is_set}}
 
 
-def object_stores(trainer: Any) -> list[str]:
-    """Return the addresses, such as ``s3://bucket/folder``, to which callbacks of a Trainer write checkpoints."""
-    folders = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
-    return sorted({folder for folder in folders if "://" in folder})
-
-
 def newest_checkpoint(
     folder: str | os.PathLike[str] | None,
     job: SageMakerJob | None = None,
-    load: Load | None = None,
     *,
     fit: Fit | None = None,
     is_own: bool = False,
-    restart_folders: Sequence[Path] = (),
-    object_stores: Sequence[str] = (),
     gather: Gather = lambda own: [own],
 ) -> FoundCheckpoint | None:
     """Find the valid checkpoint with the most progress.
@@ -93,12 +77,8 @@ def newest_checkpoint(
         folder: The checkpoint folder; it need not exist. None: there is none.
         job: The current job. Checkpoints of another job with another S3 address, which a warm pool may leave behind,
             are invalid. None accepts checkpoints of any job.
-        load: ``load_checkpoint`` of a ``CheckpointIO``, for other formats.
         fit: Which of the script's fits is to resume; checkpoints of other fits do not count. None accepts all.
         is_own: Whether to accept only checkpoints of ``job`` itself, from an earlier attempt.
-        restart_folders: Further folders of this host, with checkpoints that it wrote when a rank failed.
-        object_stores: Addresses of further folders that fsspec knows, such as ``s3://bucket/checkpoints``. Of their
-            files only the pickle is read, not the tensors. No strategy can write sharded checkpoints there.
         gather: Returns a value of this host and of all others that call this function at the same time, in the order
             of hosts: the hosts then judge all their files together. By default, this host has all files.
 
@@ -106,13 +86,11 @@ def newest_checkpoint(
         The checkpoint; None if there is no valid one.
 
     Raises:
-        CheckpointError: An object store cannot be read, or it is unclear which fit a checkpoint is of.
+        CheckpointError: It is unclear which fit a checkpoint is of.
     """
-    paths = sorted({path for one in (folder, *restart_folders) if one is not None for path in _candidates(Path(one))})
+    paths = [] if folder is None else sorted(_candidates(Path(folder)))
     sizes = _joined(gather({str(path): _sizes(path) for path in paths if path.is_dir()}))
-    own = [_read(path, partial(_contents, path, job, load, sizes.get(str(path), {}))) for path in paths]
-    for address in object_stores:
-        own += _read_store(address, job)
+    own = [_read(path, partial(_contents, path, job, sizes.get(str(path), {}))) for path in paths]
     readings = _best_of_each([replace(one, host=host) for host, found in enumerate(gather(own)) for one in found])
     if is_own:
         readings = [one for one in readings if one.job is not None and job is not None and one.job["name"] == job.name]
@@ -121,7 +99,7 @@ def newest_checkpoint(
         readings = _of_fit(readings, fit, job)
     best = _best(readings)
     # Every host compares its own copy: one that is damaged would count as equal to the others.
-    while best is not None and (damage := next(filter(None, gather(_damage(Path(best.path)))), None)) is not None:
+    while best is not None and (damage := next(filter(None, gather(_damage(best.path))), None)) is not None:
         readings = [replace(one, fault=damage) if one is best else one for one in readings]
         best = _best(readings)
     for reading in readings:
@@ -133,8 +111,7 @@ def newest_checkpoint(
             step = best.progress[0]
             logger.warning("%s %s. Using %s of step %d instead.", reading.path, reading.fault, best.path, step)
     if readings and best is None:
-        places = " or ".join(map(str, filter(None, (folder, *object_stores))))
-        logger.warning("No checkpoint in %s is valid: training starts from the beginning.", places)
+        logger.warning("No checkpoint in %s is valid: training starts from the beginning.", folder)
     return best
 
 
@@ -148,7 +125,7 @@ class FoundCheckpoint:
     """A checkpoint, and what reading it has shown.
 
     Attributes:
-        path: The file, or the folder of a sharded checkpoint; the address of a file in an object store.
+        path: The file, or the folder of a sharded checkpoint.
         has_objects: Whether it can be read only with ``weights_only=False``.
         progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
         job: Its ``job_facts``, which identify the job that wrote it; None if it has none.
@@ -156,7 +133,7 @@ class FoundCheckpoint:
         host: Number of the host that has read it, in the order of hosts.
     """
 
-    path: Path | str
+    path: Path
     has_objects: bool = False
     progress: tuple[int, ...] = ()
     job: Mapping[str, Any] | None = None
@@ -174,27 +151,16 @@ class _UntrustedError(_UnusableError):
 
 def _candidates(folder: Path) -> Iterator[Path]:
     """Yield all ``*.ckpt`` except links: the walk finds the target of a link itself, if it is inside the folder."""
-    inside = os.path.realpath(folder)
     for parent, folders, files in os.walk(folder):
         checkpoints = [name for name in (*folders, *files) if name.endswith(_SUFFIX) and not name.startswith(".")]
         # In place: os.walk descends into the folders that remain in this list, but not into links.
         folders[:] = [
             name for name in folders if not name.startswith(".") and name not in checkpoints and not is_ignored(name)
         ]
-        for name in (*folders, *checkpoints):
-            path = Path(parent, name)
-            if not path.is_symlink():
-                if name in checkpoints:
-                    yield path
-                continue
-            target = os.path.realpath(path)
-            if os.path.commonpath([inside, target]) != inside:
-                logger.warning("Ignoring %s: it links to %s, outside of the folder.", path, target)
-            elif not os.path.exists(target):
-                logger.warning("Ignoring %s: it links to %s, which does not exist.", path, target)
+        yield from (path for name in checkpoints if not (path := Path(parent, name)).is_symlink())
 
 
-def _read(path: Path | str, contents: Callable[[], tuple[Any, bool]]) -> FoundCheckpoint:
+def _read(path: Path, contents: Callable[[], tuple[Any, bool]]) -> FoundCheckpoint:
     """Describe a checkpoint.
 
     Args:
@@ -215,33 +181,6 @@ def _read(path: Path | str, contents: Callable[[], tuple[Any, bool]]) -> FoundCh
     # A periodic checkpoint of the same step lacks what later hooks of that step did.
     is_interruption = facts is not None and facts.get("is_interruption") is True
     return FoundCheckpoint(path, has_objects, (*progress, int(is_interruption)), facts, fault)
-
-
-def _read_store(address: str, job: SageMakerJob | None) -> list[FoundCheckpoint]:
-    """Read all checkpoints below an address."""
-    try:
-        filesystem, root = url_to_fs(address)
-        names = sorted(filesystem.find(root)) if filesystem.exists(root) else []
-        return [_read_object(filesystem, name, job) for name in names if name.endswith(_SUFFIX)]
-    # Libraries of object stores have errors of their own. A job must not start from the beginning because of one.
-    except Exception as error:
-        raise CheckpointError(
-            f"{address}, where a ModelCheckpoint writes, cannot be searched for checkpoints to resume from: "
-            f"{_brief(error)}. Check the address, and the permissions of the job's role."
-        ) from error
-
-
-def _read_object(filesystem: Any, name: str, job: SageMakerJob | None) -> FoundCheckpoint:
-    path = filesystem.unstrip_protocol(name)
-    # A damaged checkpoint is skipped; a store that does not answer raises.
-    try:
-        with filesystem.open(name, "rb") as file:
-            data = pickle_of(file)
-    except (zipfile.BadZipFile, ValueError) as error:
-        return FoundCheckpoint(path, fault=f"cannot be read ({_brief(error)})")
-    reading = _read(path, lambda: (inert_pickle(data), False))
-    is_trusted = job is not None and reading.job is not None and _of_another_job(reading.job, job) is None
-    return replace(reading, has_objects=is_trusted)
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -271,19 +210,11 @@ def _best_of_each(readings: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
     return list(best.values())
 
 
-def _contents(path: Path, job: SageMakerJob | None, load: Load | None, sizes: Mapping[str, int]) -> tuple[Any, bool]:
+def _contents(path: Path, job: SageMakerJob | None, sizes: Mapping[str, int]) -> tuple[Any, bool]:
     """Return the contents of a checkpoint, and whether it holds objects."""
-    try:
-        if not path.is_dir():
-            return _load(path, job)
-        return (_load_deepspeed if _DEEPSPEED_TAG in sizes else _load_shards)(path, job, sizes)
-    except _UntrustedError:
-        raise
-    except Exception:
-        if load is not None:
-            with contextlib.suppress(Exception):  # invalid in both formats: the first error tells more
-                return load(path), False
-        raise
+    if not path.is_dir():
+        return _load(path, job)
+    return (_load_deepspeed if _DEEPSPEED_TAG in sizes else _load_shards)(path, job, sizes)
 
 
 def _load(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
@@ -329,12 +260,9 @@ def _check_trust(path: Path, job: SageMakerJob | None, error: Exception) -> None
 def _check_archive(path: Path, size: int) -> None:
     # The list of entries is at the end of the file, so a truncated file lacks it.
     try:
-        with zipfile.ZipFile(path) as archive:
-            end = max((entry.header_offset + entry.compress_size for entry in archive.infolist()), default=0)
+        zipfile.ZipFile(path).close()
     except zipfile.BadZipFile as error:
         raise _UnusableError(f"is truncated at {size} bytes ({_brief(error)})") from error
-    if end > size:
-        raise _UnusableError(f"is truncated: it has {size} bytes, but lists entries up to byte {end}")
 
 
 def _damage(path: Path) -> str | None:
@@ -343,37 +271,19 @@ def _damage(path: Path) -> str | None:
     torch does not compare the checksums of its archives. This reads the whole file, as loading does afterwards: only
     the checkpoint that would be chosen is checked. Shards of torch.distributed.checkpoint are not archives.
     """
-    if not path.exists():  # in an object store, or on another host
+    if not path.exists():  # on another host
         return None
     for file in sorted(path.rglob("*.pt")) if path.is_dir() else [path]:
         if not zipfile.is_zipfile(file):
             continue
-        with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-        parts = [names[number::_CHECKING_THREADS] for number in range(_CHECKING_THREADS)]
-        with ThreadPoolExecutor(_CHECKING_THREADS) as pool:
-            damaged = [name for name in pool.map(partial(_damaged_entry, file), parts) if name]
-        if damaged:
-            return f"is damaged: the checksum of {damaged[0]} in {file.name} is wrong"
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+        except (NotImplementedError, EOFError) as error:  # the header of an entry is damaged
+            return f"is damaged: {file.name} cannot be read ({_brief(error)})"
+        if damaged is not None:
+            return f"is damaged: the checksum of {damaged} in {file.name} is wrong"
     return None
-
-
-def _damaged_entry(file: Path, names: Sequence[str]) -> str | None:
-    """Return the name of the first of some entries whose checksum is wrong."""
-    # Each thread has the archive open on its own. In Python 3.12 and 3.13, threads that share one move each other's
-    # place in the file (_SharedFile.seek), so that a sound checkpoint looks damaged.
-    with zipfile.ZipFile(file) as archive:
-        return next((name for name in names if not _is_sound(archive, name)), None)
-
-
-def _is_sound(archive: zipfile.ZipFile, name: str) -> bool:
-    try:
-        with archive.open(name) as opened:
-            while opened.read(_READ_BYTES):
-                pass
-    except (zipfile.BadZipFile, NotImplementedError, EOFError):  # the header of the entry is damaged
-        return False
-    return True
 
 
 def _load_shards(path: Path, job: SageMakerJob | None, sizes: Mapping[str, int]) -> tuple[Any, bool]:

@@ -11,7 +11,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 # torch.save writes the pickle under this name, below a folder with any name; tensors are in other entries.
 _PICKLE = "data.pkl"
@@ -63,25 +63,12 @@ def inert_pickle(data: bytes) -> Any:
     return _InertUnpickler(io.BytesIO(data)).load()
 
 
-def pickle_of(file: Path | IO[bytes]) -> bytes:
-    """Return the pickle that ``torch.save`` wrote into a file; the tensors are not read.
-
-    Raises:
-        zipfile.BadZipFile: The file is not a zip archive, or is truncated.
-        ValueError: ``torch.save`` has not written the archive.
-        Exception: Of any type, if the file cannot be read.
-    """
-    with zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            if name.rpartition("/")[2] == _PICKLE:
-                return archive.read(name)
-    raise ValueError(f"it has no {_PICKLE}")
-
-
 def inert_checkpoint(file: Path) -> Any:
     """Return what ``torch.save`` wrote into a file, as ``inert_pickle`` does; the tensors are not read.
 
     Raises:
-        Exception: As ``pickle_of`` and ``inert_pickle``.
+        Exception: Of any type, if the file cannot be read, or ``torch.save`` has not written it.
     """
-    return inert_pickle(pickle_of(file))
+    with zipfile.ZipFile(file) as archive:
+        (name,) = (name for name in archive.namelist() if name.rpartition("/")[2] == _PICKLE)
+        return inert_pickle(archive.read(name))

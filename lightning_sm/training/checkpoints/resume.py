@@ -9,14 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_sm._lightning import TorchCheckpointIO, WrappingCheckpointIO
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.training.checkpoints.durable_io import DurableCheckpointIO
 from lightning_sm.training.checkpoints.fits import Fit
 from lightning_sm.training.checkpoints.misfit import explain_misfit
-from lightning_sm.training.checkpoints.model_checkpoints import restore_last_saves
-from lightning_sm.training.checkpoints.newest import JOB_KEY, FoundCheckpoint, Load, newest_checkpoint, object_stores
-from lightning_sm.training.checkpoints.restart_files import remove_tried, restart_folders
+from lightning_sm.training.checkpoints.newest import JOB_KEY, FoundCheckpoint, newest_checkpoint
 from lightning_sm.training.checkpoints.searches import HeldSearches
 from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_host
 
@@ -36,7 +32,7 @@ class CheckpointLoader:
         self._job = job
         self._connector = trainer._checkpoint_connector
         self._load = self._connector.resume_start
-        self._resuming: tuple[Path | None, Fit, HeldSearches] | None = None
+        self._resuming: tuple[Path, Fit, HeldSearches] | None = None
         self._connector.resume_start = self._resume_start
 
     @classmethod
@@ -45,7 +41,7 @@ class CheckpointLoader:
         found = getattr(trainer._checkpoint_connector.resume_start, "__self__", None)
         return found if isinstance(found, cls) else cls(trainer, job)
 
-    def resume_from_latest(self, folder: Path | None, fit: Fit) -> None:
+    def resume_from_latest(self, folder: Path, fit: Fit) -> None:
         """Let the current fit resume from the job's latest valid checkpoint; call it in a callback's ``setup``.
 
         A checkpoint of an earlier attempt of this job takes precedence over the script's ``ckpt_path``, from which
@@ -56,8 +52,7 @@ class CheckpointLoader:
         collective calls with which some strategies load.
 
         Args:
-            folder: The job's checkpoint folder, if it has one. Object stores to which callbacks write are searched,
-                too.
+            folder: The job's checkpoint folder.
             fit: Which of the script's fits this is.
         """
         self._resuming = folder, fit, HeldSearches(self._trainer)
@@ -84,7 +79,6 @@ class CheckpointLoader:
         path = self._connector._ckpt_path
         if path:
             searches.skip(path, self._connector._loaded_checkpoint)
-            restore_last_saves(self._trainer, self._connector._loaded_checkpoint, path)
         else:
             searches.start()
 
@@ -95,23 +89,17 @@ class CheckpointLoader:
         if shared is not None and path is not None:
             self._connector._ckpt_path = path  # not a copy, which is removed by now
 
-    def _choose(self, folder: Path | None, fit: Fit, stated: Any) -> FoundCheckpoint | None:
+    def _choose(self, folder: Path, fit: Fit, stated: Any) -> FoundCheckpoint | None:
         """Return the hosts' choice on all ranks; None leaves the choice to the script."""
         trainer = self._trainer
         found = None
         leaders = HostLeaders(trainer)
         if leaders.takes_part:
-            folders = restart_folders(self._job.checkpoint_dir)
-            if leaders.is_leader:
-                remove_tried(folders)
             found = newest_checkpoint(
                 folder,
                 self._job,
-                _reader_of_another_format(trainer.strategy.checkpoint_io),
                 fit=fit,
                 is_own=stated is not None,
-                restart_folders=folders,
-                object_stores=object_stores(trainer) if trainer.is_global_zero else (),
                 gather=leaders.gather,
             )
         choice: FoundCheckpoint | None = trainer.strategy.broadcast(found)
@@ -131,18 +119,3 @@ def _end_again(trainer: Any, job: SageMakerJob, checkpoint: Mapping[str, Any]) -
         trainer.should_stop = True
         if trainer.is_global_zero:
             logger.info("The fit had ended in an earlier attempt: it does not train any further.")
-
-
-def _reader_of_another_format(checkpoint_io: Any) -> Load | None:
-    """Return ``load_checkpoint`` if a class of the user's reads checkpoints.
-
-    Lightning's own reads the same formats as ``newest_checkpoint``, and some versions run the code of any file.
-    """
-    ours = {kind.load_checkpoint for kind in (TorchCheckpointIO, WrappingCheckpointIO, DurableCheckpointIO)}
-    inner = checkpoint_io
-    while inner is not None:
-        if type(inner).load_checkpoint not in ours:
-            load: Load = checkpoint_io.load_checkpoint
-            return load
-        inner = inner.checkpoint_io if isinstance(inner, WrappingCheckpointIO) else None
-    return None

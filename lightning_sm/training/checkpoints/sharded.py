@@ -21,7 +21,6 @@ from lightning_sm._lightning import DeepSpeedStrategy, FSDPStrategy, ModelParall
 from lightning_sm.errors import StrategyError
 from lightning_sm.job.uploads import files_of
 from lightning_sm.training.all_ranks import of_all_ranks
-from lightning_sm.training.checkpoints.newest import object_stores
 
 # Names under which ModelParallelStrategy and FSDPStrategy save the weights.
 _WEIGHTS = ("state_dict", "model")
@@ -151,6 +150,12 @@ def _fetch(strategy: Any, file: Path, offset: int, length: int, holder: int) -> 
 
 def _bytes(piece: Tensor) -> bytes:
     return piece.cpu().numpy().tobytes()
+
+
+def object_stores(trainer: Trainer) -> list[str]:
+    """Return the addresses, such as ``s3://bucket/folder``, to which callbacks of a Trainer write checkpoints."""
+    folders = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
+    return sorted({folder for folder in folders if "://" in folder})
 
 
 def _refuse_object_stores(trainer: Trainer) -> None:

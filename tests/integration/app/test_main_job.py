@@ -103,7 +103,6 @@ def test_make_train_reaches_the_accuracy(tmp_path):
     accuracy = float(re.findall(r"finished: .*val_acc=([0-9.eE+-]+)", output)[-1])
     assert accuracy >= 0.95
     (model_dir,) = (path.parent for path in tmp_path.glob("*/algo-*/model/model.ckpt"))
-    *_, board, last = output.splitlines()
+    last = output.splitlines()[-1]
     assert last == f"Model of {model_dir.parent.name}: {model_dir} (config.yaml, model.ckpt, state_dict.pt)"
-    events = Path(board.removeprefix("TensorBoard: tensorboard --logdir ")).rglob("events.out.tfevents.*")
-    assert len(list(events)) >= 1
+    assert list(tmp_path.rglob("events.out.tfevents.*"))

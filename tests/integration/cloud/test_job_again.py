@@ -28,8 +28,7 @@ JOB = {
     "HyperParameters": {
         "sagemaker_program": '"train.py"',
         "sagemaker_submit_directory": '"s3://bucket/out/digits/source/sourcedir.tar.gz"',
-        "text__0": '"a',
-        "text__1": 'b"',
+        "text": '"ab"',
         "lr": "0.1",
     },
     "Environment": {"NAME": "value", JOB_SECRET.name: "old"},

@@ -71,7 +71,7 @@ def test_a_job_without_a_record_says_why(jobs, tmp_path):
     with FakeService(endings=[RUNNING, ENDED], requests=[JOB, {**JOB, "TrainingJobName": "job-2"}]) as service:
         code, _, log = jobs(service, "report", "job")
         assert code == 2
-        assert "job has no record in s3://bucket/out/job/output/output.tar.gz. The job is InProgress" in log
+        assert "job has no record in s3://bucket/out/job/output/. The job is InProgress" in log
         service.objects[output] = archive(tmp_path / "empty")
         assert "Only a script that lightning-sm train has started" in jobs(service, "report", "job-2")[2]
         service.objects[output] = os.urandom(4000)

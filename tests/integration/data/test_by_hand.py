@@ -119,8 +119,7 @@ def test_passes_by_hand_are_those_of_local_loaders(tmp_path, kind):
 def test_a_second_pass_costs_no_slot_of_the_first():
     """While one pass is open, another one runs to its end, and no host is blamed for a lack of slots."""
     with DataHost(workers=2) as host:
-        # On a busy machine, a batch may be late for other reasons than a lack of slots, and requested twice.
-        settings = DataServiceSettings(window_batches=2, hedge_factor=0.0)
+        settings = DataServiceSettings(window_batches=2)
         module = RemoteDataModule(Data("shuffled"), [host.address], settings=settings)
         module.setup("fit")
         loader = module.train_dataloader()

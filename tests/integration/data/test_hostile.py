@@ -142,7 +142,7 @@ def spec(opening="", **changed):
     """Return an encoded request for two batches that is right but for what is changed."""
     indices = [pickle.dumps([0, 1, 2, 3]), pickle.dumps([4, 5, 6, 7])]
     values = {"rank": 0, "world_size": 1, "seed": 0, "first": 0, "num_batches": 2, "indices": indices}
-    return FetchSpec(opening=opening, compression="", **{**values, **changed}).encode()
+    return FetchSpec(opening=opening, **{**values, **changed}).encode()
 
 
 # What a data host closes the stream at, and what it answers.

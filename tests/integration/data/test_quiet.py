@@ -22,7 +22,7 @@ def test_the_first_rank_of_a_host_reports_a_lost_connection(capfd, is_quiet):
     try:
         with FakeHost().serving() as address:
             heartbeat = HeartbeatRequest("rank 1", 2)
-            client = FeederClient(Configure([address], credentials(), heartbeat, 3.0, is_quiet=is_quiet))
+            client = FeederClient(Configure([address], credentials(), heartbeat, is_quiet=is_quiet))
             pickled = pickle_object([], by_name=True, named={}, advice="")
             client.open_source(Opening(pickled.digest, pickled.digest), pickled, client)
             until(lambda: client.snapshot().hosts[0].state == "up", "the host is connected", TIMEOUT_S)

@@ -100,8 +100,7 @@ def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
 
     make = DataLoader(Readers(), batch_size=1)
     (host,) = pool.serve(lambda: make, lambda: make)[:1]
-    # Duplicates would read some samples twice.
-    with remote([host], hedge_factor=0.0) as module:
+    with remote([host]) as module:
         loader = module.train_dataloader()
         trained, _ = read(loader)
         validated, num_read = read(module.val_dataloader())

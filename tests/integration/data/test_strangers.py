@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from lightning_sm.data.ipc.host_messages import NewWorker, Serve
-from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.probe import REFUSED
-from lightning_sm.data.server.process import ServerProcess
 from lightning_sm.data.settings import HostSettings
 from tests.fakes.strangers import FLOODS, connect, connect_silently
 from tests.integration.data.fakes import FakeTrainer, credentials
@@ -164,25 +162,3 @@ def test_a_refused_address_is_told_so():
     """Before any byte of it was read."""
     with Server() as server, connect(server.address, STRANGER) as sock:
         assert sock.recv(100) == REFUSED
-
-
-def test_only_a_trusted_machine_may_send_a_snapshot():
-    """Even with the token, and before anything of it is read: also where the kernel has no filters."""
-
-    class Caller:
-        peer = staticmethod(lambda: "ipv4:203.0.113.9:5")
-        auth_context = staticmethod(dict)
-
-        def abort(self, code, details):
-            raise PermissionError(code.name, details)
-
-    def unread():
-        raise AssertionError
-        yield
-
-    settings = HostSettings("127.0.0.1:0", 2, MIB, None, None, "algo-9", credentials())
-    ours, theirs = map(MessageSocket, socket.socketpair())
-    with pytest.raises(PermissionError, match=r"PERMISSION_DENIED.*data host algo-9 does not trust 203\.0\.113\.9"):
-        ServerProcess(ours, settings, [])._load(unread(), Caller())
-    ours.close()
-    theirs.close()

@@ -171,25 +171,6 @@ def test_a_dataset_goes_to_nobody_who_has_taken_the_place_of_a_data_host():
         assert host.loaded
 
 
-def test_no_batch_is_taken_from_a_port_of_somebody_without_the_token():
-    """Data hosts send batches from ports of their own, each of which proves the token, too."""
-    asked = []
-    false, impostor = FakeHost(lambda request_id: asked.append(request_id) or [b"nonsense"]), Impostor("guessed")
-    host = FakeHost()
-    with false.serving(guard=impostor) as port_of_batches:
-        stream_port = int(port_of_batches.rpartition(":")[2])
-        host.heartbeat = json.dumps({**json.loads(host.heartbeat), "stream_port": stream_port}).encode()
-        began = time.monotonic()
-        with (
-            host.serving() as address,
-            pytest.raises(DataHostMismatchError, match=NOT_OF_THE_JOB),
-            remote([address]) as module,
-        ):
-            list(module.train_dataloader())
-        assert time.monotonic() - began < AT_ONCE_S
-    assert (impostor.called, asked) == ({"Fetch"}, [])
-
-
 def test_a_data_host_logs_who_has_no_token(caplog):
     """Once for each address, with what to compare."""
     with FakeHost().serving(credentials(token="right")) as address:  # noqa: S106  # a test's own

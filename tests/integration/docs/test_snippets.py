@@ -22,7 +22,6 @@ from sybil.evaluators.python import PythonEvaluator
 
 from lightning_sm import __main__ as program
 from lightning_sm.record.prices import read_prices
-from lightning_sm.report.compare import read_figures
 from lightning_sm.submit.job_file import Job, read_job
 from lightning_sm.submit.job_keys import keys_of
 from tests.fakes.sagemaker_service import FakeService
@@ -237,9 +236,6 @@ def test_files_have_these_keys(example, tmp_path, monkeypatch):
     if "per_hour" in content:
         file.write_text(example.parsed, encoding="utf-8")
         assert read_prices(file, [])
-    elif "step_s" in content:
-        file.write_text(example.parsed, encoding="utf-8")
-        assert read_figures(file).step_s
     elif content.keys() <= keys_of(Job).keys():
         required = {"image": "lightning-sm", "groups": {"trainer": {"instance_type": "ml.m5.large"}}}
         file.write_text(yaml.safe_dump(required | content), encoding="utf-8")

@@ -99,16 +99,3 @@ def test_host_may_be_late(jobs, work):
     started = {host: float(at) for host, at in said_after(ended.stdout, "started")}
     assert ended.returncode == 0
     assert 1.0 < started["algo-2"] - started["algo-1"] < 60  # the first one may be late, too
-
-
-def test_slow_names_reach_all_hosts(jobs, work):
-    """The name of one host does not resolve on any host, also not in processes that a script starts."""
-    # Not a data host: it may be stopped before its script prints when the trainer's ends at once.
-    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "slow-dns:algo-2=120", mode="names")
-    assert sorted(said_after(ended.stdout, "names")) == [("algo-1", "True False"), ("algo-2", "True False")]
-
-
-def test_without_the_fault_all_names_resolve(jobs, work):
-    """Hosts of a job without the fault have the resolver of this machine."""
-    ended = run_faulty(jobs, work, mode="names")
-    assert said_after(ended.stdout, "names") == [("algo-1", "True True")]

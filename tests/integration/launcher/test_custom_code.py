@@ -109,11 +109,6 @@ def test_the_jobs_code_comes_before_that_of_the_image(base, work, s3):
     assert who == "job"
     assert Path(folder).parent == work.parent / "tmp"
     assert f", into {folder}." in ended.stderr
-    overruled = (
-        "hyperparameter sagemaker_program names the script train.py. "
-        "Ignoring SAGEMAKER_PROGRAM, which names app/train.py."
-    )
-    assert ended.stderr.count(overruled) == 1
 
 
 def test_a_script_of_the_same_name_in_the_image_is_no_substitute(base, work, s3):
@@ -130,7 +125,6 @@ def test_the_command_line_comes_first(base, work, s3):
     _submit(base, s3, {"train.py": _WHO.format(who="hyperparameter"), "other.py": _WHO.format(who="line")})
     ended = _run(base, work, s3, "other.py")
     assert ended.stdout == f"line {base}/code\n"
-    assert "the command line names the script other.py. Ignoring hyperparameter sagemaker_program" in ended.stderr
 
 
 def test_the_script_of_the_image_may_use_code_of_the_job(base, work, s3):
@@ -306,16 +300,6 @@ def test_signals_reach_what_a_shell_script_started(base, work):
         running.process.send_signal(signal.SIGTERM)
         running.wait_for("leaves")
         assert running.exit_code() == 9
-
-
-def test_a_package_is_started_as_a_module(base, work):
-    """Beside a setup.py, an entry point that is no file is a module, as for the toolkit."""
-    (work / "setup.py").write_text("")
-    (work / "nets").mkdir()
-    (work / "nets" / "train.py").write_text("print(__name__, __package__)")
-    ended = train(base, work, "nets.train")
-    assert ended.stdout == "__main__ nets\n"
-    assert "| -m nets.train" in ended.stderr
 
 
 def test_code_where_sdk_v3_puts_it_is_found(base, work):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import importlib.metadata
-import json
 import os
 import signal
 import site
@@ -156,41 +154,6 @@ def test_a_setting_that_means_nothing_is_an_error(base, python, index):
     _source(base, "tiny\n")
     assert _run(base, python, index, LIGHTNING_SM_INSTALL_REQUIREMENTS="yes").returncode == 2
     assert failure(base).startswith("JobConfigError: LIGHTNING_SM_INSTALL_REQUIREMENTS='yes': expected 0 ")
-
-
-def test_a_package_is_installed_and_started_as_a_module(base, python, index):
-    """A source_dir with a setup.py is installed with its dependencies, as the toolkit does."""
-    pytest.importorskip("setuptools")
-    (base / "code" / "src" / "nets").mkdir(parents=True)
-    (base / "code" / "src" / "nets" / "train.py").write_text(_IMPORT)
-    (base / "code" / "setup.py").write_text(
-        "from setuptools import setup\n"
-        "setup(name='nets', version='1', package_dir={'': 'src'}, packages=['nets'], install_requires=['tiny'])"
-    )
-    write_job(
-        base, hyperparameters={"sagemaker_program": '"nets.train"', "sagemaker_submit_directory": '"/opt/ml/code"'}
-    )
-    ended = _run(base, python, index, PIP_NO_BUILD_ISOLATION="0")
-    assert (ended.returncode, ended.stdout) == (0, "tiny 1.0\n"), ended.stderr
-
-
-def test_a_repository_of_codeartifact_is_used(base, python, index):
-    """CA_REPOSITORY_ARN makes pip install from there, and its token gets into no log."""
-    _source(base, "tiny\n")
-    wheel = "tiny-1.0-py3-none-any.whl"
-    with fake_s3() as server:
-        server.objects = {
-            "/v1/authorization-token": b'{"authorizationToken": "seldom"}',
-            "/v1/repository/endpoint": json.dumps({"repositoryEndpoint": f"{server.url}/pypi/own/"}).encode(),
-            "/pypi/own/simple/tiny/": f'<a href="/{wheel}">{wheel}</a>'.encode(),
-            f"/{wheel}": (index / wheel).read_bytes(),
-        }
-        arn = "arn:aws:codeartifact:eu-west-1:111111111111:repository/domain/own"
-        variables = {**server.variables, "CA_REPOSITORY_ARN": arn, "PIP_NO_CACHE_DIR": "1"}
-        ended = train(base, base, python=str(python), **variables)
-    assert ended.stdout == "tiny 1.0\n", ended.stderr
-    assert "Basic " + base64.b64encode(b"aws:seldom").decode() in server.authorizations
-    assert "seldom" not in ended.stderr
 
 
 def test_a_stop_ends_pip_at_once(base, python, index):

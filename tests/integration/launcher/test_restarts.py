@@ -173,7 +173,7 @@ def test_what_a_script_left_elsewhere_is_gone_before_the_restart(tmp_path, jobs,
     ended = _run(tmp_path, jobs, work, "daemon", 1, 1)
     assert ended.code == 0, ended.output
     assert ended.output.count("daemons: [False]") == 2, ended.output
-    start = "the newest state in memory, or else the beginning, because the job has no checkpoint folder"
+    start = "the beginning, because the job has no checkpoint folder"
     assert f"restart from {start}. Cause: " in ended.output
 
 

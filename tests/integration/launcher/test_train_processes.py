@@ -295,7 +295,7 @@ def test_the_starter_of_ranks_leaves_their_exit_codes_to_the_launcher(tmp_path, 
     monkeypatch.setenv("GROUP_RANK", "0")
     with ControlFolder(tmp_path / "control") as control:
         control.path.mkdir()
-        starter = [sys.executable, "-I", rank_processes.__file__, "2", str(control.peers_gone), "2", "9", "none"]
+        starter = [sys.executable, "-I", rank_processes.__file__, "2", str(control.peers_gone), "2", "9"]
         child = ChildProcess(StopSchedule(95, 110), control)
         env = {**os.environ, CONTROL_DIR.name: str(control.path)}
         assert child.run([*starter, sys.executable, "-c", _RANKS], tmp_path, env) == 137

@@ -38,7 +38,7 @@ def page(tmp_path):
 
 
 def test_reports_open_everywhere(page, reports):
-    """No picture is cut off or scrolls the page sideways, whatever the width; nothing is loaded; nothing is wrong."""
+    """No picture scrolls the page sideways, whatever the width; nothing is loaded; nothing is wrong."""
     for name in ("1.html", "2.html"):
         for width in (390, 1000, 1600):
             page.open(reports / name, width=width)
@@ -50,15 +50,10 @@ def test_reports_open_everywhere(page, reports):
             assert page.errors == []
 
 
-def test_each_width_has_its_pictures(page, reports):
-    """Text in pictures is as large on a phone: they are drawn twice, and one of both is shown."""
+def test_text_in_pictures_can_be_read(page, reports):
+    """Also on a phone, where a picture keeps its size and can be moved sideways."""
     for width in (390, 1000):
         page.open(reports / "1.html", width=width)
-        shown = page.evaluate(
-            "[...document.querySelectorAll('figure')].map(figure => [...figure.children].filter("
-            "one => getComputedStyle(one).display != 'none').map(one => one.className).join())"
-        )
-        assert set(shown) == {"narrow" if width < 600 else "wide"}
         sizes = page.evaluate(
             "[...document.querySelectorAll('figure text')].filter(one => one.getClientRects().length)"
             ".map(one => one.getBoundingClientRect().height).filter(height => height > 0)"

@@ -119,13 +119,12 @@ def test_what_may_not_be_looked_at_is_a_warning(service):
 
 
 def test_what_only_may_fail_is_a_warning(service):
-    """Output in another region, hosts that are not kept, and a quota that the account has no value for."""
+    """Output in another region, and a quota that the account has no value for."""
     service.buckets["/abroad"] = "eu-west-1"
     del service.quotas["ml.c5.xlarge for training job usage"]
-    problems, warnings = check(job(output="s3://abroad/output", keep_alive_s=600))
+    problems, warnings = check(job(output="s3://abroad/output"))
     assert problems == {}
     assert [one for one in warnings if "the service may refuse that" in one]
-    assert [one for one in warnings if "its hosts will not be kept" in one]
     assert [one for one in warnings if "its default applies" in one]
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("sagemaker", reason="needs version 2 of the SageMaker SDK (e
 
 from lightning_sm.job.variables import JOB_SECRET
 from tests.fakes.sagemaker_service import FakeService
-from tests.integration.submit.test_submit import COMPLETED, JOB, ROOT
+from tests.integration.submit.test_submit import COMPLETED, JOB, ROOT, WITH_NETWORK
 
 pytestmark = pytest.mark.sdk2
 
@@ -30,16 +30,15 @@ from sagemaker.instance_group import InstanceGroup
 # The SDK's own choice would be AWS's, whatever AWS_ENDPOINT_URL says.
 sagemaker.session.sts_regional_endpoint = lambda region: os.environ["AWS_ENDPOINT_URL"]
 job = json.load(sys.stdin)
+more = job["request"]
 inputs = {
     name: TrainingInput(
         channel["uri"],
-        content_type=channel.get("content_type"),
         input_mode=channel.get("mode", "File"),
         distribution="FullyReplicated",
         instance_groups=channel.get("groups", ["trainer", "data"]),
     )
     for name, channel in job["channels"].items()
-    if channel["uri"].startswith("s3")
 }
 inputs["shared"] = FileSystemInput("fs-0123456789abcdef0", "FSxLustre", "/abcdefgh/data", "rw")
 Estimator(
@@ -54,20 +53,20 @@ Estimator(
     code_location=job.get("output"),
     entry_point=job["script"],
     source_dir=job["source_dir"],
-    output_kms_key=job.get("output_kms_key"),
+    output_kms_key=more["OutputDataConfig"]["KmsKeyId"],
     volume_size=job["volume_gb"],
-    volume_kms_key=job["volume_kms_key"],
-    training_plan=job["training_plan"],
+    volume_kms_key=more["ResourceConfig"]["VolumeKmsKeyId"],
+    training_plan=more["ResourceConfig"]["TrainingPlanArn"],
     checkpoint_s3_uri=job["checkpoints"],
-    tensorboard_output_config=TensorBoardOutputConfig(job["tensorboard"]),
+    tensorboard_output_config=TensorBoardOutputConfig(more["TensorBoardOutputConfig"]["S3OutputPath"]),
     max_run=job["max_run_s"],
     use_spot_instances=True,
     max_wait=job["spot"]["max_wait_s"],
-    max_retry_attempts=job["max_retry_attempts"],
+    max_retry_attempts=2,
     encrypt_inter_container_traffic=True,
-    enable_network_isolation=job["network_isolation"],
-    subnets=job["vpc"]["subnets"],
-    security_group_ids=job["vpc"]["security_groups"],
+    enable_network_isolation="EnableNetworkIsolation" in more,
+    subnets=more["VpcConfig"]["Subnets"],
+    security_group_ids=more["VpcConfig"]["SecurityGroupIds"],
     tags=[{"Key": "project", "Value": "digits"}],
     enable_remote_debug=True,
     debugger_hook_config=False,
@@ -108,13 +107,13 @@ def sent(command, folder, variables, text=""):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"network_isolation": False}, id="fetched"),
+        pytest.param({"request": WITH_NETWORK}, id="fetched"),
         pytest.param({}, id="channel"),
-        pytest.param({"network_isolation": False, "output": None, "output_kms_key": None}, id="default bucket"),
+        pytest.param({"request": WITH_NETWORK, "output": None}, id="default bucket"),
     ],
 )
 def test_the_service_gets_what_the_stock_estimator_sends(tmp_path, changes):
-    """The same request, code at the same place in S3, with the same files, in ``network_isolation``, too."""
+    """The same request, code at the same place in S3, with the same files, without a network, too."""
     source = tmp_path / "src"
     (source / "package" / "empty").mkdir(parents=True)
     (source / "package" / "go.py").write_text("print(1)")
@@ -131,10 +130,12 @@ def test_the_service_gets_what_the_stock_estimator_sends(tmp_path, changes):
         'SchemaVersion: "1.0"\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n'
     )
     ours = sent([sys.executable, "-m", "lightning_sm", "submit", "job.yaml", "--yes"], tmp_path, {})
-    code = ours[0]["InputDataConfig"][-1]
-    if code["ChannelName"] == "code":  # the SDK leaves out the groups, which the service wants for all channels or none
+    for code in [one for one in ours[0]["InputDataConfig"] if one["ChannelName"] == "code"]:
+        # The SDK leaves out the groups, which the service wants for all channels or none.
         assert code.pop("InputMode") == ours[0]["AlgorithmSpecification"]["TrainingInputMode"]
         assert code["DataSource"]["S3DataSource"].pop("InstanceGroupNames") == ["trainer", "data"]
     variables = {"SAGEMAKER_USER_CONFIG_OVERRIDE": str(tmp_path / "sagemaker.yaml")}
     theirs = sent([sys.executable, "-c", ESTIMATOR], tmp_path, variables, json.dumps(job))
+    for request, *_ in (ours, theirs):
+        request["InputDataConfig"].sort(key=lambda channel: channel["ChannelName"])
     assert ours == theirs

@@ -29,29 +29,45 @@ JOB = {
     },
     "channels": {
         "training": {"uri": "s3://bucket/data", "groups": ["data"]},
-        "other": {"uri": "s3://bucket/other", "mode": "FastFile", "content_type": "text/csv"},
-        "shared": {"uri": "fsx://fs-0123456789abcdef0/abcdefgh/data", "access": "rw"},
+        "other": {"uri": "s3://bucket/other", "mode": "FastFile"},
     },
     "hyperparameters": {"data.batch_size": 64, "nothing": None, "name": "a b"},
     "environment": {"NAME": "value"},
     "output": "s3://bucket/output",
     "checkpoints": "s3://bucket/checkpoints",
-    "tensorboard": "s3://bucket/tensorboard",
     "metrics": ["val_acc"],
     "max_run_s": 3600,
     "spot": {"max_wait_s": 7200},
     "retries": {"max_tries": 2, "first_pause_s": 0.01, "max_pause_s": 0.01},
     "max_restarts": 3,
-    "max_retry_attempts": 2,
     "volume_gb": 50,
-    "volume_kms_key": "alias/disks",
-    "output_kms_key": "alias/models",
-    "training_plan": "arn:aws:sagemaker:us-east-1:111122223333:training-plan/plan",
-    "network_isolation": True,
-    "encrypt_between_hosts": True,
-    "vpc": {"subnets": ["subnet-1"], "security_groups": ["sg-1"]},
     "tags": {"project": "digits"},
-    "remote_debug": True,
+    "request": {
+        "TensorBoardOutputConfig": {"S3OutputPath": "s3://bucket/tensorboard"},
+        "OutputDataConfig": {"KmsKeyId": "alias/models"},
+        "ResourceConfig": {
+            "VolumeKmsKeyId": "alias/disks",
+            "TrainingPlanArn": "arn:aws:sagemaker:us-east-1:111122223333:training-plan/plan",
+        },
+        "RetryStrategy": {"MaximumRetryAttempts": 2},
+        "VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]},
+        "EnableNetworkIsolation": True,
+        "EnableInterContainerTrafficEncryption": True,
+        "RemoteDebugConfig": {"EnableRemoteDebug": True},
+        "InputDataConfig": [
+            {
+                "ChannelName": "shared",
+                "DataSource": {
+                    "FileSystemDataSource": {
+                        "FileSystemId": "fs-0123456789abcdef0",
+                        "FileSystemType": "FSxLustre",
+                        "DirectoryPath": "/abcdefgh/data",
+                        "FileSystemAccessMode": "rw",
+                    }
+                },
+            }
+        ],
+    },
 }
 # What the request of the job is to be.
 REQUEST = {
@@ -88,7 +104,6 @@ REQUEST = {
         {
             "ChannelName": "other",
             "InputMode": "FastFile",
-            "ContentType": "text/csv",
             "DataSource": {
                 "S3DataSource": {
                     "S3DataType": "S3Prefix",
@@ -127,6 +142,7 @@ REQUEST = {
     "RetryStrategy": {"MaximumRetryAttempts": 2},
     "ProfilerConfig": {"DisableProfiler": True},
 }
+WITH_NETWORK = {name: value for name, value in JOB["request"].items() if name != "EnableNetworkIsolation"}
 COMPLETED = {"TrainingJobStatus": "Completed", "SecondaryStatus": "Completed"}
 
 
@@ -168,7 +184,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
         "hyperparameters": {
             **JOB["hyperparameters"],
             "api_key": "S3CR3T",
-            "logger": {"x": "a" * 3000, "token": "S3CR3T"},
+            "logger": {"x": "a", "token": "S3CR3T"},
         },
         "not_secret": ["HF_TOKEN", "api_key", "logger.token"],
     }
@@ -176,7 +192,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
     assert ended.returncode == 0, ended.stderr
     assert "S3CR3T" not in ended.stdout + ended.stderr
     request = plain(json.loads(ended.stdout))
-    secrets = dict.fromkeys(("api_key", "logger__0", "logger__1", "logger__2"), "(hidden)")
+    secrets = {"api_key": "(hidden)", "logger": "(hidden)"}
     assert request == {
         **REQUEST,
         "Environment": {**REQUEST["Environment"], "HF_TOKEN": "(hidden)"},
@@ -302,8 +318,10 @@ def test_a_tuning_job_is_made_of_the_same_request(submit, service, tmp_path):
     names = [definition["AlgorithmSpecification"]["MetricDefinitions"][index]["Name"] for index in range(2)]
     assert names == ["val_acc", "val_loss"]
     assert definition["StaticHyperParameters"].items() >= REQUEST["HyperParameters"].items()
-    assert definition["InputDataConfig"][:3] == REQUEST["InputDataConfig"]
-    for key in ("tensorboard", "remote_debug"):
+    training, other, code, shared = definition["InputDataConfig"]
+    assert [training, other, shared] == REQUEST["InputDataConfig"]
+    assert code["ChannelName"] == "code"
+    for key in ("TensorBoardOutputConfig", "RemoteDebugConfig"):
         assert f"warning: {key} is ignored" in ended.stderr
     assert f"Submitted {sent['HyperParameterTuningJobName']}" in ended.stderr
     assert service.requests == []
@@ -328,7 +346,7 @@ def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
         file.truncate(20_000_000)
     ended = submit({**JOB, "source_dir": "src", "script": "go.py"}, "--dry-run")
     assert ended.returncode == 0, ended.stderr
-    uri = json.loads(ended.stdout)["InputDataConfig"][-1]["DataSource"]["S3DataSource"]["S3Uri"]
+    uri = json.loads(ended.stdout)["InputDataConfig"][2]["DataSource"]["S3DataSource"]["S3Uri"]
     assert re.fullmatch(r"s3://bucket/output/digits-[0-9a-f-]+/source/sourcedir.tar.gz", uri)
     assert service.seen == []
 
@@ -355,10 +373,11 @@ def test_without_waiting_the_command_returns_at_once(submit, service):
 
 def test_a_job_with_problems_is_not_sent(submit, service):
     """All of them are said at once, the rules' and the model's."""
-    job = {**JOB, "name": "a_b", "role": None, "environment": {"a-b": "x" * 513}, "keep_alive_s": 30000}
+    job = {**JOB, "name": "a_b", "role": None, "environment": {"a-b": "x" * 513}}
+    job["request"] = {"ResourceConfig": {"KeepAlivePeriodInSeconds": 30000}}
     ended = submit(job, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
     assert ended.returncode == 2
-    for word in ["name is 'a_b'", "role", "'a-b'", "513 characters", "30000", "2 groups", "ml.g5.xlarge"]:
+    for word in ["name is 'a_b'", "role", "'a-b'", "513 characters", "30000", "ml.g5.xlarge"]:
         assert word in ended.stderr
     assert "nothing was sent" in ended.stderr
     assert service.seen == []
@@ -369,7 +388,7 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
     (tmp_path / "src" / "package").mkdir(parents=True)
     (tmp_path / "src" / "package" / "go.py").write_text("print(1)")
     service.endings = [COMPLETED]
-    job = {**JOB, "source_dir": "src", "script": "package/go.py", "subcommand": "test", "network_isolation": False}
+    job = {**JOB, "source_dir": "src", "script": "package/go.py", "subcommand": "test", "request": WITH_NETWORK}
     ended = submit(job, "--yes")
     assert ended.returncode == 0, ended.stderr
     (upload,) = service.uploads
@@ -390,8 +409,7 @@ def test_hosts_without_a_network_receive_the_code_as_a_channel(submit, tmp_path)
     ended = submit({**JOB, "source_dir": "src", "script": "go.py"}, "--dry-run")
     assert ended.returncode == 0, ended.stderr
     request = json.loads(ended.stdout)
-    channel = request["InputDataConfig"][-1]
-    assert channel["ChannelName"] == "code"
+    (channel,) = [one for one in request["InputDataConfig"] if one["ChannelName"] == "code"]
     assert channel["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["trainer", "data"]
     directory = json.loads(request["HyperParameters"]["sagemaker_submit_directory"])
     assert directory == "/opt/ml/input/data/code/sourcedir.tar.gz"
@@ -406,7 +424,12 @@ def test_the_host_runs_what_was_submitted(submit, service, tmp_path, isolated):
     (source / "package" / "go.py").write_text("import sys, helper\nprint(helper.NAME, sys.argv[1:])")
     (tmp_path / "helper.py").write_text("NAME = 'linked'")
     (source / "helper.py").symlink_to(tmp_path / "helper.py")
-    job = {**JOB, "source_dir": "src", "script": "package/go.py", "network_isolation": isolated}
+    job = {
+        **JOB,
+        "source_dir": "src",
+        "script": "package/go.py",
+        "request": {**JOB["request"], "EnableNetworkIsolation": isolated},
+    }
     ended = submit(job, "--yes", "--wait=false")
     assert ended.returncode == 0, ended.stderr
     (request,) = service.requests
@@ -430,7 +453,7 @@ def test_the_host_runs_what_was_submitted(submit, service, tmp_path, isolated):
 def test_without_an_output_the_bucket_of_the_account_is_used(submit, service):
     """It is created for the first job, and there for the second."""
     service.endings = [COMPLETED, COMPLETED]
-    job = {name: value for name, value in JOB.items() if name not in {"output", "output_kms_key"}}
+    job = {name: value for name, value in JOB.items() if name != "output"}
     bucket = "sagemaker-us-east-1-111122223333"
     for said in (True, False):
         ended = submit(job, "--yes")
@@ -441,15 +464,14 @@ def test_without_an_output_the_bucket_of_the_account_is_used(submit, service):
 
 
 def test_a_lost_answer_does_not_make_a_second_job(submit, service):
-    """The request is repeated, refused because the job exists, and the job is found to be this one."""
+    """The request is not repeated; the command says that the job may run, and how to find and stop it."""
     service.endings = [COMPLETED]
     service.lost = 1
     ended = submit(JOB, "--yes")
-    assert ended.returncode == 0, ended.stderr
-    asked = [operation for operation in service.operations if operation.endswith("TrainingJob")]
-    assert asked[:3] == ["CreateTrainingJob", "CreateTrainingJob", "DescribeTrainingJob"]
-    assert len(service.requests) == 1
-    assert "the answer to an earlier try was lost" in ended.stderr
+    assert ended.returncode == 2, ended.stderr
+    assert [operation for operation in service.operations if operation.endswith("TrainingJob")] == ["CreateTrainingJob"]
+    (request,) = service.requests
+    assert f"lightning-sm jobs logs {request['TrainingJobName']}" in ended.stderr
 
 
 @pytest.mark.matrix(first=1)  # each has unit tests
@@ -513,7 +535,6 @@ def test_submitting_needs_neither_torch_nor_the_sdk(service, tmp_path, mode):
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "torch is not installed here" in done.stderr
     assert len(service.requests) == (mode == "--yes")
 
 

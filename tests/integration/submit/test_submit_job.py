@@ -18,7 +18,7 @@ OVERRIDES = {
     "hyperparameters.data.name": "1e-3",
     "groups.trainer.count": 4,
     "spot": {"max_wait_s": 9000},
-    "tensorboard": None,
+    "request": None,
 }
 SCRIPT = f"""
 import json, sys

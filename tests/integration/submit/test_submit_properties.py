@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit import submit
-from lightning_sm.submit.job_file import Group, InputChannel, Job, Spot, Vpc
+from lightning_sm.submit.job_file import Group, InputChannel, Job, Spot
 
 WORDS = st.sampled_from(["a", "data", "trainer", "a_b", "", " ", "x" * 70, "ä", "1-", "a\nb", "a=b", "-a"])
 TEXTS = st.one_of(WORDS, st.text(max_size=5))
@@ -20,7 +20,11 @@ URIS = st.sampled_from(
 )
 TYPES = st.sampled_from(["ml.g5.xlarge", "ml.c5.xlarge", "ml.p4d.24xlarge", "ml.g5.xlarg", "local", ""])
 COUNTS = st.sampled_from([-1, 0, 1, 2, 30, 31, 21600, 21601, 86400, 10**7])
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.just("x" * 6000))
+FITTING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.just("x" * 2498))
+VALUES = FITTING | st.just("x" * 2499)
+
+
+REQUESTED = st.sampled_from(["Subnets", "SecurityGroupIds", "MlflowResourceArn", "InstancePreferences", "Key"])
 
 
 def mappings(values, max_size=3):
@@ -32,36 +36,33 @@ def mappings(values, max_size=3):
 JOBS = st.builds(
     Job,
     image=st.one_of(st.just("111122223333.dkr.ecr.us-east-1.amazonaws.com/a:b"), TEXTS),
-    groups=st.dictionaries(
-        WORDS, st.builds(Group, TYPES, COUNTS, st.dictionaries(TYPES, COUNTS, max_size=6)), max_size=6
-    ),
+    groups=st.dictionaries(WORDS, st.builds(Group, TYPES, COUNTS), max_size=6),
     role=st.one_of(st.none(), st.just("arn:aws:iam::111122223333:role/a"), TEXTS),
     name=TEXTS,
-    channels=mappings(
-        st.builds(InputChannel, URIS, groups=st.none() | st.lists(WORDS, max_size=2), content_type=TEXTS)
-    ),
+    channels=mappings(st.builds(InputChannel, URIS, groups=st.none() | st.lists(WORDS, max_size=2))),
     hyperparameters=mappings(VALUES),
     environment=mappings(TEXTS | st.just("x" * 600)),
     subcommand=st.none() | TEXTS,
     output=st.none() | URIS,
     checkpoints=st.none() | URIS,
-    tensorboard=st.none() | URIS,
     metrics=st.lists(TEXTS, max_size=3),
     metric_patterns=mappings(TEXTS | st.just("(" + "x" * 500 + ")")),
     max_run_s=COUNTS,
-    max_pending_s=st.none() | COUNTS,
-    mlflow=st.none() | TEXTS | st.just("arn:aws:sagemaker:us-east-1:111122223333:mlflow-app/app-1"),
-    mlflow_experiment=st.none() | TEXTS,
-    infra_check=st.booleans(),
     spot=st.none() | st.builds(Spot, COUNTS),
     max_restarts=COUNTS,
-    max_retry_attempts=st.none() | COUNTS,
-    keep_alive_s=st.none() | COUNTS,
     volume_gb=COUNTS,
-    encrypt_between_hosts=st.booleans(),
-    vpc=st.none() | st.builds(Vpc, st.lists(TEXTS, max_size=2), st.lists(TEXTS, max_size=2)),
     tags=mappings(TEXTS),
-    remote_debug=st.booleans(),
+    request=st.dictionaries(
+        st.sampled_from(
+            ["VpcConfig", "MlflowConfig", "ResourceConfig", "Tags", "RetryStrategy", "RoleArn", "Nonsense"]
+        ),
+        st.recursive(
+            VALUES,
+            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(REQUESTED, inner, max_size=2),
+            max_leaves=4,
+        ),
+        max_size=2,
+    ),
 )
 
 
@@ -104,12 +105,14 @@ def test_a_job_is_refused_with_reasons_or_fits_the_service(job):
         role=st.just("arn:aws:iam::111122223333:role/a"),
         name=st.from_regex(r"[a-z]{1,39}", fullmatch=True),
         output=st.just("s3://bucket/output"),
-        hyperparameters=st.dictionaries(st.from_regex(r"[a-z.]{1,20}", fullmatch=True), VALUES, max_size=9),
+        hyperparameters=st.dictionaries(st.from_regex(r"[a-z.]{1,20}", fullmatch=True), FITTING, max_size=9),
         environment=st.dictionaries(st.from_regex(r"[A-Z_]{1,20}", fullmatch=True), st.text(max_size=512), max_size=3),
         metrics=st.lists(st.from_regex(r"[a-z_/]{1,20}", fullmatch=True), unique=True, max_size=40),
         max_run_s=st.integers(1, 28 * 86400),
         max_restarts=st.integers(0, 1000),
-        max_retry_attempts=st.none() | st.integers(1, 30),
+        request=st.fixed_dictionaries(
+            {}, optional={"RetryStrategy": st.fixed_dictionaries({"MaximumRetryAttempts": st.integers(1, 30)})}
+        ),
     )
 )
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))

@@ -1,17 +1,14 @@
 """SageMakerCLI in a job with a checkpoint folder: what a restarted job resumes from, and what it finds there."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import yaml
 from fsspec.core import url_to_fs
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_sm import SageMakerCLI, SpotCheckpoint
-from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
 from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
 QUIET = ("--trainer.enable_model_summary=false", "--trainer.accelerator=cpu")
@@ -76,18 +73,6 @@ class TestCkptPath:
             monkeypatch.setenv("TRAINING_JOB_NAME", name)
             _, found = fit(host, KEEP_LAST, *([] if expected is None else [f"--ckpt_path={expected}"]), epochs=2)
             assert found == (expected and str(expected))
-
-    def test_a_checkpoint_in_a_format_of_the_users(self, host, checkpoints, caplog):
-        """Which one is furthest is read by the user's CheckpointIO; what it cannot read either is passed over."""
-        own = "--trainer.plugins=tests.fakes.checkpoint_writers.AsFolder"
-        fit(host, own)
-        (path,) = checkpoints.glob("*.ckpt")
-        assert path.is_dir()
-        (checkpoints / "broken.ckpt").write_text("half of something")
-        cli, found = fit(host, own, epochs=2)
-        assert found == str(path)
-        assert cli.trainer.global_step == 4
-        assert "broken.ckpt cannot be read" in caplog.text
 
     def test_last_beyond_the_folder(self, host, checkpoints):
         """If the checkpoint folder has none, last is what Lightning finds, such as in another folder."""
@@ -292,26 +277,10 @@ class TestFoldersOfInstances:
         assert callback.dirpath == str(host.base_dir / ("checkpoints" if here else "") / "sub")
 
 
-def test_a_job_that_writes_to_an_object_store_resumes_from_there(host, caplog):
-    """Without a checkpoint folder: from the newest that a ModelCheckpoint or an interruption has left there."""
-    caplog.set_level("INFO", "lightning_sm")
+def test_a_job_that_writes_to_an_object_store_is_told_that_nothing_resumes_from_there(host, caplog):
+    """The job's checkpoint folder is the place from which it resumes."""
     store = f"memory://{host.base_dir.parent.name}"
-    keep = f"--trainer.callbacks={{class_path: ModelCheckpoint, init_args: {{dirpath: '{store}', save_last: true}}}}"
-    cli, _ = fit(host, keep)
-    cli.trainer.save_checkpoint(f"{store}/interrupted-epoch=1-step=2.ckpt")
-    _, found = fit(host, keep, epochs=2)
-    assert found.startswith("memory://")
-    assert f"Resuming from {found}, the latest valid checkpoint of the job." in caplog.text
-    with pytest.raises(TrainingInterrupted):
-        fit(host, keep, f"--trainer.callbacks+={__name__}.InterruptInTheMiddle", epochs=3)
+    fit(host, f"--trainer.callbacks={{class_path: ModelCheckpoint, init_args: {{dirpath: '{store}'}}}}")
+    assert caplog.text.count(f"No attempt of the job resumes from {store}, the dirpath of a callback.") == 1
     filesystem, root = url_to_fs(store)
-    kept = [name.rpartition("/")[2] for name in filesystem.glob(f"{root}/interrupted-*")]
     filesystem.rm(root, recursive=True)
-    assert kept == ["interrupted-epoch=1-step=2.ckpt", "interrupted-epoch=2-step=5.ckpt"]
-
-
-class InterruptInTheMiddle(Callback):
-    """Send this process the gentle signal in the first step of a run."""
-
-    def on_train_batch_end(self, *_):
-        os.kill(os.getpid(), signal.SIGUSR2)

@@ -22,7 +22,6 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_sm import SageMakerTrainer
 from lightning_sm._lightning import LightningModule
@@ -30,7 +29,7 @@ from lightning_sm.errors import CheckpointError
 from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.variables import CONTROL_DIR
 from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
-from lightning_sm.training.checkpoints import epoch_metrics, fits
+from lightning_sm.training.checkpoints import fits
 from tests.integration.hosts import REPOSITORY
 from tests.integration.interrupted_fits import BATCH_SIZE, NUM_STEPS, Interrupt, points
 
@@ -609,81 +608,30 @@ class TestAPeriodicCheckpointOfTheSameStep:
 
 
 class Logged(Validated):
-    """Logs values over an epoch in all ways."""
-
-    def __init__(self):
-        super().__init__()
-        self.logged = MeanMetric()
-        self.by_hand = MeanMetric()
-        self.of_validation = MeanMetric()
-        self.together = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
-        self.values = []
-
-    def on_train_epoch_start(self):
-        self.log("started", torch.rand(()))
+    """Logs a value over an epoch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.logged(loss)
-        self.by_hand.update(loss)
-        self.together.update(loss)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log("weighed", loss, on_epoch=True, on_step=False, batch_size=batch_idx + 1)
-        for reduce in (torch.sum, "max", min, sum):
-            self.log(
-                f"reduced by {getattr(reduce, '__name__', reduce)} {reduce is sum}",
-                loss,
-                on_epoch=True,
-                reduce_fx=reduce,
-            )
-        if batch_idx == 1:
-            self.log("early", loss, on_step=False, on_epoch=True)
-        self.log("logged", self.logged, on_step=False, on_epoch=True)
-        self.log_dict(self.together, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        self.of_validation.update(self.loss(batch))
-
-    def on_validation_epoch_end(self):
-        self.values.append(self.of_validation.compute().item())
-        self.of_validation.reset()
-
-    def on_train_epoch_end(self):
-        self.log("by hand", self.by_hand.compute())
-        self.by_hand.reset()
-
-    def on_train_batch_end(self, *_):
-        self.log("at the end of batches", torch.tensor(1.0 + self.global_step), on_step=False, on_epoch=True)
 
 
 class Notes(Callback):
-    """Notes the values of each epoch and those which a batch sees."""
+    """Notes the last validation's value as each batch sees it."""
 
     def __init__(self):
-        self.epochs, self.batches = {}, {}
+        self.values = {}
 
     def on_train_batch_start(self, trainer, *_):
-        self.batches[trainer.global_step] = {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-    def on_train_end(self, trainer, *_):
-        self.epochs[trainer.current_epoch] = {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-    def on_train_epoch_start(self, trainer, *_):
-        """The values of the epoch before."""
-        if not trainer.fit_loop.restarted_mid_epoch:
-            self.on_train_end(trainer)
+        self.values[trainer.global_step] = trainer.callback_metrics.get("val_loss", torch.tensor(-1.0)).item()
 
 
 class TestMetrics:
-    """Values over an epoch."""
+    """Values of the epoch, and those of the last validation."""
 
-    @pytest.mark.parametrize(
-        "at", [MID_EPOCH, ("on_train_batch_start", NUM_STEPS + 2), ("on_validation_batch_start", 2 * NUM_STEPS + 3)]
-    )
-    def test_they_are_those_of_the_whole_epoch(self, job, at):
-        """However they are logged, and wherever the epoch was interrupted, they are those of an undisturbed run."""
+    @pytest.mark.parametrize("at", [MID_EPOCH, ("on_train_batch_start", NUM_STEPS + 2)])
+    def test_those_of_the_last_validation_are_there(self, job, at):
+        """A ReduceLROnPlateau or a ModelCheckpoint that comes next looks at one."""
         notes = []
 
         def note():
@@ -691,21 +639,15 @@ class TestMetrics:
             return [notes[-1]]
 
         settings = {"val_check_interval": 3, "num_sanity_val_steps": 0}
-        undisturbed, resumed = job.fit_twice(Logged, make=note, at=at, **settings)
-        check_equal(undisturbed, resumed)
+        check_equal(*job.fit_twice(Logged, make=note, at=at, **settings))
         whole, _, rest = notes
-        assert len(whole.epochs[3]) >= 13
-        assert rest.epochs == {epoch: values for epoch, values in whole.epochs.items() if epoch in rest.epochs}
-        assert {2, 3} <= rest.epochs.keys()
-        assert rest.batches == {step: values for step, values in whole.batches.items() if step in rest.batches}
-        assert resumed.values == undisturbed.values[-len(resumed.values) :]
+        assert rest.values == {step: value for step, value in whole.values.items() if step in rest.values}
 
-    def test_a_state_that_is_too_large(self, job, caplog, monkeypatch):
-        """The value of a metric that is not saved covers a part of the epoch, and a warning says so."""
-        monkeypatch.setattr(epoch_metrics, "_MAX_METRIC_BYTES", 3)
-        job.fit_twice(Logged)
-        names = "by_hand, logged, together.mean, together.sum"
-        assert f"Metrics of this epoch that cover the batches since the resume only: {names}." in caplog.text
+    @pytest.mark.parametrize("at", [MID_EPOCH, ("on_validation_batch_start", 2 * NUM_STEPS + 3)])
+    def test_the_log_says_that_those_of_the_epoch_cover_a_part(self, job, caplog, at):
+        """What was logged and collected before the interruption is not saved."""
+        job.fit_twice(Logged, at=at, val_check_interval=3, num_sanity_val_steps=0)
+        assert caplog.text.count("its values and metrics cover the batches from here on") == 1
 
     def test_a_fit_that_had_ended_has_its_last_values(self, job):
         """A script that reads a metric after fit finds it, although a restart does not train any further."""

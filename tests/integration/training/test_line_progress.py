@@ -3,9 +3,6 @@
 import re
 
 import pytest
-import torch
-from pytorch_lightning import Callback, Trainer
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm.submit.metric_patterns import metric_definitions
 from lightning_sm.training.callbacks.line_progress import LineProgress
@@ -38,32 +35,6 @@ def test_one_line_for_each_epoch_and_one_at_the_end(host, lines):
     assert third.startswith("epoch=3/3 step=6 ")
     assert end.startswith("finished: epochs=3 step=6 ")
     assert "validation=" not in end
-
-
-@pytest.mark.parametrize("saved", [2, 3], ids=["at the end of an epoch", "within the next one"])
-def test_validations_are_those_of_the_whole_run(lines, tmp_path, saved):
-    """A resumed run goes on with the number that an uninterrupted one has at the same step; before, with 1."""
-
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == saved == 3:
-                trainer.save_checkpoint(tmp_path / "model.ckpt")
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            if trainer.global_step == saved == 2:
-                trainer.save_checkpoint(tmp_path / "model.ckpt")
-
-    def fit(*callbacks, max_epochs=3, ckpt_path=None):
-        before = len(lines())
-        loader = DataLoader(TensorDataset(torch.ones(2, 2), torch.ones(2, dtype=torch.long)), 1)
-        Trainer(
-            max_epochs=max_epochs, callbacks=[LineProgress(), *callbacks], accelerator="cpu", logger=False,
-            enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path,
-        ).fit(SmallModel(), loader, loader, ckpt_path=ckpt_path)  # fmt: skip
-        return re.findall(r"(step=\d+ validation=\d+)", "\n".join(lines()[before:]))
-
-    assert fit(Saves()) == ["step=2 validation=1", "step=4 validation=2", "step=6 validation=3"]
-    assert fit(ckpt_path=tmp_path / "model.ckpt") == ["step=4 validation=2", "step=6 validation=3"]
 
 
 def test_definitions_read_what_a_run_printed(host, lines):

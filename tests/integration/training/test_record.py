@@ -11,9 +11,9 @@ from lightning_sm.record import events
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import STEPS, WAITING, Figures
+from lightning_sm.report.limits import cause_of_wait
 from lightning_sm.report.page import render
 from lightning_sm.report.sizing import advice, plan
-from lightning_sm.report.verdict import job_times
 from tests.integration.emulators import local
 
 pytestmark = pytest.mark.processes
@@ -130,16 +130,9 @@ def test_the_record_of_rank_0_says_why_training_waited(run):
     assert "for the transforms" in text
 
 
-def test_log_and_report_have_the_same_time_of_a_step(run, jobs):
-    """What the script does at the end of an epoch is part of no step in either, and is said apart."""
-    said, _ = run
-    ((milliseconds, ends),) = re.findall(
-        r"Rank 0: 60 steps, without the first one in .* \(([\d.]+) ms each\).* ([\d.]+) s ends of epochs", said
-    )
-    figures = Figures(read_run(jobs))
-    assert float(milliseconds) == pytest.approx(1e3 * figures.ranks[0].step_s, rel=0.02)
-    assert float(ends) == pytest.approx(figures.shares["ends of epochs"], abs=0.1)
-    assert float(ends) >= 1.0
+def test_the_end_of_an_epoch_is_part_of_no_step(jobs):
+    """What the script does there is said apart."""
+    assert Figures(read_run(jobs)).shares["ends of epochs"] >= 1.0
 
 
 def test_report_and_plan_read_what_was_recorded(run, jobs):
@@ -150,10 +143,10 @@ def test_report_and_plan_read_what_was_recorded(run, jobs):
     assert figures.samples_per_step == pytest.approx(4)
     assert sum(figures.shares.values()) == pytest.approx(figures.seconds, rel=0.05)
     assert min(figures.shares[WAITING], figures.shares[STEPS]) > 0
-    assert job_times(figures).cause.name == "transforms"
+    assert cause_of_wait(figures).name == "transforms"
     planned = plan(figures, Prices())
     # Two ranks with 2 samples of 50 ms.
-    assert planned.measured.model.cost_s == pytest.approx(0.2, rel=0.3)
-    assert planned.best.workers > planned.measured.model.workers
+    assert planned.measured.cost_s == pytest.approx(0.2, rel=0.3)
+    assert planned.best.workers > planned.measured.workers
     assert re.search(r"Use \d+ data hosts instead of 1, with", advice(planned, Prices()))
     assert "What to change" in render([figures], Prices())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sm.cloud.find import find, training_jobs
+from lightning_sm.cloud.find import find, find_training_job, training_job_names
 from lightning_sm.errors import AWSError
 from tests.fakes.aws import NOW, training_job
 
@@ -31,11 +31,10 @@ def test_a_training_job_is_found_by_name_or_arn(clients, name):
     clients.answers("sagemaker", "describe_training_job", training_job(), TrainingJobName="job-1")
     found = find(clients, name)
     assert (found.kind, found.name, found.status, found.has_ended) == ("training", "job-1", "Completed", True)
-    assert training_jobs(clients, found) == [found.description]
 
 
 def test_a_name_that_no_training_job_has_may_be_a_tuning_job(clients):
-    """Its training jobs are described one by one, in the order of their start."""
+    """Its training jobs are named in the order of their start."""
     clients.refuses("sagemaker", "describe_training_job", "ValidationException", "Requested resource not found.")
     clients.answers("sagemaker", "describe_hyper_parameter_tuning_job", tuning_job())
     found = find(clients, "tune-1")
@@ -57,9 +56,15 @@ def test_a_name_that_no_training_job_has_may_be_a_tuning_job(clients):
             "list_training_jobs_for_hyper_parameter_tuning_job",
             {"TrainingJobSummaries": [page], **more},
         )
-    for one in summaries:
-        clients.answers("sagemaker", "describe_training_job", training_job(one["TrainingJobName"]))
-    assert [job["TrainingJobName"] for job in training_jobs(clients, found)] == ["tune-1-001", "tune-1-002"]
+    assert training_job_names(clients, found) == ["tune-1-001", "tune-1-002"]
+
+
+def test_a_tuning_job_is_not_taken_for_a_training_job(clients):
+    """The message names the best of its training jobs, where there is one."""
+    clients.refuses("sagemaker", "describe_training_job", "ValidationException", "Requested resource not found.")
+    clients.answers("sagemaker", "describe_hyper_parameter_tuning_job", tuning_job())
+    with pytest.raises(AWSError, match="tune-1 is a tuning job; pass the name of a training job"):
+        find_training_job(clients, "tune-1")
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,7 @@ def test_the_group_of_a_host_comes_from_what_its_launcher_logs(clients):
     lines = [event(1, "algo-2", banner.format("algo-2", "data")), event(2, "algo-2", "x"), event(3, "algo-1", "y")]
     clients.answers("logs", "filter_log_events", page(*lines))
     assert shown(log)[1:] == ["algo-2 data | x", "algo-1 | y"]
-    log = Log(clients.logs, HETEROGENEOUS)
-    clients.answers("logs", "filter_log_events", page(event(1, "algo-1", banner.format("algo-1", "trainer"))))
-    log.learn_groups()
-    assert log.shown_host("algo-1") == "algo-1 trainer"
     log = Log(clients.logs, HOMOGENEOUS)
-    log.learn_groups()  # asks nothing
     clients.answers(
         "logs", "filter_log_events", page(event(1, "algo-1", banner.format("algo-1", "homogeneousCluster")))
     )
@@ -103,52 +98,33 @@ def test_each_line_has_its_time(clients):
 
 def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
     """Then come the last lines (up to 50) of each other host, the oldest first."""
-    log = Log(clients.logs, HOMOGENEOUS)
+    log = Log(clients.logs, HETEROGENEOUS)
     clients.answers("logs", "describe_log_streams", streams("algo-10-5", "algo-2-5", "algo-1-5"))
-    clients.answers(
-        "logs",
-        "filter_log_events",
-        page(event(1, "algo-2", "start"), event(2, "algo-2", "ValueError: nan")),
-        logGroupName="/aws/sagemaker/TrainingJobs",
-        logStreamNames=["job-1/algo-2-5"],
-    )
-    for host in ("algo-1", "algo-10"):
-        events = [{"timestamp": 1, "message": f"last of {host}", "ingestionTime": 1}]
+    banner = "lightning-sm 0.1.0, Python 3.11 | host algo-2, group data, role data | train.py"
+    lines = {
+        "algo-2": [event(1, "algo-2", banner), event(2, "algo-2", "ValueError: nan")],
+        "algo-1": [event(number, "algo-1", f"{number}") for number in range(52)],
+        "algo-10": [event(1, "algo-10", "a")],
+    }
+    for host, found in lines.items():
         clients.answers(
             "logs",
-            "get_log_events",
-            {"events": events, "nextBackwardToken": "b/1", "nextForwardToken": "f"},
+            "filter_log_events",
+            page(*found),
             logGroupName="/aws/sagemaker/TrainingJobs",
-            logStreamName=f"job-1/{host}-5",
-            limit=50,
-            startFromHead=False,
+            logStreamNames=[f"job-1/{host}-5"],
         )
-        clients.answers("logs", "get_log_events", {"events": [], "nextBackwardToken": "b/1"})
-    said = failure_first(log, "AlgorithmError: ValueError: nan on trainer host algo-2, exit code: 1")
+    said = failure_first(log, "AlgorithmError: ValueError: nan on data host algo-2, exit code: 1")
     assert untimed(said) == [
-        "failed: AlgorithmError: ValueError: nan on trainer host algo-2, exit code: 1",
-        "--- algo-2: whole log",
-        "algo-2 | start",
-        "algo-2 | ValueError: nan",
+        "failed: AlgorithmError: ValueError: nan on data host algo-2, exit code: 1",
+        "--- algo-2 data: whole log",
+        f"algo-2 data | {banner}",
+        "algo-2 data | ValueError: nan",
         "--- algo-1: last lines (up to 50)",
-        "algo-1 | last of algo-1",
+        *(f"algo-1 | {number}" for number in range(2, 52)),
         "--- algo-10: last lines (up to 50)",
-        "algo-10 | last of algo-10",
+        "algo-10 | a",
     ]
-
-
-def test_the_last_lines_of_a_host_reach_back_over_empty_pages_and_attempts(clients):
-    """A restarted attempt has a stream of its own; an empty page is not the beginning of a stream."""
-    log = Log(clients.logs, HOMOGENEOUS)
-
-    def answer(text, token):
-        events = [{"timestamp": 1, "message": text, "ingestionTime": 1}] if text else []
-        clients.answers("logs", "get_log_events", {"events": events, "nextBackwardToken": token})
-
-    for text, token in [("new", "1"), (None, "2"), (None, "2"), ("old", "3"), ("older", "4")]:
-        answer(text, token)
-    lines = log.last_lines(["job-1/algo-1-1", "job-1/algo-1-2"], 3)
-    assert [line.text for line in lines] == ["older", "old", "new"]
 
 
 @pytest.mark.parametrize("operation", ["filter_log_events", "describe_log_streams"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sm.data.settings import Credentials, DataServiceSettings, default_network_processes, default_workers
+from lightning_sm.data.settings import Credentials, DataServiceSettings
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.variables import JOB_SECRET
 
@@ -16,7 +16,6 @@ from lightning_sm.job.variables import JOB_SECRET
         ({"max_batch_bytes": -5}, r"max_batch_bytes=-5 must be positive"),
         ({"batch_timeout_s": 0.0}, r"batch_timeout_s=0.0 must be positive"),
         ({"hooks": "yes"}, r"hooks='yes' must be one of 'auto', 'trainers', 'data'"),
-        ({"hedge_factor": 0.5}, r"hedge_factor=0.5 must be at least 1, or 0 to turn hedging off"),
         (
             {"trust": ["10.0.0.1", "10.0.0.1/8"]},
             r"trust has '10.0.0.1/8' \(10.0.0.1/8 has host bits set\). Expected an addr",
@@ -43,11 +42,6 @@ def test_settings_with_lists_have_a_hash():
     assert {lists: 1}[DataServiceSettings(trust=["10.0.0.5"])] == 1
 
 
-def test_hedging_can_be_turned_off():
-    """Zero is a value, not a mistake."""
-    assert DataServiceSettings(hedge_factor=0.0).hedge_factor == 0.0
-
-
 def test_the_token_is_the_users_or_follows_from_secret_and_job():
     """The user's token goes before; else jobs are apart, and nobody has the token who knows only the job's name."""
     settings, secret = DataServiceSettings(), {JOB_SECRET.name: "s" * 32}
@@ -65,11 +59,3 @@ def test_tokens_are_not_printed():
     """Neither settings nor credentials show the token where somebody prints them."""
     settings = DataServiceSettings(token="mine-alone")  # noqa: S106  # a test's own
     assert "mine-alone" not in repr(settings) + repr(Credentials.of(settings, "a", {}))
-
-
-@pytest.mark.parametrize(
-    ("cpus", "network", "workers"), [(1, 1, 1), (2, 1, 1), (31, 1, 30), (32, 2, 30), (192, 12, 180)]
-)
-def test_the_cpus_of_a_data_host_are_divided(cpus, network, workers):
-    """One in sixteen sends batches, the others build them; there is one of each on any machine."""
-    assert (default_network_processes(cpus), default_workers(cpus)) == (network, workers)

@@ -107,22 +107,6 @@ def test_any_json_like_config_survives_each_route_through_a_real_parser(route, c
     assert repr(values) == repr(dict(config))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(config=configs, block=st.text(characters, min_size=1, max_size=2), repeats=st.integers(1300, 3000))
-@example(config={}, block='"\\', repeats=3000)
-@example(config={}, block="\U0001f600", repeats=2600)
-@example(config={}, block="-", repeats=3000)
-def test_values_too_long_for_sagemaker_survive_in_chunks(config, block, repeats):
-    """Strings and lists beyond 2500 characters are cut to legal values and joined again."""
-    config = {**config, "long.text": block * repeats, "long.items": [block * 60] * 50}
-    assume(len(json.dumps(config)) < 90 * 1200)  # chunks count against SageMaker's 100 keys
-    hyperparameters = encode(config)
-    assert all(len(value) <= 2500 for value in hyperparameters.values())
-    assert any(key.startswith("long.items__") for key in hyperparameters)
-    values = parsed(to_argv(hyperparameters), config)
-    assert repr(values) == repr(config)
-
-
 @settings(max_examples=100)
 @given(
     st.dictionaries(st.text(max_size=8), strings | st.sampled_from(["None", "[1", "{'a': nan}", "{1, 2}", "(b'',)"]))

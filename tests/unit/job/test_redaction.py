@@ -16,7 +16,6 @@ from lightning_sm.job.redaction import (
     is_secret,
     shown,
     shown_arguments,
-    shown_hyperparameters,
 )
 
 SECRET_NAMES = [
@@ -133,15 +132,17 @@ def test_sizes_of_a_part_called_token_are_shown():
         (["--token", "null"], ["--token", "null"]),
         (["++data.token=x", "lr=1"], ["++data.token=(hidden)", "lr=1"]),
         (["--loggers.api_key+=x"], ["--loggers.api_key+=(hidden)"]),
-        (['--s={"token": "x", "port": 3}'], ['--s={"token": "(hidden)", "port": 3}']),
-        (["--s", "{'token': 'x'}"], ["--s", '{"token": "(hidden)"}']),
-        (["--config=s:\n  token: x\n"], ['--config={"s": {"token": "(hidden)"}}']),
+        (['--s={"token": "x", "port": 3}'], ["--s=(hidden)"]),
+        (["--s", "{'token': 'x'}"], ["--s", "(hidden)"]),
+        (["--config=s:\n  token: x\n"], ["--config=(hidden)"]),
         (['--s={"tokenizer":"a",  "b": 1}'], ['--s={"tokenizer":"a",  "b": 1}']),
         (["--s=port=3,token=x"], ["--s=(hidden)"]),
         (["--url=https://host/?token=x"], ["--url=(hidden)"]),
-        (['--run=["train.py", "--token", "x"]'], ['--run=["train.py", "--token", "(hidden)"]']),
+        (['--run=["train.py", "--token", "x"]'], ["--run=(hidden)"]),
         (["--options=-x HF_TOKEN=x"], ["--options=(hidden)"]),
-        (['--s={"token": "x", "token": null}'], ['--s={"token": null}']),
+        (['--s={"token": null, "port": 3}'], ['--s={"token": null, "port": 3}']),
+        (['--s={"token": "}x"}'], ["--s=(hidden)"]),
+        (["--s={'token': null-x}"], ["--s=(hidden)"]),
         (["--prompt=What is a token?"], ["--prompt=What is a token?"]),
     ],
 )
@@ -161,7 +162,7 @@ def test_command_lines(arguments, expected):
         ("Bearer S3CR3T", "Bearer (hidden)"),
         ("Basic dXNlcjpTM0NSM1Q=", "Basic (hidden)"),
         ("curl -H 'authorization:Bearer S3CR3T' x", "curl -H 'authorization:(hidden)' x"),
-        ("Authorization: Token S3CR3T", '{"Authorization": "(hidden)"}'),
+        ("Authorization: Token S3CR3T", "Authorization: (hidden)"),
         ("use ghp_S3CR3TS3CR3TS3CR3T12", "use (hidden)"),
         ("a eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.S3CR3T", "a (hidden)"),
         ("-----BEGIN RSA PRIVATE KEY-----\nS3CR3T\n-----END", "-----BEGIN RSA PRIVATE KEY-----(hidden)"),
@@ -174,7 +175,7 @@ def test_secrets_are_known_by_their_form(text, expected):
     assert shown("", {"a": [{"b": text}]}) == {"a": [{"b": expected}]}
     assert shown_arguments([f"--x={text}", "--x", text, text]) == [f"--x={expected}", "--x", expected, expected]
     assert shown("x", text, hidden=None) != text
-    assert "S3CR3T" not in json.dumps(shown_hyperparameters({"x": text, "y": json.dumps(text)}))
+    assert "S3CR3T" not in json.dumps(shown("", {"x": text, "y": json.dumps(text)}))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_another_mark():
 
 
 def test_text_that_cannot_be_read():
-    """Text that mentions a secret's name before a value, and is no JSON, YAML or Python, is hidden as a whole."""
+    """Text that has a secret's name before a value is hidden as a whole, whatever its notation."""
     assert shown("s", '{"token": "x", "port') == HIDDEN
     assert shown("s", "[" * 100_000 + '"token": "x"') == HIDDEN
 
@@ -270,20 +271,10 @@ def test_a_secret_never_appears(data):
             command_lines.append(to_argv(encoded))
         except HyperparameterError:
             continue
-        assert "S3CR3T" not in json.dumps(shown_hyperparameters(encoded))
+        assert "S3CR3T" not in json.dumps(shown("", encoded))
     for command_line in command_lines:
         assert "S3CR3T" not in " ".join(shown_arguments(command_line)), command_line
     assert "S3CR3T" not in json.dumps(shown("", config))
-
-
-@pytest.mark.parametrize("count", range(1190, 1250, 3))
-def test_a_secret_in_chunks_never_appears(count):
-    """A long value travels in chunks, and a secret or its name may be cut in two; no part of it is shown."""
-    secret = "QWERTZUIOP0123456789"  # noqa: S105
-    encoded = encode({"data": {"x": "x" * count, "token": secret, "y": "y" * 2000}})
-    assert any(name.startswith("data__") for name in encoded)
-    seen = "".join(shown_hyperparameters(encoded).values())
-    assert not [start for start in range(len(secret) - 3) if secret[start : start + 4] in seen]
 
 
 @given(text=st.text())

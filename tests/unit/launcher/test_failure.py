@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import traceback
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.failure_file import ProcessFailure
@@ -77,15 +77,12 @@ def test_a_rank_that_printed_its_number_is_named():
     assert failure_reason(_VALUE_ERROR, 1, place).splitlines()[1] == "on trainer host algo-1 (exit code 1)"
 
 
-def test_a_data_host_has_no_rank_and_its_restarts_are_counted():
-    """The user's error comes first also where the script was restarted before."""
-    reason = of_script(_VALUE_ERROR, 1, Place("algo-3", Role.DATA), num_restarts=2).reason
-    assert reason.text.splitlines()[:2] == [
-        "ValueError: bad shape",
-        "on data host algo-3 (exit code 1, restarted 2 times)",
-    ]
-    once = of_script("", 137, Place("algo-3", Role.DATA), num_restarts=1).reason
-    assert once.text.startswith("killed by SIGKILL (exit code 137, restarted once) on data host algo-3; nothing was")
+def test_a_data_host_has_no_rank():
+    """The user's error comes first."""
+    reason = of_script(_VALUE_ERROR, 1, Place("algo-3", Role.DATA)).reason
+    assert reason.text.splitlines()[:2] == ["ValueError: bad shape", "on data host algo-3 (exit code 1)"]
+    killed = of_script("", 137, Place("algo-3", Role.DATA)).reason
+    assert killed.text.startswith("killed by SIGKILL (exit code 137) on data host algo-3; nothing was")
 
 
 def test_an_error_before_the_script_starts_names_the_host():

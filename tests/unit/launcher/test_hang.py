@@ -1,6 +1,5 @@
 """When processes count as hanging, and what is saved of them."""
 
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from lightning_sm.launcher.hang import (
     Watchdog,
     described,
     innermost_calls,
-    nccl_variables,
-    save_nccl_traces,
     save_stacks,
 )
 
@@ -167,74 +164,3 @@ Current thread 0x00007f00 (most recent call first):
 def test_the_call_in_which_a_rank_waits_and_where_it_comes_from(text, calls):
     """That of the main thread, and the first one of the user's code around it."""
     assert innermost_calls(text) == calls
-
-
-_RECORDER = """
-import os, sys
-rank = sys.argv[1]
-pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + rank + ".pipe"
-os.mkfifo(pipe)
-reader = os.open(pipe, os.O_RDWR)
-print("ready", flush=True)
-assert os.read(reader, 2) == b"1\\n"
-trace = os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank
-with open(trace + ".part", "w") as file:
-    file.write("the last collective calls")
-os.rename(trace + ".part", trace)
-"""
-
-
-@pytest.mark.parametrize(
-    ("version", "size", "file"),
-    [
-        ("2.6.0", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
-        ("2.7.1+cu126", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
-        ("2.8.0", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
-        ("2.14.1", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
-    ],
-)
-def test_the_flight_recorder_has_the_names_of_the_installed_torch(tmp_path, monkeypatch, version, size, file):
-    """The variables are those that this version reads without a warning; the user's own keep ours away."""
-    monkeypatch.setattr(importlib.metadata, "version", {"torch": version}.__getitem__)
-    with ControlFolder(tmp_path) as control:
-        variables = nccl_variables(control, {})
-        assert variables.keys() == {size, file, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
-        assert nccl_variables(control, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "10"}) == {}
-        assert nccl_variables(control, {"TORCH_FR_BUFFER_SIZE": "10"}) == {}
-
-
-_GROUP = """
-import torch
-from torch import distributed
-
-distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-distributed.all_reduce(torch.ones(1))
-distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.processes
-def test_the_installed_torch_warns_of_no_variable(tmp_path):
-    """A rank that makes a process group, with which torch reads them, prints nothing."""
-    with ControlFolder(tmp_path) as control:
-        env = {**os.environ, **nccl_variables(control, {})}
-        command = [sys.executable, "-c", _GROUP]
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_nccls_flight_recorder_is_asked_through_its_pipe(tmp_path):
-    """Processes that do what torch does for NCCL are asked; a pipe whose process has ended is left alone."""
-    (tmp_path / "control").mkdir()
-    with ControlFolder(tmp_path / "control") as control:
-        variables = nccl_variables(control, {})
-        os.mkfifo(control.path / "nccl-rank0.pipe")
-        env = {**os.environ, **variables}
-        commands = [[sys.executable, "-c", _RECORDER, rank] for rank in "23"]
-        first, second = (subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for command in commands)
-        with first, second:
-            assert [one.stdout.readline() for one in (first, second)] == [b"ready\n"] * 2
-            files = save_nccl_traces(control, tmp_path / "output")
-        assert files == [tmp_path / "output" / f"nccl-trace-rank{rank}" for rank in "23"]
-        assert [file.read_text() for file in files] == ["the last collective calls"] * 2
-        assert (first.returncode, second.returncode) == (0, 0)

@@ -28,12 +28,12 @@ class Launcher:
         return events.read_file(self.folder / "algo-1-launcher.jsonl")
 
 
-def test_what_happens_before_the_command_is_known_comes_after_the_head(tmp_path):
-    """Preparing takes time; the head comes first, and is complete."""
+def test_the_head_comes_first(tmp_path):
+    """It has the command, and nothing is written before that is known; a span is written when it ends."""
     launcher = Launcher(tmp_path)
-    with launcher.record:
-        with launcher.record.span("preparation"):
-            assert not launcher.folder.exists()
+    with launcher.record, launcher.record.span("preparation"):
+        launcher.record.event("failure", "host algo-2: too early")
+        assert not launcher.folder.exists()
         launcher.record.began(["train.py", "--lr=0.1"])
     launcher.record.end(Outcome.of_exit_code(0), JobOutcome(OutcomeKind.SUCCESS), is_saved=False)
     head, span, use, end = launcher.lines()
@@ -47,13 +47,13 @@ def test_what_happens_before_the_command_is_known_comes_after_the_head(tmp_path)
 
 
 def test_a_script_that_was_never_found_leaves_a_record_too(tmp_path):
-    """The end says why."""
+    """The end says why, and a stop is noted."""
     launcher = Launcher(tmp_path)
     with launcher.record:
-        pass
+        launcher.stopped_by = signal.SIGTERM
     launcher.record.end(Outcome.of_exit_code(2, "there is no train.py"), None, is_saved=False)
-    head, _, end = launcher.lines()
-    assert head.command == []
+    head, stop, end = launcher.lines()
+    assert (head.command, stop.what) == ([], "signal")
     assert end.reason == "there is no train.py"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sm._structs import encode
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.variables import RECORD_DIR
 from lightning_sm.record import events
@@ -36,7 +37,7 @@ def test_the_head_of_a_launcher_has_the_hyperparameters_without_secrets(tmp_path
     job = make_job(tmp_path, hyperparameters={"trainer.max_epochs": "3", "hub.token": "hf_abc"})
     head = events.head_of(job, events.LAUNCHER, tmp_path / "1" / "algo-1-launcher.jsonl")
     assert head.hyperparameters["trainer.max_epochs"] == "3"
-    assert "hf_abc" not in events.to_json(head)
+    assert "hf_abc" not in encode(head).decode()
     assert "hub.token" in head.hyperparameters
     assert events.head_of(job, "rank-0", tmp_path / "1" / "algo-1-rank-0.jsonl", rank=0).hyperparameters == {}
 
@@ -50,7 +51,7 @@ def test_every_line_comes_back(tmp_path):
     recorder.close()
     read = events.read_file(path)
     assert [type(line) for line in read] == [type(line) for line in LINES]
-    assert [events.to_json(line) for line in read] == [events.to_json(line) for line in LINES]
+    assert read == LINES
     assert read[1] == LINES[1]
     assert {type(line) for line in LINES} == set(events.Line.__subclasses__())
 
@@ -88,7 +89,7 @@ def test_a_newer_format_is_read_as_far_as_it_is_known():
 
 def test_what_json_does_not_have_becomes_null(tmp_path):
     """A loss of NaN is no reason to write a file that only Python reads."""
-    text = events.to_json(events.Metrics(1.0, 1, 0, {"loss": math.nan, "acc": math.inf}))
+    text = encode(events.Metrics(1.0, 1, 0, {"loss": math.nan, "acc": math.inf}))
     assert json.loads(text, parse_constant=pytest.fail)["values"] == {"loss": None, "acc": None}
 
 

@@ -46,7 +46,6 @@ def head(t: float = 0.0, host: str = "algo-1", who: str = "rank-0", **values: ob
         "world_size": None if rank is None else 1,
         "hosts": HOSTS,
         "instance_types": TYPES,
-        "instance_type": TYPES[HOSTS[host]],
         "cpus": 4,
         "packages": {"torch": "2.9"},
         "command": () if rank is not None else ("train.py", "--lr=0.1"),
@@ -77,7 +76,6 @@ def data(
     workers: int = 2,
     produce_s: float = 0.096,
     busy: float = 1.0,
-    vary: float = 0.1,
     num_bytes: int = 1_000_000,
     transfer_s: float = 0.0005,
 ) -> DataService:
@@ -95,7 +93,6 @@ def data(
         "sync_s": 0.2 * seconds,
         "queue_s": 0.1 * seconds,
         "produce_s": produce_s * num_steps,
-        "produce_ms2": (1e3 * produce_s) ** 2 * (1 + vary**2) * num_steps,
         "transfer_s": transfer_s * num_steps,
     }
     host = {

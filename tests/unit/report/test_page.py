@@ -5,13 +5,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lightning_sm.record.events import GpuUse, HostUse, Loader, Metrics
+from lightning_sm.record.events import GpuUse, HostUse, Metrics
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report import page
 from lightning_sm.report.charts import thinned, top_of_steps
 from lightning_sm.report.figures import Figures
-from tests.unit.report.recorded import BEGIN, HOSTS, data, head, input_bound, steps, use, write
+from tests.unit.report.recorded import BEGIN, head, input_bound, steps, use, write
 
 PRICES = Prices({"ml.g5.xlarge": 1.41, "ml.c5.xlarge": 0.2}, source="--price")
 
@@ -39,28 +39,6 @@ class Text(HTMLParser):
     def handle_data(self, data):
         """Note words."""
         self.words.append(data)
-
-
-def test_a_host_whose_role_was_another_in_an_earlier_attempt(tmp_path):
-    """The service names hosts anew: the table says which role a name had when, as data hosts of all attempts follow."""
-    swapped = {"algo-1": "data", "algo-2": "trainer"}
-    for attempt, hosts, trainer in ((1, HOSTS, "algo-1"), (2, swapped, "algo-2")):
-        own = {"hosts": hosts, "attempt": attempt, "group": "trainer", "role": "trainer"}
-        begin = 100.0 * attempt
-        lines = [head(begin, trainer, **own), Loader(BEGIN + begin + 5, is_remote=True)]
-        lines += [steps(begin + 5 + second) for second in range(1, 6)]
-        lines += [data(begin + 5 + second, 20 * second) for second in range(1, 6)]
-        write(tmp_path, *lines, host=trainer, attempt=attempt)
-    run = Figures(read_run(tmp_path))
-    assert [(host.name, host.role, dict(host.earlier_roles)) for host in run.hosts] == [
-        ("algo-2", "trainer", {1: "data"}),
-        ("algo-1", "data", {1: "trainer"}),
-    ]
-    html = page.render([run], Prices())
-    assert "<td>algo-2</td><td>trainer (data in attempt 1)</td>" in html
-    assert "<td>algo-1</td><td>data (trainer in attempt 1)</td>" in html
-    assert "What each host did in all attempts; groups and types are those of attempt 2<" in html
-    assert "What the data hosts did, as rank 0 saw it, in all attempts<" in html
 
 
 def test_the_verdict_comes_first_and_then_four_numbers(tmp_path):
@@ -161,7 +139,7 @@ def test_every_picture_has_words(tmp_path):
         "Time of a step over the run. On average: waiting for data 58%, to the device 2%, forward 10%, backward, "
         "with gradient exchange 20%, optimizer 5%, other 5%."
     )
-    assert html.count("<details") >= 7
+    assert html.count("<details") >= 6
 
 
 def test_runs_are_side_by_side(tmp_path):
@@ -202,7 +180,7 @@ def test_the_use_of_each_host_is_drawn_over_time(tmp_path):
     html = rendered(tmp_path, prices=Prices())
     (picture,) = re.findall('aria-label="Use of hosts over the run.*?</figure>', html, flags=re.DOTALL)
     for name in ("CPUs", "memory", "GPUs (any kernel running)", "memory of GPUs", "algo-1 (trainer)"):
-        assert picture.count(f">{name}<") == 2, name  # for a page, and for a phone
+        assert f">{name}<" in picture, name
     assert "algo-2 (data)" not in picture
 
 

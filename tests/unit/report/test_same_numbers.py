@@ -1,6 +1,5 @@
-"""One number for one thing, in whatever shows the record of a job: top, the page, the log, and a comparison."""
+"""One number for one thing, in whatever shows the record of a job: the page, the live view, the log, a comparison."""
 
-import io
 import math
 import re
 import shutil
@@ -8,23 +7,13 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from lightning_sm.__main__ import main
 from lightning_sm._text import percent, rate, step_time
-from lightning_sm.data.protocol.calls import HostReport
-from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.job.variables import RECORD_DIR
-from lightning_sm.record import tail
-from lightning_sm.record.events import FOLDER, DataService
-from lightning_sm.record.run_summary import summary
+from lightning_sm.record.events import FOLDER
 from lightning_sm.record.runs import read_run
+from lightning_sm.report import live
 from lightning_sm.report.figures import Figures
-from lightning_sm.top import snapshot
-from lightning_sm.top.data_hosts import HostAnswer
-from lightning_sm.top.running import RunningHost
-from lightning_sm.top.screen import frame
 
 _RECORDS = Path(__file__).parents[2] / "records"
 
@@ -41,29 +30,6 @@ def text_of(page):
     return " ".join(unescape(re.sub("<[^>]*>", " ", html)).split())
 
 
-def shown_by_top(run, monkeypatch):
-    """The screen of top at the end of a job, as if its rates were those of the whole job."""
-    figures = [line for record in run.main_records for line in record.lines if isinstance(line, DataService)]
-    monkeypatch.setattr(tail, "_WINDOW_S", math.inf)
-    head = run.main_records[0].head
-    groups = tuple(
-        InstanceGroup(group, tuple(host.name for host in run.hosts if host.group == group))
-        for group in dict.fromkeys(head.hosts.values())
-    )
-    job = SageMakerJob(head.host, tuple(head.hosts), groups, "test", Path("/none"), name="digits")
-    host = RunningHost(job, {RECORD_DIR.name: str(_RECORDS / run.run.name / "1")}, since=0.0)
-    with snapshot.Watch("digits") as watch:
-        for line in (figures[0], figures[-1]) if figures else (None,):
-            ranks = {} if line is None else {name: RankFigures(**values) for name, values in line.ranks.items()}
-            report = HostReport("", 1, 1, 0, figures=ranks, hosts=dict.fromkeys(ranks, head.host))
-            answers = {host.name: HostAnswer(report) for host in run.hosts if host.role == "data"}
-            monkeypatch.setattr(watch._data_hosts, "ask", lambda *_, answers=answers: answers)
-            shown = watch.look([host])
-    screen = Console(width=200, file=io.StringIO())
-    screen.print(frame(shown, 200))
-    return shown, screen.file.getvalue()
-
-
 @pytest.mark.parametrize(
     "name", ["network", "data_host_that_came_back", "transforms_on_data_hosts", "transforms_local", "slow_rank"]
 )
@@ -77,16 +43,14 @@ def test_rates_and_waits_are_those_that_the_training_measured(name, tmp_path, mo
     own = run.ranks[run.pace_rank]
     step, waits = step_time(own.step_s), percent(own.waiting)
     samples = rate(run.world_size * own.samples / own.wall_s)
-    shown, screen = shown_by_top(run, monkeypatch)
+    monkeypatch.setattr(live, "_WINDOW_S", math.inf)  # as if its rates were those of the whole job
+    shown = live.live(run, run.attempts[-1].end)
     assert shown.steps_per_s == 1 / own.step_s
-    assert shown.wait_share == pytest.approx(own.waiting)
-    assert own.waiting in [row.wait_share for row in shown.hosts]
-    assert f"\n{rate(1 / own.step_s)} steps/s   {samples} samples/s   waiting for data {waits} of the time" in screen
-    if run.world_size == 1:
-        assert f"{waits} data wait" in summary(own) or own.waiting < 0.005
-        assert f"({step} each)" in summary(own)
+    assert own.waiting in [host.waiting for host in shown.hosts]
+    screen = said_by(capsys, "report", "--live", "--once", _RECORDS / name)
+    assert f"   {rate(1 / own.step_s)} steps/s   {samples} samples/s   waiting for data {waits} of the time" in screen
     said = said_by(capsys, "report", _RECORDS / name, "-o", tmp_path / "page.html")
-    assert said.count(f"waits {waits} of the time") == (2 if name.startswith(("network", "transforms")) else 0)
+    assert said.count(f"waits {waits} of the time") == (0 if name == "slow_rank" else 2)
     page = text_of(tmp_path / "page.html")
     assert f" a step {step} " in page
     assert f"samples per second, all ranks {samples} " in page

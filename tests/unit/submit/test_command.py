@@ -20,11 +20,11 @@ def job_file(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--chekpoints=s3://bucket/c"], "unknown option --chekpoints. Did you mean --checkpoints?"),
+        (["--chekpoints=s3://bucket/c"], "unknown option --chekpoints. Did you mean --checkpoints, as in"),
         (["--dryrun"], "unknown option --dryrun. Did you mean --dry-run?"),
         (["--dry_run"], "unknown option --dry_run. Did you mean --dry-run?"),
-        (["--instance_type=a"], "unknown option --instance_type. Did you mean --groups.NAME.instance_type?"),
-        (["--image-uri", "a"], "unknown option --image-uri. Did you mean --image?"),
+        (["--instance_type=a"], "unknown option --instance_type. Did you mean --groups.NAME.instance_type, as in"),
+        (["--image-uri", "a"], "unknown option --image-uri. Did you mean --image, as in"),
         (["--wiat=false"], "unknown option --wiat. Did you mean --wait?"),
         (["--xyzzy"], "unknown option --xyzzy.\n"),
         (["--wait=maybe"], "argument --wait: expected true or false, got 'maybe'"),

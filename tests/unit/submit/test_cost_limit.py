@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_sm.submit.cost_limit import cost_problems, shown_cost
-from lightning_sm.submit.job_file import Group, Tune
+from lightning_sm.submit.job_file import Tune
 from lightning_sm.submit.preflight import check
 from tests.unit.submit.test_request import JOB
 
@@ -24,13 +24,12 @@ def test_all_hosts_are_paid_until_the_time_limit():
 @pytest.mark.parametrize(
     ("changes", "amount"),
     [
-        ({"keep_alive_s": 3600}, "$10.50"),
-        ({"groups": {"trainer": Group("ml.c5.xlarge", 1, {"ml.g5.xlarge": 3})}}, "$9.00"),
+        ({"request": {"ResourceConfig": {"KeepAlivePeriodInSeconds": 3600}}}, "$10.50"),
         ({"tune": Tune("loss", {}, "minimize", max_jobs=20)}, "$140.00"),
     ],
 )
 def test_what_makes_a_job_dearer_counts(changes, amount):
-    """Hosts that are kept, the dearest of the alternatives, and each job of a tuning job."""
+    """Hosts that are kept, and each job of a tuning job."""
     assert f"can cost {amount} (" in shown_cost(replace(JOB, **changes))
 
 
@@ -52,5 +51,9 @@ def test_a_limit_needs_all_prices_and_the_number_of_jobs():
     assert "is unknown: no prices for ml.g5.xlarge" in shown_cost(replace(JOB, prices={"data": 0.5}))
     (problem,) = cost_problems(replace(JOB, max_cost=100.0, tune=Tune("loss", {}, "minimize")))
     assert "needs tune.max_jobs" in problem.text
+    chosen = replace(JOB, max_cost=100.0, request={"ResourceConfig": {"InstancePreferences": []}})
+    (problem,) = cost_problems(chosen)
+    assert "the service chooses the hosts" in problem.text
+    assert "is unknown: the service chooses the hosts" in shown_cost(chosen)
     (problem,) = cost_problems(replace(JOB, prices={"data": -1.0, "ml.g5.xlarge": 1.0}))
     assert "prices.data is -1.0" in problem.text

@@ -38,7 +38,7 @@ def filled(text):
 
 
 def test_a_dry_run_accepts_it_once_it_is_filled_in(folder, monkeypatch, caplog):
-    """The checks of the request and those by the script's own parser have nothing to say, not even a warning."""
+    """The checks of the request have nothing to say, not even a warning."""
     put(folder, src__digits=PARSER)
     assert main(["init", "src/digits.py"]) == 0
     (folder / "job.yaml").write_text(filled((folder / "job.yaml").read_text()))
@@ -151,19 +151,9 @@ def test_a_path_that_no_file_can_have_is_an_error(folder, caplog):
     assert "There is no file gone.py" in caplog.text
 
 
-def test_what_lies_beside_the_script_is_in_the_comments(folder, monkeypatch):
-    """Its packages, the configuration files of a Lightning command line, and the region of this machine."""
-    put(folder, src__train="from lightning_sm import SageMakerCLI", other__train=PARSER)
-    (folder / "src" / "configs").mkdir()
-    (folder / "src" / "configs" / "digits.yaml").touch()
+def test_the_region_of_this_machine_is_filled_in(folder, monkeypatch):
+    """If it is known."""
+    put(folder, train=PARSER)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    main(["init", "src/train.py"])
-    text = (folder / "job.yaml").read_text()
-    assert "\n# config: src/configs/digits.yaml\n" in text
-    assert "\n# Packages that the image lacks: name them in a file requirements.txt in this folder.\n" in text
-    assert "<account>.dkr.ecr.eu-west-1.amazonaws.com" in text
-    (folder / "other" / "requirements.txt").touch()
-    main(["init", "other/train.py", "-o", "other.yaml"])
-    text = (folder / "other.yaml").read_text()
-    assert "config:" not in text
-    assert "\n# Each host installs requirements.txt of this folder before the script starts.\n" in text
+    main(["init"])
+    assert "<account>.dkr.ecr.eu-west-1.amazonaws.com" in (folder / "job.yaml").read_text()

@@ -9,7 +9,7 @@ from botocore.exceptions import ClientError
 from lightning_sm.errors import SubmitError
 from lightning_sm.job.emulated_service import GroupSpec
 from lightning_sm.submit import local
-from lightning_sm.submit.job_file import InputChannel, Retries, Spot, Tune, Vpc
+from lightning_sm.submit.job_file import InputChannel, Retries, Spot, Tune
 from lightning_sm.submit.request import encode_hyperparameters, make_request
 from tests.unit.submit.test_request import JOB
 
@@ -92,12 +92,7 @@ def test_what_has_no_effect_is_named():
     job = replace(
         JOB,
         spot=Spot(9),
-        tensorboard="s3://b/t",
-        vpc=Vpc(["s"], ["g"]),
-        volume_kms_key="alias/a",
-        output_kms_key="alias/b",
-        training_plan="arn:aws:sagemaker:us-east-1:111122223333:training-plan/plan",
-        network_isolation=True,
+        request={"VpcConfig": {}},
         tune=Tune("val_acc", {}, "maximize"),
         channels={"a": InputChannel("s3://b/a", mode="FastFile")},
         retries=Retries(1),
@@ -105,13 +100,8 @@ def test_what_has_no_effect_is_named():
     )
     assert [warning.split()[0] for warning in local.ignored_keys(job)] == [
         "spot",
-        "tensorboard",
-        "volume_kms_key",
-        "output_kms_key",
-        "training_plan",
-        "network_isolation",
-        "vpc",
         "tune",
+        "request",
         "channels.a",
         "checkpoints",
     ]

@@ -58,7 +58,6 @@ def test_registries_of_every_partition_are_known(registry, region):
         ({"environment": {"LIGHTNING_SM_JOB_SECRET": "short"}}, ["LIGHTNING_SM_JOB_SECRET", "(hidden)", "32"]),
         ({"environment": {"LIGHTNING_SM_STOP_SCHEDULE": "9"}}, ["environment", "LIGHTNING_SM_STOP_SCHEDULE", "'9'"]),
         ({"environment": {"LIGHTNING_SM_MODEL": "best"}}, ["environment", "LIGHTNING_SM_MODEL", "'best'"]),
-        ({"model": "none", "environment": {"LIGHTNING_SM_MODEL": "full"}}, ["model is none", "LIGHTNING_SM_MODEL=f"]),
         ({"environment": {"LIGHTNING_SM_DATAGROUPS": "a"}}, ["_DATAGROUPS", "LIGHTNING_SM_DATA_GROUPS"]),
         ({"channels": {"a": InputChannel("s3://bucket/a", ["nix"])}}, ["channels.a.groups", "nix", "trainer"]),
         ({"channels": {"a": InputChannel("s3://bucket/a", [])}}, ["channels.a.groups", "empty"]),
@@ -70,59 +69,18 @@ def test_registries_of_every_partition_are_known(registry, region):
         ({"channels": {"a": InputChannel("file:///folder")}}, ["channels.a.uri", "file:///folder"]),
         ({"output": "s3://UPPER/x"}, ["output", "s3://UPPER/x"]),
         ({"checkpoints": "s3:/bucket"}, ["checkpoints", "s3:/bucket"]),
-        ({"tensorboard": "bucket/x"}, ["tensorboard", "bucket/x"]),
         ({"name": "a_b"}, ["name", "a_b"]),
         ({"name": "a" * 40}, ["name", "39"]),
         ({"name": "a" * 30 + "-"}, ["name"]),
         ({"spot": Spot(60), "checkpoints": "s3://bucket/c"}, ["spot.max_wait_s", "60", "max_run_s", "86400"]),
         ({"max_run_s": 28 * 86400 + 1}, ["max_run_s", "2419201", "28 days"]),
         ({"max_restarts": -1, "checkpoints": "s3://bucket/c"}, ["max_restarts", "-1", "from 0 to 1000"]),
-        (
-            {"max_restarts": 2, "environment": {"LIGHTNING_SM_MAX_RESTARTS": "3"}, "checkpoints": "s3://bucket/c"},
-            ["max_restarts is 2", "LIGHTNING_SM_MAX_RESTARTS=3"],
-        ),
-        ({"keep_alive_s": 60}, ["keep_alive_s", "60", "2 groups"]),
-        (
-            {
-                "keep_alive_s": 60,
-                "spot": Spot(86400),
-                "checkpoints": "s3://bucket/c",
-                "groups": {"a": GPU},
-                "channels": {},
-            },
-            ["keep_alive_s", "spot"],
-        ),
-        ({"script": "a.py", "hyperparameters": {"sagemaker_program": "b.py"}}, ["script", "a.py", "b.py"]),
-        ({"subcommand": "fit", "hyperparameters": {"subcommand": "test"}}, ["subcommand", "fit", "test"]),
         ({"source_dir": "/nix/nirgends", "script": "a.py"}, ["source_dir", "/nix/nirgends"]),
         ({"source_dir": CODE, "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
-        ({"metrics": ["a"], "metric_patterns": {"a": "(x)"}}, ["'a'", "metric_patterns"]),
         ({"metric_patterns": {"a": "x="}}, ["metric_patterns.a", "x=", "group"]),
-        ({"output": None, "output_kms_key": "alias/a"}, ["output_kms_key", "output is missing"]),
-        ({"channels": {"a": InputChannel("fsx://fs-01234567/m/a")}}, ["channels.a.uri", "vpc is missing"]),
-        (
-            {"groups": {"a": Group("ml.g5.xlarge", 2, {"ml.g6.xlarge": 2}), "data": CPU}, "channels": {}},
-            ["groups.a.alternatives", "2 groups"],
-        ),
-        (
-            {
-                "groups": {"a": Group("ml.g5.xlarge", 2, {"ml.g6.xlarge": 2})},
-                "channels": {},
-                "spot": Spot(86400),
-                "checkpoints": "s3://bucket/c",
-            },
-            ["groups.a.alternatives", "spot"],
-        ),
-        (
-            {"groups": {"a": Group("ml.g5.xlarge", 2, {"ml.g5.xlarge": 2})}, "channels": {}},
-            ["groups.a.alternatives names ml.g5.xlarge"],
-        ),
-        (
-            {"groups": {"a": Group("ml.g5.xlarge", 1, {"ml.g6.xlarge": 0})}, "channels": {}},
-            ["groups.a.alternatives", "ml.g6.xlarge has 0 hosts"],
-        ),
-        ({"mlflow_experiment": "a"}, ["mlflow_experiment is set, but mlflow is missing"]),
-        ({"mlflow_run": "a", "mlflow": "https://x.y"}, ["mlflow_run is set, but mlflow is https://x.y", "ARN"]),
+        ({"request": {"RoleArn": "a"}}, ["request has RoleArn, which the key role decides"]),
+        ({"request": {"StoppingCondition": {"MaxRuntimeInSeconds": 9}}}, ["the key max_run_s decides"]),
+        ({"request": {"Environment": {"A": "b"}}}, ["the key environment decides"]),
         ({"tune": Tune("val_acc", {}, "maximize"), "groups": {"a": GPU}, "channels": {}}, ["tune.ranges is empty"]),
         ({"role": None}, ["role"]),
         ({"role": "training"}, ["role", "training", "ARN"]),
@@ -131,10 +89,6 @@ def test_registries_of_every_partition_are_known(registry, region):
         ({"image": IMAGE.replace("us-east-1", "eu-west-1")}, ["image is in eu-west-1", "runs in us-east-1"]),
         ({"checkpoints": "s3://bucket/output/"}, ["output is s3://bucket/output", "equal to checkpoints"]),
         ({"checkpoints": "s3://bucket"}, ["output is s3://bucket/output", "below checkpoints (s3://bucket)"]),
-        (
-            {"checkpoints": "s3://bucket/c", "tensorboard": "s3://bucket/c/t"},
-            ["tensorboard is s3://bucket/c/t", "below checkpoints"],
-        ),
         (
             {"groups": {"trainer": CPU, "data": GPU}},
             ["data hosts (ml.g5.xlarge) have GPUs", "(ml.c5.xlarge) have none"],
@@ -157,19 +111,6 @@ def test_every_contradiction_is_a_problem(changes, words):
     [
         ({"spot": Spot(86400)}, "us-east-1", ["spot without checkpoints"]),
         ({"max_restarts": 1}, "us-east-1", ["max_restarts without checkpoints"]),
-        ({"role": "arn:aws:iam::444455556666:role/a"}, None, ["account 111122223333", "444455556666", "policy"]),
-        (
-            {"groups": {"a": Group("ml.g5.xlarge", 2, {"ml.g5.12xlarge": 1})}, "channels": {}},
-            None,
-            ["groups.a.alternatives", "2 with 2 x ml.g5.xlarge, 4 with 1 x ml.g5.12xlarge"],
-        ),
-        (
-            {"groups": {"a": CPU}, "channels": {}, "max_pending_s": 1800},
-            None,
-            ["max_pending_s is 1800", "ml.c5.xlarge"],
-        ),
-        ({"channels": {"a": InputChannel("s3://bucket/a", mode="Pipe")}}, "us-east-1", ["channels.a.mode", "pipe"]),
-        ({"channels": {"a": InputChannel("s3://bucket/a", distribution="ShardedByS3Key")}}, None, ["ShardedByS3Key"]),
     ],
 )
 def test_what_is_rarely_meant_is_a_warning(changes, region, words):
@@ -186,7 +127,7 @@ def test_packages_cannot_be_installed_without_a_network(tmp_path):
     (tmp_path / "train.py").touch()
     job = replace(JOB, source_dir=str(tmp_path), script="train.py")
     assert check(job, "cloud").problems == []
-    (problem,) = check(replace(job, network_isolation=True), "cloud").problems
+    (problem,) = check(replace(job, request={"EnableNetworkIsolation": True}), "cloud").problems
     assert "requirements.txt names packages" in problem.text
 
 

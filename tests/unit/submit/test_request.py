@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from lightning_sm.errors import JobConfigError
+from lightning_sm.errors import HyperparameterError, JobConfigError
 from lightning_sm.job.hyperparameters import to_argv
 from lightning_sm.job.variables import JOB_SECRET, MODEL
 from lightning_sm.submit.job_file import Group, InputChannel, Job
@@ -65,7 +65,9 @@ def test_what_the_job_leaves_is_a_variable_of_all_hosts():
 )
 def test_the_launcher_is_told_where_the_code_is(isolated, directory, channels):
     """In S3, from where it fetches it; hosts without a network find it in a channel."""
-    plan = make_request(replace(JOB, network_isolation=isolated), {"a": "1"}).with_code("s3://b/c.tar.gz")
+    plan = make_request(replace(JOB, request={"EnableNetworkIsolation": isolated}), {"a": "1"}).with_code(
+        "s3://b/c.tar.gz"
+    )
     assert plan.hyperparameters.keys() == {"a", "sagemaker_submit_directory"}
     assert json.loads(plan.hyperparameters["sagemaker_submit_directory"]) == directory
     assert list(plan.channels) == channels
@@ -95,14 +97,12 @@ def test_the_config_file_becomes_hyperparameters(tmp_path):
     ]
 
 
-def test_long_values_travel_in_pieces(tmp_path):
-    """A config file with a value beyond the service's 2500 characters arrives whole."""
-    content = {"model": {"layers": list(range(2000))}}
+def test_a_value_that_is_too_long_says_what_to_do(tmp_path):
+    """A config file with a value beyond the service's 2500 characters has to come with the code."""
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(content))
-    job = replace(JOB, config=str(path))
-    assert max(map(len, encode_hyperparameters(job).values())) <= 2500
-    assert json.loads(options(job)["model"]) == content["model"]
+    path.write_text(yaml.safe_dump({"model": {"layers": list(range(2000))}}))
+    with pytest.raises(HyperparameterError, match=r"'model' has \d+ characters in JSON; .* by the key config"):
+        encode_hyperparameters(replace(JOB, config=str(path)))
 
 
 def test_subcommand_and_code_are_told_to_the_launcher():

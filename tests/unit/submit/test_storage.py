@@ -76,7 +76,7 @@ def test_the_default_bucket_is_created_once(clients, region, arguments, refusal)
     [
         ({"output": "s3://bucket/a"}, {}),
         (
-            {"output": "s3://bucket/a", "output_kms_key": "alias/models"},
+            {"output": "s3://bucket/a", "request": {"OutputDataConfig": {"KmsKeyId": "alias/models"}}},
             {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "alias/models"},
         ),
         ({}, {"ExpectedBucketOwner": "111122223333"}),

@@ -24,76 +24,78 @@ def test_names_differ_and_fit_the_service():
 
 
 ARN = "arn:aws:sagemaker:eu-west-1:111122223333:mlflow-tracking-server/team-a"
-ONE = {"trainer": Group("ml.g5.xlarge", 4, {"ml.g6.xlarge": 4, "ml.g5.12xlarge": 1})}
+PREFERENCES = [{"InstanceType": f"ml.g5.{size}xlarge", "InstanceCount": 1} for size in ("", 2, 4, 8, 16, 12)]
+REQUESTED = [
+    {"InfraCheckConfig": {"EnableInfraCheck": True}},
+    {"MlflowConfig": {"MlflowResourceArn": ARN, "MlflowExperimentName": "digits"}},
+    {"RemoteDebugConfig": {"EnableRemoteDebug": True}},
+    {"VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}},
+]
 
 
-@pytest.mark.parametrize(
-    ("keys", "member", "expected"),
-    [
-        ({"infra_check": True}, "InfraCheckConfig", {"EnableInfraCheck": True}),
-        ({"infra_check": False}, "InfraCheckConfig", None),
-        (
-            {"max_pending_s": 1800},
-            "StoppingCondition",
-            {"MaxRuntimeInSeconds": 86400, "MaxPendingTimeInSeconds": 1800},
-        ),
-        ({"mlflow": ARN}, "MlflowConfig", None),
-        (
-            {"mlflow": ARN, "mlflow_experiment": "digits"},
-            "MlflowConfig",
-            {"MlflowResourceArn": ARN, "MlflowExperimentName": "digits"},
-        ),
-        (
-            {"mlflow": ARN, "mlflow_run": "first"},
-            "MlflowConfig",
-            {"MlflowResourceArn": ARN, "MlflowRunName": "first"},
-        ),
-        (
-            {"groups": ONE, "channels": {}},
-            "ResourceConfig",
-            {
-                "InstancePreferences": [
-                    {"InstanceType": "ml.g5.xlarge", "InstanceCount": 4},
-                    {"InstanceType": "ml.g6.xlarge", "InstanceCount": 4},
-                    {"InstanceType": "ml.g5.12xlarge", "InstanceCount": 1},
-                ],
-                "VolumeSizeInGB": 30,
-            },
-        ),
-    ],
-)
-def test_newer_settings_of_the_service_are_sent_as_it_knows_them(keys, member, expected):
-    """In its model's form, and only if the job file has them."""
-    request = training_job(make_request(replace(JOB, **keys), {}), "job-1", "s3://bucket")
-    assert request.get(member) == expected
+@pytest.mark.parametrize("requested", REQUESTED)
+def test_what_no_key_has_is_sent_as_it_is(requested):
+    """By the names of the API."""
+    request = training_job(make_request(replace(JOB, request=requested), {}), "job-1", "s3://bucket")
+    assert request.items() >= requested.items()
+    assert request_problems(request) == []
+
+
+def test_structures_are_joined_and_lists_are_longer():
+    """With what the keys of the job file say; another value of our own is replaced."""
+    access = {"FileSystemId": "fs-01234567", "FileSystemType": "EFS", "DirectoryPath": "/a"}
+    shared = {"ChannelName": "shared", "DataSource": {"FileSystemDataSource": {**access, "FileSystemAccessMode": "rw"}}}
+    requested = {
+        "StoppingCondition": {"MaxPendingTimeInSeconds": 7200},
+        "InputDataConfig": [shared],
+        "ProfilerConfig": {"DisableProfiler": False},
+    }
+    request = training_job(make_request(replace(JOB, request=requested), {}), "job-1", "s3://bucket")
+    assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 86400, "MaxPendingTimeInSeconds": 7200}
+    assert [channel["ChannelName"] for channel in request["InputDataConfig"]] == ["training", "shared"]
+    assert request["ProfilerConfig"] == {"DisableProfiler": False}
+    assert request_problems(request) == []
+
+
+def test_the_service_chooses_among_preferences():
+    """Of a job of one group, whose own instance type it would not accept beside them."""
+    requested = {"ResourceConfig": {"InstancePreferences": PREFERENCES[1:]}}
+    job = replace(JOB, groups={"a": Group("ml.g5.2xlarge")}, channels={}, request=requested)
+    request = training_job(make_request(job, {}), "job-1", "s3://bucket")
+    assert request["ResourceConfig"] == {"InstancePreferences": PREFERENCES[1:], "VolumeSizeInGB": 30}
     assert request_problems(request) == []
 
 
 @pytest.mark.parametrize(
-    ("keys", "line"),
+    ("requested", "line"),
     [
         (
-            {"max_pending_s": 2419201},
-            "max_pending_s: StoppingCondition.MaxPendingTimeInSeconds is 2419201; the service",
+            {"StoppingCondition": {"MaxPendingTimeInSeconds": 2419201}},
+            "request: StoppingCondition.MaxPendingTimeInSeconds is 2419201; the service allows 2419200.",
         ),
         (
-            {"mlflow": ARN, "mlflow_experiment": "x" * 257},
-            "mlflow_experiment: MlflowConfig.MlflowExperimentName has 257",
-        ),
-        ({"mlflow": ARN, "mlflow_run": "x" * 257}, "mlflow_run: MlflowConfig.MlflowRunName has 257 characters"),
-        (
-            {"groups": {"a": Group("ml.g5.xlarge", 1, {f"ml.g5.{size}xlarge": 1 for size in (2, 4, 8, 16, 12)})}},
-            "groups: ResourceConfig.InstancePreferences has 6 entries; the service allows 5.",
+            {"StoppingCondition": {"MaxPendingTimeInSeconds": 60}},
+            "request: StoppingCondition.MaxPendingTimeInSeconds is 60; the service needs at least 1800.",
         ),
         (
-            {"groups": {"a": Group("ml.g5.xlarge", 1, {"ml.g5.3xlarge": 1})}},
-            "groups: ResourceConfig.InstancePreferences[1].InstanceType is 'ml.g5.3xlarge'",
+            {"MlflowConfig": {"MlflowResourceArn": ARN, "MlflowRunName": "x" * 257}},
+            "request: MlflowConfig.MlflowRunName has 257 characters; the service allows 256.",
         ),
+        (
+            {"ResourceConfig": {"InstancePreferences": PREFERENCES}},
+            "request: ResourceConfig.InstancePreferences has 6 entries; the service allows 5.",
+        ),
+        (
+            {"RemoteDebugConfig": {"EnableRemoteDebug": "yes"}},
+            "request: RemoteDebugConfig.EnableRemoteDebug is not true or false.",
+        ),
+        ({"VpcConfig": {"Subnets": ["subnet-1"]}}, "request: VpcConfig lacks SecurityGroupIds."),
+        ({"VpcConfg": {}}, "request: VpcConfg is not known to the service's model. Did you mean VpcConfig?"),
     ],
 )
-def test_their_limits_are_those_of_the_service(keys, line):
-    """By botocore's model, with the key of the job file."""
-    request = training_job(make_request(replace(JOB, channels={}, **keys), {}), "job-1", "s3://bucket")
-    (problem,) = request_problems(request)
+def test_the_limits_are_those_of_the_service(requested, line):
+    """By botocore's model, at the place in the job file."""
+    job = replace(JOB, groups={"a": Group("ml.g5.xlarge")}, channels={}, request=requested)
+    (problem,) = request_problems(training_job(make_request(job, {}), "job-1", "s3://bucket"))
     assert problem.text.startswith(line)
-    assert problem.key == line.partition(":")[0]
+    assert problem.key.startswith(f"request.{line.split()[1]}")

@@ -21,30 +21,20 @@ from lightning_sm._lightning import DISTRIBUTION
 PACKAGE = Path(lightning_sm.__file__).parent
 FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
 
-_MLFLOW = ("_experiment_name", "_initialized", "_mlflow_client", "_run_id", "_run_name")
 _WANDB = ("_experiment", "_id", "_name", "_save_dir", "_wandb_init")
-_RESULT = f"{DISTRIBUTION}.trainer.connectors.logger_connector.result"
 # Owner in Lightning (a module, or a class after the colon), its private names, and the files that rely on them.
 LIGHTNING = [
     (f"{FABRIC}.utilities.data", ["_replace_dunder_methods"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.distributed", ["_InfiniteBarrier", "_destroy_dist_connection"], ["_lightning.py"]),
-    (f"{FABRIC}.utilities.logger", ["_convert_params", "_flatten_dict"], ["_lightning.py"]),
     (f"{FABRIC}.utilities.types", ["_PATH"], ["training/checkpoints/durable_io.py"]),
     (f"{DISTRIBUTION}.plugins.io.wrapper", ["_WrappingCheckpointIO"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.strategies.launchers", ["_MultiProcessingLauncher"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.trainer.connectors.data_connector", ["_InfiniteBarrier"], ["training/strategies/smddp.py"]),
-    (_RESULT, ["_Metadata", "_ResultMetric", "_Sync"], ["training/checkpoints/epoch_metrics.py"]),
-    (f"{_RESULT}:_Sync", ["_should"], ["training/checkpoints/epoch_metrics.py"]),
-    (f"{DISTRIBUTION}:Trainer", ["_logger_connector"], ["training/checkpoints/epoch_metrics.py"]),
+    (f"{DISTRIBUTION}:Trainer", ["_logger_connector"], ["training/callbacks/mid_epoch.py"]),
     (
         f"{DISTRIBUTION}.trainer.connectors.logger_connector:_LoggerConnector",
-        ["_callback_metrics", "_first_loop_iter"],
-        ["training/checkpoints/epoch_metrics.py"],
-    ),
-    (
-        f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
-        ["_results"],
-        ["training/checkpoints/epoch_metrics.py"],
+        ["_callback_metrics"],
+        ["training/callbacks/mid_epoch.py"],
     ),
     (f"{DISTRIBUTION}.utilities", ["_pytree"], ["training/known_warnings.py"]),
     (
@@ -55,11 +45,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}:Trainer",
         ["_checkpoint_connector"],
-        [
-            "training/callbacks/failing_rank.py",
-            "training/callbacks/spot_checkpoint.py",
-            "training/checkpoints/resume.py",
-        ],
+        ["training/callbacks/failing_rank.py", "training/checkpoints/resume.py"],
     ),
     (
         f"{DISTRIBUTION}.trainer.connectors.checkpoint_connector:_CheckpointConnector",
@@ -73,7 +59,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.callbacks:ModelCheckpoint",
         ["_last_checkpoint_saved", "_last_global_step_saved"],
-        ["training/callbacks/spot_checkpoint.py", "training/checkpoints/model_checkpoints.py"],
+        ["training/callbacks/spot_checkpoint.py"],
     ),
     (f"{DISTRIBUTION}:Trainer", ["_signal_connector"], ["training/callbacks/spot_checkpoint.py"]),
     (
@@ -95,8 +81,8 @@ LIGHTNING = [
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader"],
         [
-            *("data/trainer/remote_loader.py", "training/callbacks/keep_last_step.py"),
-            *("training/callbacks/step_times.py", "training/strategies/pipeline/loaders.py"),
+            *("data/trainer/remote_loader.py", "training/callbacks/step_times.py"),
+            "training/strategies/pipeline/loaders.py",
         ],
     ),
     (
@@ -112,7 +98,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
         ["_batches_that_stepped"],
-        ["data/trainer/reporter.py", "training/callbacks/step_times.py", "training/loggers.py"],
+        ["data/trainer/reporter.py", "training/callbacks/step_times.py"],
     ),
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
@@ -133,7 +119,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.utilities:CombinedLoader",
         ["_state_dicts"],
-        ["training/callbacks/keep_last_step.py", "training/callbacks/spot_checkpoint.py"],
+        ["training/callbacks/spot_checkpoint.py"],
     ),
     (
         f"{DISTRIBUTION}:LightningModule",
@@ -148,19 +134,9 @@ LIGHTNING = [
     ),
     (f"{DISTRIBUTION}.strategies:DDPStrategy", ["_configure_launcher"], ["training/strategies/smddp.py"]),
     (f"{DISTRIBUTION}.strategies:FSDPStrategy", ["_state_dict_type"], ["training/checkpoints/sharded.py"]),
-    (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_fs", "_root_dir", "_version"], ["training/loggers.py"]),
+    (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_root_dir", "_version"], ["training/loggers.py"]),
     (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_log_graph"], ["training/strategies/pipeline/strategy.py"]),
-    (
-        f"{DISTRIBUTION}.loggers:CSVLogger",
-        ["_experiment", "_fs", "_root_dir", "_save_dir", "_version"],
-        ["training/loggers.py"],
-    ),
-    (
-        f"{DISTRIBUTION}.loggers.csv_logs:ExperimentWriter",
-        ["_check_log_dir_exists", "_fs", "_rewrite_with_new_header"],
-        ["training/loggers.py"],
-    ),
-    (f"{DISTRIBUTION}.loggers:MLFlowLogger", _MLFLOW, ["training/loggers.py"]),
+    (f"{DISTRIBUTION}.loggers:CSVLogger", ["_root_dir", "_save_dir"], ["training/loggers.py"]),
     (f"{DISTRIBUTION}.loggers:WandbLogger", _WANDB, ["training/loggers.py"]),
     (f"{DISTRIBUTION}.cli:LightningCLI", ["_get", "_parser", "_subcommand_parsers"], ["training/cli.py"]),
 ]
@@ -187,17 +163,13 @@ OF_OTHERS = {
     },
     "data/trainer/remote_loader.py": {"_iterator"},  # the same
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
-    "training/checkpoints/epoch_metrics.py": {"_computed", "_defaults", "_update_count"},  # torchmetrics
     "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch
-    "training/loggers.py": {"_file_name", "_get_file_writer"},  # tensorboard and torch's SummaryWriter
     "training/rank_barrier.py": {"_get_default_store"},  # torch
-    "training/strategies/pipeline/effects.py": {"_forward_cache", "_version"},  # torchmetrics, torch
-    "training/strategies/pipeline/object_state.py": {"_update_count", "_version"},  # torchmetrics, torch
+    "training/strategies/pipeline/effects.py": {  # torchmetrics
+        *("_computed", "_defaults", "_forward_cache", "_update_count"),
+    },
     "training/strategies/pipeline/layers.py": {"_BatchNorm", "_reset_parameters"},  # torch
-    "training/strategies/pipeline/norm_watch.py": {"_foreach_norm"},  # torch
     "training/strategies/pipeline/rows.py": {"_fields"},  # named tuples
-    "training/strategies/pipeline/stage.py": {"_is_view"},  # torch
-    "training/strategies/pipeline/stand_ins.py": {"_buffers", "_modules", "_parameters"},  # torch
     "training/strategies/pipeline/steps.py": {"_modules"},  # torch
 }
 

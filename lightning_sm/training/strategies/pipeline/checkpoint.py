@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sm._lightning import LightningModule, TorchCheckpointIO, WrappingCheckpointIO
+from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import CheckpointError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
-from lightning_sm.training.strategies.pipeline.sharding import like
 from lightning_sm.training.strategies.pipeline.tied import TiedNames
-
-if TYPE_CHECKING:
-    from lightning_fabric.plugins import CheckpointIO
 
 _SHOWN = 5  # names in a message
 
@@ -76,7 +69,7 @@ class LogicalCheckpoint:
                 f"The checkpoint does not fit {type(self._module).__name__}: it lacks {_few(missing)}, and has "
                 f"{_few(unknown)} that the model lacks. Load this model's checkpoint, or set its strict_loading=False."
             )
-        own = {name: like(weights[name], value) for name, value in self._module.state_dict().items() if name in weights}
+        own = {name: weights[name] for name in self._module.state_dict() if name in weights}
         self._module.load_state_dict(own, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -133,15 +126,10 @@ class LogicalCheckpoint:
             for number, name in zip(group["params"], names, strict=True)
         }
         own = {name: i for i, name in enumerate(_flat(groups))}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         optimizer.load_state_dict(
             {
                 "state": {
-                    i: {
-                        key: _copied(like(value, parameters[i])) for key, value in whole["state"][numbers[name]].items()
-                    }
-                    for name, i in own.items()
-                    if numbers[name] in whole["state"]
+                    i: whole["state"][numbers[name]] for name, i in own.items() if numbers[name] in whole["state"]
                 },
                 "param_groups": [
                     {**group, "params": [own[name] for name in names]}
@@ -151,11 +139,8 @@ class LogicalCheckpoint:
         )
 
     def _gather(self, part: Any) -> list[Any] | None:
-        """Return the parts of all stages on the rank that writes them; whole tensors, where parts are sharded."""
-        if self._is_written:
-            return self._replica.gather(part)
-        self._replica.join(part)
-        return None
+        """Return the parts of all stages on the rank that writes them."""
+        return self._replica.gather(part) if self._is_written else None
 
     def _names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
         names = {id(parameter): self._first_name.get(name, name) for name, parameter in self._module.named_parameters()}
@@ -183,34 +168,6 @@ def synchronize(module: nn.Module, group: dist.ProcessGroup, source: int) -> Non
     """
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), source, group=group)
-
-
-def mapped_checkpoint(
-    checkpoint_io: CheckpointIO, path: str | os.PathLike[str], weights_only: bool | None = False
-) -> Any:
-    """Map a checkpoint into memory that ranks of a host share, if that is where and how Lightning itself wrote it.
-
-    Each rank reads the part of its own stages. If each had a copy of the file, a host with 8 ranks would need 96 bytes
-    of main memory for each parameter of the model (weights and the states of Adam).
-
-    Args:
-        checkpoint_io: What reads the checkpoints of the training.
-        path: Path or address of the checkpoint.
-        weights_only: As for ``torch.load``. Lightning 2.5 does not say it, and reads all that it has written.
-
-    Returns:
-        The checkpoint, whose tensors change if the file is changed in place; None if ``checkpoint_io`` has to read it.
-    """
-    while isinstance(checkpoint_io, WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
-        checkpoint_io = checkpoint_io.checkpoint_io
-    if type(checkpoint_io) is not TorchCheckpointIO or not os.path.isfile(path) or not zipfile.is_zipfile(path):
-        return None
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-
-
-def _copied(value: Any) -> Any:
-    """Return a value of its own: an optimizer on the CPU takes tensors as they are, and the file may be removed."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _flat(groups: Iterable[Iterable[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.sharding import whole
 
 
 @dataclass(frozen=True)
@@ -23,6 +21,7 @@ class _Gap:
 
     shape: torch.Size
     dtype: torch.dtype
+    requires_grad: bool
 
 
 class Replica:
@@ -45,6 +44,10 @@ class Replica:
         self._objects = objects
         self.ranks = ranks
         self.position = ranks.index(dist.get_rank())
+        self.last = len(ranks) - 1
+        self.is_last = self.position == self.last
+        # What raise_together has raised.
+        self.raised: Exception | None = None
         self._device = device
 
     def broadcast(self, value: Any, position: int) -> Any:
@@ -57,7 +60,14 @@ class Replica:
         source = self.ranks[position]
         tensors: list[Tensor] = []
         around = [self._without_tensors(value, tensors) if self.position == position else None]
-        dist.broadcast_object_list(around, source, group=self._objects)
+        try:
+            dist.broadcast_object_list(around, source, group=self._objects)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            # Raised before anything is sent.
+            around = [StrategyError(f"What a step logs cannot be sent to the other ranks ({error}). Set outputs: all.")]
+            dist.broadcast_object_list(around, source, group=self._objects)
+        if isinstance(around[0], StrategyError):
+            raise around[0]
         tensors = [tensor.contiguous() for tensor in tensors]
         return self._with_tensors(around[0], tensors, lambda tensor: dist.broadcast(tensor, source, group=self.group))
 
@@ -68,7 +78,7 @@ class Replica:
         around = [self._without_tensors(value, tensors)]
         dist.send_object_list(around, target, group=self._objects)
         for tensor in tensors:
-            dist.send(whole(tensor).contiguous(), target, group=self.group)
+            dist.send(tensor.contiguous(), target, group=self.group)
 
     def receive(self, position: int, *, to_host: bool = False) -> Any:
         """Return the value that a position sends.
@@ -89,8 +99,7 @@ class Replica:
     def gather(self, value: Any) -> list[Any] | None:
         """Return the values of all positions at position 0, in main memory, and None elsewhere.
 
-        Tensors are gathered and moved one by one, so that a device needs room for one tensor more. The ranks that have
-        the other parts of sharded tensors call ``join`` with theirs.
+        Tensors are gathered and moved one by one, so that a device needs room for one tensor more.
 
         Args:
             value: This rank's value.
@@ -98,19 +107,8 @@ class Replica:
         if self.position != 0:
             self.send(value, 0)
             return None
-        own = apply_to_collection(value, Tensor, lambda tensor: whole(tensor).cpu())
+        own = apply_to_collection(value, Tensor, Tensor.cpu)
         return [own, *(self.receive(position, to_host=True) for position in range(1, len(self.ranks)))]
-
-    @staticmethod
-    def join(value: Any) -> None:
-        """Take part in the ``gather`` of another replica, with this rank's parts of sharded tensors.
-
-        Args:
-            value: This rank's value, of the same structure.
-        """
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, DTensor):
-                whole(tensor)
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on all ranks of the replica if one of them has an error; a collective call.
@@ -129,10 +127,11 @@ class Replica:
         texts: list[str | None] = [None] * len(self.ranks)
         text = None if error is None else f"{type(error).__name__}: {error}"
         dist.all_gather_object(texts, text, group=self._objects)
-        if error is not None:
-            raise error
-        first = next(position for position, text in enumerate(texts) if text is not None)
-        raise StrategyError(f"Rank {self.ranks[first]} of this replica failed: {texts[first]}")
+        if error is None:
+            first = next(position for position, text in enumerate(texts) if text is not None)
+            error = StrategyError(f"Rank {self.ranks[first]} of this replica failed: {texts[first]}")
+        self.raised = error
+        raise error
 
     def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
         def take(tensor: Tensor) -> Any:
@@ -140,7 +139,7 @@ class Replica:
             if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
                 return tensor.cpu()
             tensors.append(tensor.detach())
-            return _Gap(tensor.shape, tensor.dtype)
+            return _Gap(tensor.shape, tensor.dtype, tensor.requires_grad)
 
         return apply_to_collection(value, Tensor, take)
 
@@ -154,6 +153,6 @@ class Replica:
             if tensor is None:
                 tensor = torch.empty(gap.shape, dtype=gap.dtype, device=self._device)
             transfer(tensor)
-            return tensor.cpu() if to_host else tensor
+            return (tensor.cpu() if to_host else tensor).requires_grad_(gap.requires_grad)
 
         return apply_to_collection(around, _Gap, fill)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 # DDP's default: large enough for the network, small enough to be sent while the next one is filled.
 _BUCKET_BYTES = 25 * 1024 * 1024
@@ -138,8 +137,7 @@ def total_norm(
         norm_type: The p of the p-norm; may be infinite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(device)  # that of none is on the CPU
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(device)  # that of none is on the CPU
     if math.isinf(norm_type):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         return norm

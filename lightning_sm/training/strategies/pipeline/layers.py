@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sm._lightning import LightningModule, rank_zero_only
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.calls import NetworkCalls, PositionalCalls
-from lightning_sm.training.strategies.pipeline.pretrained import PretrainedParts, find_parts, is_pretrained
-from lightning_sm.training.strategies.pipeline.pretrained_calls import PretrainedCalls
-from lightning_sm.training.strategies.pipeline.pretrained_stage import PretrainedStage
 from lightning_sm.training.strategies.pipeline.stage import Stage
-from lightning_sm.training.strategies.pipeline.stand_ins import strip
 
 logger = logging.getLogger(__name__)
 
 _warn_once = rank_zero_only(logger.warning)
 _LAYERS = "pipeline_layers"
-_TRIALS = 3
 
 
 class Network:
-    """The part of a LightningModule that is cut.
-
-    It is an ``nn.Sequential``, a module with ``pipeline_layers()``, or a model of transformers.
+    """The part of a LightningModule that is cut: an ``nn.Sequential``, or a module with ``pipeline_layers()``.
 
     Args:
         module: The LightningModule.
@@ -45,65 +33,36 @@ class Network:
     def __init__(self, module: LightningModule, name: str | None) -> None:
         self.name, self.module = _find(module, name)
         self._check_whole(module)
-        caller = f"{type(module).__name__} calls self.{self.name}"
-        self.calls: NetworkCalls = PositionalCalls(caller)
-        self.pretrained: PretrainedParts | None = None
-        self._paths: list[tuple[str, ...]]
-        if _lists_layers(self.module):
-            listed: Any = self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
-            self.layers: list[nn.Module] = list(listed)
-            paths = {id(child): path for path, child in self.module.named_modules()}
-            # A layer that pipeline_layers() makes, such as nn.Flatten, has no path.
-            self.names = [paths.get(id(layer), type(layer).__name__) for layer in self.layers]
-            self._paths = [(paths[id(layer)],) if id(layer) in paths else () for layer in self.layers]
-        else:
-            self.pretrained = find_parts(self.module, type(module).__name__, self.name)
-            self.calls = self._pretrained_calls = PretrainedCalls(self.pretrained, caller)
-            # The first and the last layer are several modules.
-            self._paths = self.pretrained.layers
-            found = [[self.module.get_submodule(path) for path in layer] for layer in self._paths]
-            self.layers = [layer[0] if len(layer) == 1 else nn.ModuleList(layer) for layer in found]
-            self.names = [*(layer[0] for layer in self._paths[:-1]), self.pretrained.head]
+        listed: Any = self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
+        self.layers: list[nn.Module] = list(listed)
+        paths = {id(child): path for path, child in self.module.named_modules()}
+        # A layer that pipeline_layers() makes, such as nn.Flatten, has no path.
+        self._paths = [paths.get(id(layer)) for layer in self.layers]
+        self.names = [path or type(layer).__name__ for path, layer in zip(self._paths, self.layers, strict=True)]
         self._check(module)
 
-    def stage(self, layers: range, *, copies_views: bool = False, recompute_every: int = 0) -> Stage:
+    def stage(self, layers: range) -> Stage:
         """Return the layers of a stage as one module.
 
         Args:
             layers: Their indices.
-            copies_views: See ``Stage``.
-            recompute_every: n, for the network's layers 0, n, 2n, ... to keep no activations; 0 for none.
         """
         names = [f"{self.name}.{self.names[i]}" for i in layers]
-        own = [self.layers[i] for i in layers]
-        recomputed = {i for i in layers if recompute_every and i % recompute_every == 0}
-        if self.pretrained is not None:
-            return PretrainedStage(
-                self.pretrained, self._pretrained_calls, layers, self.name, copies_views, frozenset(recomputed)
-            )
-        return Stage(
-            own,
-            names,
-            is_first=layers.start == 0,
-            copies_views=copies_views,
-            recomputed=frozenset(i - layers.start for i in recomputed),
-        )
+        return Stage([self.layers[i] for i in layers], names, is_first=layers.start == 0)
 
-    def remove(self, layers: Sequence[range], holders: Sequence[str]) -> None:
-        """Replace the layers that other ranks hold by placeholders, which keeps the names of the remaining layers.
+    def remove(self, layers: range, holder: str) -> None:
+        """Replace layers that another rank holds by placeholders, which keeps the names of the remaining layers.
 
         Args:
-            layers: Their indices, by stage.
-            holders: For each of these stages, what holds it, for messages.
+            layers: Their indices.
+            holder: What holds them, for messages.
         """
-        for i, holder in ((i, holder) for part, holder in zip(layers, holders, strict=True) for i in part):
-            for path in self._paths[i]:
+        for i in layers:
+            path = self._paths[i]
+            if path is not None:
                 parent, _, child_name = path.rpartition(".")
                 placeholder = RemoteLayerPlaceholder(f"{self.name}.{path}", holder)
                 setattr(self.module.get_submodule(parent), child_name, placeholder)
-        if self.pretrained is not None:
-            # Stand-ins have attributes of what is removed, but no need of its values.
-            strip([self.layers[i] for part in layers for i in part], keep=self.module)
 
     def _check_whole(self, module: LightningModule) -> None:
         if any(isinstance(layer, RemoteLayerPlaceholder) for layer in self.module.modules()):
@@ -196,17 +155,13 @@ def _find(module: LightningModule, name: str | None) -> tuple[str, nn.Module]:
         have = ", ".join(f"{child} ({type(network).__name__})" for child, network in children.items())
         raise StrategyError(
             f"{type(module).__name__} has {len(found) or 'no'} networks that can be cut into stages; its children are "
-            f"{have}. A network is an nn.Sequential, a module with a method {_LAYERS}() that returns its layers in "
-            "order, or a model of transformers. Say which with network=NAME."
+            f"{have}. A network is an nn.Sequential, or a module with a method {_LAYERS}() that returns its layers in "
+            "order. Say which with network=NAME."
         )
     return next(iter(found.items()))
 
 
 def _can_be_cut(network: nn.Module) -> bool:
-    return _lists_layers(network) or is_pretrained(network)
-
-
-def _lists_layers(network: nn.Module) -> bool:
     return isinstance(network, nn.Sequential) or callable(getattr(network, _LAYERS, None))
 
 
@@ -257,32 +212,3 @@ def _initializers(layers: Sequence[nn.Module]) -> list[tuple[nn.Module, Callable
 def num_trainable(layers: Sequence[nn.Module]) -> int:
     """Return the number of the layers' parameters that are trained."""
     return sum(parameter.numel() for layer in layers for parameter in layer.parameters() if parameter.requires_grad)
-
-
-def measured_seconds(network: Network, inputs: tuple[Any, ...], device: torch.device) -> list[float]:
-    """Return the seconds that the forward and backward passes of each layer take: the median of three trials.
-
-    Args:
-        network: The network.
-        inputs: Its inputs, on the device.
-        device: Device to measure on; each layer is there only while it is measured.
-    """
-    seconds = []
-    for layer in network.layers:
-        trial = copy.deepcopy(layer)
-        materialize([trial], device)
-        trial.to(device)
-        seconds.append(statistics.median(_seconds(trial, inputs, device) for _ in range(_TRIALS)))
-        # The input of the next layer, with a gradient to compute.
-        detached = tree_map(lambda one: one.detach().requires_grad_(one.is_floating_point()), trial(*inputs))
-        inputs = (detached,)
-    return seconds
-
-
-def _seconds(layer: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> float:
-    began = time.perf_counter()
-    outputs = [tensor for tensor in tree_leaves(layer(*inputs)) if tensor.requires_grad]
-    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - began

@@ -54,7 +54,7 @@ class StepLoss:
 
     The gradient of a step is that of the whole batch's loss only if microbatches have the weights with which that loss
     averages: rows, unless the module has a method ``pipeline_weight(batch)``, which returns any other number, such as
-    that of tokens that are not padding, or the network's call has labels, of which the ignored ones do not count.
+    that of tokens that are not padding.
     ``check`` compares the gradients that two microbatches give with those of both as one batch. It compares gradients,
     because the losses of a model at its start are nearly equal for all tokens.
 
@@ -72,7 +72,6 @@ class StepLoss:
         self._steps = steps
         self._kind = kind
         self._is_random = False
-        self._has_labels = False
         self._largest = 0.0
         self._error: Exception | None = None
         self._outputs: dict[int, Any] = {}
@@ -182,12 +181,7 @@ class StepLoss:
     def _weights_of(self, batches: Sequence[Any]) -> list[float]:
         weigh: Any = getattr(self._module, _WEIGHT, None)
         if weigh is None:
-            counts = self._steps.counts()
-            self._has_labels = counts is not None
-            if counts is None:
-                return [float(self._size)] * len(batches)
-            sums: list[float] = counts.view(len(batches), self._size).sum(1).double().tolist()
-            return sums
+            return [float(self._size)] * len(batches)
         found = [weigh(batch) for batch in batches]
         if all(isinstance(weight, Tensor) for weight in found):
             found = torch.stack(found).tolist()  # one transfer from the device
@@ -224,8 +218,7 @@ class StepLoss:
     def _described(self) -> str:
         if self._kind == "sum":
             return "the sum of its microbatches' losses (loss=sum)"
-        by = "labels that are not ignored (-100)" if self._has_labels else "rows"
-        by = f"{_WEIGHT}(batch)" if hasattr(self._module, _WEIGHT) else by
+        by = f"{_WEIGHT}(batch)" if hasattr(self._module, _WEIGHT) else "rows"
         return f"the mean of its microbatches' losses, weighted by {by}"
 
     def _message(self, together: float, losses: Sequence[float], weights: Sequence[float], difference: float) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from lightning_sm.errors import StrategyError
 
@@ -20,27 +19,13 @@ class Stage(nn.Module):
         layers: The layers.
         names: Their names, for messages.
         is_first: Whether it gets the network's inputs.
-        copies_views: Whether to return copies of outputs that are views, as those of an ``nn.Linear`` with more than
-            two dimensions: schedules that split the backward pass detach outputs in place, which views do not allow.
-        recomputed: Indices of layers that keep no activations: the backward pass runs them again.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        names: Sequence[str],
-        *,
-        is_first: bool,
-        copies_views: bool = False,
-        recomputed: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, layers: Sequence[nn.Module], names: Sequence[str], *, is_first: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._names = names
-        self.layer_names = [name.rpartition(".")[2] for name in names]
         self._is_first = is_first
-        self._copies_views = copies_views
-        self._recomputed = recomputed
         # Autograd forbids changing a stage's input in place, as a layer that is not the network's first may do.
         self._copies_input = not is_first and any(getattr(part, "inplace", False) for part in layers[0].modules())
 
@@ -60,30 +45,17 @@ class Stage(nn.Module):
             inputs = tuple(_contiguous_gradient(tensor) for tensor in inputs)
         if self._copies_input:
             inputs = tuple(tensor.clone() for tensor in inputs)
-        value = self._run(inputs)
+        value: Any = inputs if len(inputs) > 1 else inputs[0]
+        for i, layer in enumerate(self.layers):
+            # Only the network's own inputs come as several arguments; a tuple between layers is one.
+            value = layer(*inputs) if i == 0 and self._is_first else layer(value)
         is_tuple = isinstance(value, tuple) and len(value) > 1 and all(isinstance(item, Tensor) for item in value)
         if not isinstance(value, Tensor) and not is_tuple:
             raise StrategyError(
                 f"{self._names[-1]}, the last layer of its stage, returns {_described(value)}. Stages exchange a "
                 "tensor or a tuple of at least two tensors: change what it returns, or cut elsewhere (split=[...])."
             )
-        return tree_map(self._returned, value)
-
-    def _run(self, inputs: tuple[Any, ...]) -> Any:
-        """Run the layers on the inputs of the stage; return what the last one returns."""
-        value: Any = inputs if len(inputs) > 1 else inputs[0]
-        for i, layer in enumerate(self.layers):
-            # Only the network's own inputs come as several arguments; a tuple between layers is one.
-            arguments = inputs if i == 0 and self._is_first else (value,)
-            if i in self._recomputed and torch.is_grad_enabled():
-                value = checkpoint(layer, *arguments, use_reentrant=False)
-            else:
-                value = layer(*arguments)
-        return value
-
-    def _returned(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous()
-        return tensor.clone() if self._copies_views and tensor._is_view() else tensor
+        return tree_map(torch.Tensor.contiguous, value)
 
 
 class _ContiguousGradient(torch.autograd.Function):

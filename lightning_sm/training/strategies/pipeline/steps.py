@@ -1,11 +1,11 @@
-"""The user's ``training_step``, which calls a network that is spread over several ranks."""
+"""The user's steps, which call a network that is spread over several ranks."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,38 +15,41 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.calls import CallForm, NetworkCall, NetworkCalls, PositionalCalls
+from lightning_sm.training.strategies.pipeline.effects import EffectRecorder
+from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.random_state import random_state
 from lightning_sm.training.strategies.pipeline.stage import as_tuple
 
 _OF_LIGHTNING = vars(LightningModule()).keys()
-# Attributes of these classes are copied or compared item by item.
-CONTAINERS = (list, dict, set, deque)
+# Attributes of these classes are copied item by item.
+_CONTAINERS = (list, dict, set, deque)
 
 
-class _NetworkCalled(BaseException):
-    """The exception that carries the network's inputs out of ``training_step``, past the user's exception handlers."""
+_SEVERAL_CALLS = (
+    "{where} calls the network several times. A pipeline runs it once for each step: join the inputs along dimension 0 "
+    "into one call if their rows belong together, or use outputs: all for evaluations, or strategy=ddp or fsdp."
+)
 
-    def __init__(self, call: NetworkCall) -> None:
-        super().__init__()
-        self.call = call
+
+class _LeftError(BaseException):
+    """The way out of the user's step at the network's call, past the user's exception handlers."""
 
 
 class UserSteps:
-    """The caller of ``training_step``, with another network in place: one that captures inputs, or has a given output.
+    """The caller of the user's steps, whose network is spread over several ranks.
 
-    The LightningModule is left as the user wrote it. The first rank runs ``training_step`` up to the network's call.
-    The last one runs it for each microbatch to get the loss, and once more with the output for the whole batch: only
-    this replay logs, adds to metrics and keeps anything, so that all of it is that of a batch. Other ranks have a
-    replay of their own, or repeat the effects of the last one's (see ``EffectRecorder``).
+    The LightningModule is left as the user wrote it. Each rank of a replica runs a step up to the network's call, in
+    which all of them run their stages. The last one has the output, and goes on to the end of the step. The others
+    leave it, and repeat its effects (see ``EffectRecorder``). While the stages run a training step, the last rank also
+    runs ``training_step`` for each microbatch, to get the loss, without logs, metrics, and anything that it keeps.
 
     Args:
         module: The LightningModule.
         network: Its network.
         name: The network's name.
-        evaluate: Called with the tensors of a call in place of ``network.forward`` outside of training steps.
+        replica: The ranks of this replica.
+        everywhere: Called with the inputs of a call outside of steps; returns the output on all ranks.
         group: The ranks over which metrics are reduced: the replicas.
-        calls: How the network is called; None: with tensors in their order.
     """
 
     def __init__(  # noqa: PLR0917  # what a step needs
@@ -54,16 +57,15 @@ class UserSteps:
         module: LightningModule,
         network: nn.Module,
         name: str,
-        evaluate: Callable[..., Any],
+        replica: Replica,
+        everywhere: Callable[..., Any],
         group: dist.ProcessGroup,
-        calls: NetworkCalls | None = None,
     ) -> None:
         self._module = module
         self._name = name
-        self._calls = calls or PositionalCalls(f"{type(module).__name__} calls self.{name}")
-        self._captured = NetworkCall(())
-        self._forward: Callable[[NetworkCall], Any] = self._evaluated
-        self._evaluate = evaluate
+        self._replica = replica
+        self._forward = everywhere
+        self._effects = EffectRecorder(module, network)
         self._is_loss_checked = False
         self._spares = _spare_metrics(module)
         inner = {id(child) for child in network.modules()}
@@ -74,27 +76,75 @@ class UserSteps:
         # On the instance, so that the user's forward hooks still run.
         network.forward = self._call
 
-    def capture(self, arguments: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
-        """Return the inputs with which ``training_step`` calls the network.
+    def run(
+        self,
+        name: str,
+        step: Callable[[], Any],
+        prepare: Callable[[tuple[Any, ...]], None],
+        forward: Callable[[tuple[Any, ...]], Any],
+        *,
+        is_everywhere: bool = False,
+    ) -> Any:
+        """Run a step of the user's; a collective call of the replica.
 
         Args:
-            arguments: Those of ``training_step``.
+            name: Name of the user's method.
+            step: Calls it, with or without more to do at its end.
+            prepare: Called with the network's inputs before any rank runs its stage; its errors are raised on all.
+            forward: Runs the stages; returns the output on ranks that go on.
+            is_everywhere: Whether all ranks go on to the end of the step.
+
+        Returns:
+            What ``step`` returns; on ranks that do not go on, the numbers of that.
+        """
+        is_called = False
+        goes_on = is_everywhere or self._replica.is_last
+
+        def call(*inputs: Any) -> Any:
+            nonlocal is_called
+            if is_called:
+                raise StrategyError(_SEVERAL_CALLS.format(where=self._where(name)))
+            is_called = True
+            self._replica.raise_together(_error_of(lambda: prepare(inputs)))
+            output = forward(inputs)
+            if not goes_on:
+                raise _LeftError
+            return output
+
+        result: Any = None
+        error: Exception | None = None
+        watch: Any = nullcontext()
+        if not is_everywhere:
+            watch = self._effects.recorded(name) if goes_on else self._effects.muted()
+        try:
+            with torch.no_grad(), self.network_as(call), watch:
+                result = step()
+            if not is_called:
+                error = StrategyError(f"{self._where(name)} does not call self.{self._name}(...), the network.")
+        except _LeftError:
+            pass
+        except Exception as raised:
+            if raised is self._replica.raised:
+                raise
+            error = raised
+        self._replica.raise_together(error)
+        if is_everywhere:
+            return result
+        effects = self._effects.of_step(result) if goes_on else None
+        effects = self._replica.broadcast(effects, self._replica.last)
+        return result if goes_on else self._effects.repeat(effects)
+
+    def check_inputs(self, inputs: tuple[Any, ...], rows: int, before: tuple[Any, ...]) -> None:
+        """Check the inputs with which ``training_step`` calls the network.
+
+        Args:
+            inputs: The inputs.
             rows: Number of rows of the batch.
+            before: The random state before the step.
 
         Raises:
-            StrategyError: ``training_step`` does not call the network, calls it with other rows, or first draws random
-                numbers, which would differ between the ranks that run it.
+            StrategyError: They have other rows, or the step has drawn random numbers: microbatches would draw others.
         """
-        before = random_state()
-        try:
-            with self._quiet(self._stop), torch.no_grad():
-                self._module.training_step(*arguments)
-        except _NetworkCalled as called:
-            self._captured = called.call
-            self._calls.form = called.call.form
-            inputs = called.call.tensors
-        else:
-            raise StrategyError(f"{self.where} does not call self.{self._name}(...), the network that is cut.")
         if any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
             shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in inputs)
             raise StrategyError(
@@ -103,46 +153,9 @@ class UserSteps:
             )
         if before != random_state():
             raise StrategyError(
-                f"{self.where} draws random numbers before it calls self.{self._name}(...). Several ranks run it, "
-                "each with different numbers. Draw them in on_after_batch_transfer, which runs once for all stages."
+                f"{self.where} draws random numbers before it calls self.{self._name}(...). It runs again for each "
+                "microbatch, with different numbers. Draw them in on_after_batch_transfer, which runs once."
             )
-        return inputs
-
-    def settle_form(self, known: CallForm) -> StrategyError | None:
-        """Return an error if the call that was captured has another form than an earlier one; then keep the earlier.
-
-        Args:
-            known: The form with which a batch of the same shapes passed through the stages.
-        """
-        now = self._calls.form
-        if (now.names, now.unsent) == (known.names, known.unsent):
-            return None
-        self._calls.form = known
-        return StrategyError(
-            f"{self.where} calls self.{self._name}(...) with {', '.join(now.names)}, but with {', '.join(known.names)} "
-            "for an earlier batch of the same shapes. The ranks exchange tensors whose number follows from the shapes "
-            "of the batch: pass the same ones for each batch."
-        )
-
-    def counts(self) -> Tensor | None:
-        """Return how many values of each row the loss averages over, if the call that was captured says so."""
-        return self._calls.counts(self._captured)
-
-    def changed_inputs(self, inputs: tuple[Tensor, ...], known: tuple[Tensor, ...]) -> StrategyError | None:
-        """Return an error if the network's inputs are not as in an earlier step with a batch of the same shapes.
-
-        Args:
-            inputs: The inputs for a microbatch.
-            known: Those of the earlier step; their shapes are those of the schedule on all ranks.
-        """
-        now, before = ([(tuple(value.shape), value.dtype) for value in values] for values in (inputs, known))
-        if now == before:
-            return None
-        return StrategyError(
-            f"{self.where} calls self.{self._name}(...) with microbatches of {now}, but with {before} for an earlier "
-            "batch of the same shapes. The ranks exchange tensors whose shapes follow from those of the batch: change "
-            "them, such as by removing padding, in on_after_batch_transfer."
-        )
 
     def loss(self, arguments: tuple[Any, ...], output: Any) -> Tensor:
         """Return the loss of a microbatch, from the network's output.
@@ -158,59 +171,23 @@ class UserSteps:
             self._check_loss(arguments, output)
             self._is_loss_checked = True
         with self._quiet(_Once(output, self.where)):
-            return _loss_of(self._module.training_step(*arguments), self.where)
-
-    def replay(self, arguments: tuple[Any, ...], output: Any) -> Any:
-        """Run ``training_step`` on the whole batch without gradients, and return what it returns.
-
-        Args:
-            arguments: Those of ``training_step``.
-            output: The network's output for the batch.
-        """
-        with torch.no_grad(), self.network_as(_Once(output, self.where)):
-            result = self._module.training_step(*arguments)
-        _loss_of(result, self.where)
-        return result
-
-    @staticmethod
-    def network_inputs(module: LightningModule, network: nn.Module, example: Any) -> tuple[Any, ...]:
-        """Return the inputs with which ``module.forward(example)`` calls the network.
-
-        Args:
-            module: The LightningModule.
-            network: Its network, as yet uncut.
-            example: ``example_input_array``.
-
-        Raises:
-            StrategyError: ``forward`` does not call the network.
-        """
-        handle = network.register_forward_pre_hook(lambda _, inputs: UserSteps._stop(NetworkCall(inputs)))
-        try:
-            with torch.no_grad():
-                arguments = example if isinstance(example, (tuple, list)) else (example,)
-                module(**example) if isinstance(example, Mapping) else module(*arguments)
-        except _NetworkCalled as called:
-            return called.call.tensors
-        finally:
-            handle.remove()
-        raise StrategyError(f"{type(module).__name__}.forward does not call the network that is cut.")
+            return loss_of(self._module.training_step(*arguments), self.where)
 
     @property
     def where(self) -> str:
-        """The step's name for messages."""
-        return f"{type(self._module).__name__}.training_step"
+        """The name of ``training_step`` for messages."""
+        return self._where("training_step")
+
+    def _where(self, step: str) -> str:
+        return f"{type(self._module).__name__}.{step}"
 
     def _call(self, *inputs: Any, **keywords: Any) -> Any:
-        call = self._calls.bind(inputs, keywords)
-        return self._calls.result(self._forward(call), call)
-
-    def _evaluated(self, call: NetworkCall) -> Any:
-        self._calls.form = call.form
-        return self._evaluate(*call.tensors)
-
-    @staticmethod
-    def _stop(call: NetworkCall) -> Any:
-        raise _NetworkCalled(call)
+        if keywords:
+            raise StrategyError(
+                f"{type(self._module).__name__} calls self.{self._name}({', '.join(keywords)}=...). Stages get "
+                "positional arguments only: remove the names."
+            )
+        return self._forward(*inputs)
 
     def _check_loss(self, arguments: tuple[Any, ...], output: Any) -> None:
         leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in as_tuple(output)]
@@ -218,7 +195,7 @@ class UserSteps:
             torch.enable_grad(),
             self._quiet(_Once(leaves[0] if isinstance(output, Tensor) else tuple(leaves), self.where)),
         ):
-            loss = _loss_of(self._module.training_step(*arguments), self.where)
+            loss = loss_of(self._module.training_step(*arguments), self.where)
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         used = sorted(names[id(leaf)] for leaf in _leaves(loss) if id(leaf) in names)
         if used:
@@ -231,26 +208,26 @@ class UserSteps:
             raise StrategyError(f"The loss of {self.where} does not depend on the output of self.{self._name}(...).")
 
     @contextmanager
-    def network_as(self, forward: Callable[[NetworkCall], Any]) -> Iterator[None]:
+    def network_as(self, forward: Callable[..., Any]) -> Iterator[None]:
         """Have calls of the network answered by a function.
 
         Args:
             forward: Returns the network's output for a call.
         """
-        self._forward = forward
+        before, self._forward = self._forward, forward
         try:
             yield
         finally:
-            self._forward = self._evaluated
+            self._forward = before
 
     @contextmanager
-    def _quiet(self, forward: Callable[[NetworkCall], Any]) -> Iterator[None]:
+    def _quiet(self, forward: Callable[..., Any]) -> Iterator[None]:
         """Keep a part of a step out of logs, metrics, and the module's attributes: a counter counts in the replay."""
         module: Any = self._module
         attributes = vars(module)
         kept = dict(attributes)
         for name in kept.keys() - _OF_LIGHTNING:
-            if isinstance(kept[name], CONTAINERS):
+            if isinstance(kept[name], _CONTAINERS):
                 attributes[name] = copy.copy(kept[name])
         # Copies take part in the step, as autograd forbids changing back in place what a loss depends on.
         buffers = [
@@ -283,12 +260,9 @@ class _Once:
         self._where = where
         self._is_called = False
 
-    def __call__(self, call: NetworkCall) -> Any:
+    def __call__(self, *_: Any) -> Any:
         if self._is_called:
-            raise StrategyError(
-                f"{self._where} calls the network several times. A pipeline runs it once for each step: join the "
-                "inputs along dimension 0 into one call if their rows belong together, or use strategy=ddp or fsdp."
-            )
+            raise StrategyError(_SEVERAL_CALLS.format(where=self._where))
         self._is_called = True
         return self._output
 
@@ -297,7 +271,24 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _loss_of(result: Any, where: str) -> Tensor:
+def _error_of(check: Callable[[], None]) -> Exception | None:
+    try:
+        check()
+    except Exception as raised:  # noqa: BLE001  # raised on all ranks
+        return raised
+    return None
+
+
+def loss_of(result: Any, where: str) -> Tensor:
+    """Return the loss of what ``training_step`` has returned.
+
+    Args:
+        result: What it returned.
+        where: Its name for messages.
+
+    Raises:
+        StrategyError: There is none.
+    """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise StrategyError(

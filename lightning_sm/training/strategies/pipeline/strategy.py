@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.torch_version import TorchVersion
 
 from lightning_sm._lightning import (
     Callback,
@@ -23,45 +24,34 @@ from lightning_sm._lightning import (
 from lightning_sm._table import draw_table
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
-from lightning_sm.training.strategies.pipeline.calls import CallForm
-from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint, mapped_checkpoint, synchronize
-from lightning_sm.training.strategies.pipeline.effects import EffectRecorder, StepEffects
-from lightning_sm.training.strategies.pipeline.evaluation import Evaluation
-from lightning_sm.training.strategies.pipeline.evaluation_steps import EvaluationSteps
+from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint, synchronize
 from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.forward import evaluate, try_out
 from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average, total_norm
-from lightning_sm.training.strategies.pipeline.layers import Network, materialize, measured_seconds, num_trainable
+from lightning_sm.training.strategies.pipeline.layers import Network, materialize, num_trainable
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 from lightning_sm.training.strategies.pipeline.loss import LossKind, StepLoss, check_loss_options, is_checked
-from lightning_sm.training.strategies.pipeline.norm_watch import NormWatch
 from lightning_sm.training.strategies.pipeline.placement import (
     DATA,
     PIPELINE,
-    TENSOR,
     Placement,
     PlacementOrder,
     grid,
 )
 from lightning_sm.training.strategies.pipeline.random_state import (
     drawn_seed,
+    random_state,
     sent_random_state,
     stage_stream,
     take_random_state,
 )
-from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows, tensors_of
+from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows
 from lightning_sm.training.strategies.pipeline.schedules import (
-    SCHEDULES,
-    SEVERAL_STAGES_SINCE,
     ScheduleName,
     ScheduleRunner,
-    chunks_of,
-    is_since,
-    separate_directions,
 )
-from lightning_sm.training.strategies.pipeline.sharding import HOOK, free_gathered, shard_stages
-from lightning_sm.training.strategies.pipeline.steps import UserSteps
-from lightning_sm.training.strategies.pipeline.tied import TiedWeights, check_apart, find_tied, retie
-from lightning_sm.training.strategies.pipeline.trial import Trial
+from lightning_sm.training.strategies.pipeline.steps import UserSteps, loss_of
+from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied, retie
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +64,11 @@ _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 class PipelineParallelStrategy(DDPStrategy):
     """A strategy that spreads the layers of a model over several processes, with data parallelism over the rest.
 
-    The LightningModule is an ordinary one: its network is an ``nn.Sequential``, a module with a method
-    ``pipeline_layers()`` that returns its layers in order, or a model of Hugging Face's transformers; ``training_step``
-    calls the network once. Each process keeps its stages of the network. Logged values, metrics, the returned loss,
-    gradient accumulation, clipping, schedulers, validation, test and prediction are those of DDP with one process for
-    each replica, and so are checkpoints: one file, from which any number of stages, or a single process, can resume.
+    The LightningModule is an ordinary one: its network is an ``nn.Sequential``, or a module with a method
+    ``pipeline_layers()`` that returns its layers in order, and ``training_step`` calls the network once. Each process
+    keeps its stages of the network. Logged values, metrics, the returned loss, gradient accumulation, clipping,
+    schedulers, validation, test and prediction are those of DDP with one process for each replica, and so are
+    checkpoints: one file, from which any number of stages, or a single process, can resume.
 
     Args:
         pipeline_parallel_size: Processes for one replica of the model; "auto": those of a host, or of all hosts if each
@@ -86,25 +76,19 @@ class PipelineParallelStrategy(DDPStrategy):
         data_parallel_size: Replicas; "auto": as many as the processes make up.
         num_microbatches: Number of microbatches per step. With fewer, ranks wait longer for each other; choose at
             least as many as there are stages. Batches are cut into equal parts, as many as possible up to this number.
-        schedule: Order of forward and backward passes; all but "gpipe" and "1f1b" have several stages on a rank.
-        chunks: Stages on each rank; None: the number that the schedule needs, or 2 if it can have any.
+        schedule: Order of forward and backward passes: "1f1b" holds activations of at most as many microbatches as
+            there are stages, "gpipe" those of all.
         placement: "cluster": the ranks of a replica are neighbours, mostly on one host; "spread": they are as far apart
             as possible, so that replicas of a stage are neighbours.
         network: Name of the network in the LightningModule; None: its only child that can be cut.
         loss: How the loss of a batch follows from those of its microbatches: "mean" weighs them by rows, or by what the
             module's method ``pipeline_weight(batch)`` returns; "sum" adds them up. A check compares gradients in the
             first steps and in one of a hundred.
-        split: Where the network is cut: "parameters" balances their number, "time" the measured time of the layers,
-            which needs ``example_input_array``; a list names the layer that begins each stage but the first.
-        shard: Whether to shard parameters, gradients and optimizer states of each stage over its replicas, by FSDP2: by
-            the module's method ``shard_stage(layers, mesh)``, or layer by layer.
-        tensor_parallel_size: Ranks among which ``shard_stage`` splits layers: neighbours, which get the same batch. The
-            world size is the product of the three sizes. Needs ``shard``.
+        split: Where the network is cut: "parameters" balances their number; a list names the layer that begins each
+            stage but the first.
         outputs: "loss": the ranks of the last stage alone have the network's outputs in training, validation and test;
-            the others get what the step logs and changes there, and the numbers that it returns. "all": the outputs go
-            to all ranks, and each runs all of the step. Predictions always go to all ranks.
-        activation_checkpointing: Whether layers keep only their inputs until the backward pass, which runs them again;
-            a number n: every n-th layer of the network does.
+            the others get what the step logs, its metrics and buffers, and the numbers that it returns. "all": the
+            outputs go to all ranks, and each runs all of the step. Predictions always go to all ranks.
         process_group_backend: As for DDP.
         timeout: Time after which waiting for another process is an error.
 
@@ -118,20 +102,16 @@ class PipelineParallelStrategy(DDPStrategy):
         data_parallel_size: int | Literal["auto"] = "auto",
         num_microbatches: int = 4,
         schedule: ScheduleName = "1f1b",
-        chunks: int | None = None,
         placement: PlacementOrder = "cluster",
         network: str | None = None,
-        split: Literal["parameters", "time"] | list[int | str] = "parameters",
+        split: Literal["parameters"] | list[int | str] = "parameters",
         loss: LossKind = "mean",
-        shard: bool = False,
-        tensor_parallel_size: int = 1,
-        activation_checkpointing: bool | int = False,
         outputs: Literal["loss", "all"] = "loss",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _TIMEOUT,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        if not is_since(_OLDEST_TORCH):
+        if TorchVersion(torch.__version__) < _OLDEST_TORCH:
             raise StrategyError(
                 f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, and this is {torch.__version__}. With torch "
                 "2.6 the first step hangs on Gloo, and with 2.9 it ends the process. Update torch, or use "
@@ -139,44 +119,21 @@ class PipelineParallelStrategy(DDPStrategy):
             )
         if num_microbatches < 1:
             raise StrategyError(f"num_microbatches={num_microbatches} is not at least 1.")
+        if schedule not in get_args(ScheduleName):
+            raise StrategyError(f"schedule={schedule!r} is neither '1f1b' nor 'gpipe'.")
         if placement not in ("cluster", "spread"):
             raise StrategyError(f"placement={placement!r} is neither 'cluster' nor 'spread'.")
-        if isinstance(split, str) and split not in ("parameters", "time"):
-            raise StrategyError(f"split={split!r} is neither 'parameters', 'time' nor a list of layers.")
+        if split != "parameters" and not isinstance(split, list):
+            raise StrategyError(f"split={split!r} is neither 'parameters' nor a list of layers.")
         if loss not in ("mean", "sum"):
             raise StrategyError(f"loss={loss!r} is neither 'mean' nor 'sum'.")
         if outputs not in ("loss", "all"):
             raise StrategyError(f"outputs={outputs!r} is neither 'loss' nor 'all'.")
         if process_group_backend == "smddp":
             raise StrategyError(_NO_SMDDP)
-        if tensor_parallel_size < 1 or (tensor_parallel_size > 1 and not shard):
-            raise StrategyError(
-                f"tensor_parallel_size={tensor_parallel_size} with shard={shard}: it is at least 1, and layers are "
-                f"split by the module's method {HOOK}(layers, mesh), which shard=True calls."
-            )
-        if activation_checkpointing < 0:
-            raise StrategyError(
-                f"activation_checkpointing={activation_checkpointing} is neither a bool nor at least 1."
-            )
-        if shard and SCHEDULES[schedule].splits_backward:
-            whole = ", ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
-            raise StrategyError(
-                f"shard=True cannot be used with schedule={schedule}, which splits the backward pass: torch's FSDP2 "
-                f"would lose gradients, without an error. Choose one of {whole}."
-            )
-        self._shard = shard
-        self._tensor_size = tensor_parallel_size
-        self._recompute_every = int(activation_checkpointing)
         self._sizes = (pipeline_parallel_size, data_parallel_size)
         self._num_microbatches = num_microbatches
         self._schedule = schedule
-        self._chunks = chunks_of(schedule, chunks)
-        if self._chunks > 1 and not is_since(SEVERAL_STAGES_SINCE):
-            raise StrategyError(
-                f"schedule={schedule} has {self._chunks} stages on each rank, which needs torch {SEVERAL_STAGES_SINCE} "
-                f"or newer, and this is {torch.__version__}: stages could wait for each other for ever. Use "
-                "schedule=1f1b, or update torch."
-            )
         self._order = placement
         self._network_name = network
         self._split = split
@@ -184,7 +141,6 @@ class PipelineParallelStrategy(DDPStrategy):
         self._group_timeout = timeout
         self._outputs = outputs
         self._num_steps = 0
-        self._norm_watch = NormWatch()
         self._placement: Placement | None = None
         self._cut_module: LightningModule | None = None
         self._is_sync_blocked = False
@@ -203,31 +159,15 @@ class PipelineParallelStrategy(DDPStrategy):
             return
         if dist.get_backend() == "smddp":
             raise StrategyError(_NO_SMDDP)
-        p, d = grid(self.world_size, self.num_processes, *self._sizes, self._tensor_size)
-        is_v_shaped = SCHEDULES[self._schedule].is_v_shaped
-        self._placement = Placement(p, d, self._order, self._chunks, is_v_shaped, self._tensor_size)
+        p, d = grid(self.world_size, self.num_processes, *self._sizes)
+        self._placement = Placement(p, d, self._order)
         shape, names = self._placement.mesh
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self._data_group = mesh[DATA].get_group()
-        self._shard_mesh = mesh[DATA, TENSOR]
-        separate_directions(self.root_device)
-        part = self._placement.part(self.global_rank)
-        ranks = self._placement.ranks(self._placement.replica(self.global_rank), part)
-        first = self.global_rank - part
-        neighbours = list(range(first, first + self._tensor_size))
-        split = range(self._tensor_size)
-        replicas = [self._placement.ranks(replica, i) for replica in range(d) for i in split]
-        places = [list(range(i, i + self._tensor_size)) for i in range(0, self.world_size, self._tensor_size)]
-        tensor_group = mesh[TENSOR].get_group()
-        # A group of one rank sends nothing.
-        tensor_objects = self._object_group(places) if self._tensor_size > 1 else tensor_group
-        self._parts_of_place = Replica(tensor_group, tensor_objects, neighbours, self.root_device)
-        self._replica = Replica(mesh[PIPELINE].get_group(), self._object_group(replicas), ranks, self.root_device)
-
-    def _object_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        """Return this rank's one of some groups, on Gloo; a collective call of all ranks."""
-        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._group_timeout, backend="gloo")
-        return cast(dist.ProcessGroup, group)
+        replicas = [self._placement.ranks(replica) for replica in range(d)]
+        objects, _ = dist.new_subgroups_by_enumeration(replicas, timeout=self._group_timeout, backend="gloo")
+        ranks = replicas[self._placement.replica(self.global_rank)]
+        self._replica = Replica(mesh[PIPELINE].get_group(), cast(dist.ProcessGroup, objects), ranks, self.root_device)
 
     @property
     def placement(self) -> Placement:
@@ -295,8 +235,6 @@ class PipelineParallelStrategy(DDPStrategy):
     def _from_fetching(self, value: Any) -> Any:
         """Return the value of the rank that fetches batches, whose random state all ranks of the replica take."""
         sent = (value, sent_random_state()) if self._fetches else None
-        if self._replica.position == 0 and self._tensor_size > 1:
-            sent = self._parts_of_place.broadcast(sent, 0)
         value, state = self._replica.broadcast(sent, 0)
         if not self._fetches:
             take_random_state(state)
@@ -342,20 +280,10 @@ class PipelineParallelStrategy(DDPStrategy):
         if module is not self._cut_module:
             self._refuse(trainer, module)
             check_loss_options(module, self._loss_kind)
-            if self._tensor_size > 1 and not hasattr(module, HOOK):
-                raise StrategyError(
-                    f"tensor_parallel_size={self._tensor_size}: {type(module).__name__} has no method "
-                    f"{HOOK}(layers, mesh) that splits the layers of a stage over mesh['{TENSOR}'], such as by "
-                    "torch.distributed.tensor.parallel.parallelize_module, and then shards them by fully_shard over "
-                    f"mesh['{DATA}']."
-                )
-            self._is_sharded = False
-            # Making layers on the meta device and sharding them replace the parameters that an optimizer may have.
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
             self.share_random_state()
             with self._stage_stream():
                 self._cut(module)
-            self._norm_watch.wrap_hooks(module)
             self._cut_module = module
         self._share_draws(trainer)
         # Not DDP's setup, which wraps the model, and copies rank 0's weights to ranks with other stages.
@@ -409,7 +337,7 @@ class PipelineParallelStrategy(DDPStrategy):
     @property
     def _fetches(self) -> bool:
         """Whether this rank fetches the batches of its replica."""
-        return self._replica.position == 0 and self._parts_of_place.position == 0
+        return self._replica.position == 0
 
     @property
     def _module(self) -> LightningModule:
@@ -417,16 +345,8 @@ class PipelineParallelStrategy(DDPStrategy):
         return cast(LightningModule, module)
 
     def _setup_model(self, model: Any) -> Any:
-        if self._is_sharded:
-            return model
-        if self._tensor_size > 1:
-            synchronize(model, self._parts_of_place.group, self._parts_of_place.ranks[0])
         synchronize(model, self._data_group, dist.get_process_group_ranks(self._data_group)[0])
         self._tied.synchronize()
-        if self._shard:
-            with self._stage_stream():
-                shard_stages(model, self._stages, self._shard_mesh)
-            self._is_sharded = True
         return model
 
     @staticmethod
@@ -459,79 +379,44 @@ class PipelineParallelStrategy(DDPStrategy):
     def _cut(self, module: LightningModule) -> None:
         placement = self.placement
         network = Network(module, self._network_name)
-        num_layers, num_stages = len(network.layers), placement.num_stages
+        num_layers, num_stages = len(network.layers), placement.pipeline_size
         if num_layers < num_stages:
             raise StrategyError(
-                f"Too few layers in {network.name} ({num_layers}) for {num_stages} stages ({placement.pipeline_size} "
-                f"ranks x {placement.chunks} stages on each). Choose a smaller pipeline_parallel_size"
-                + (", or a schedule with one stage on each rank, such as 1f1b." if placement.chunks > 1 else ".")
+                f"Too few layers in {network.name} ({num_layers}) for {num_stages} stages. Choose a smaller "
+                "pipeline_parallel_size."
             )
         tied = find_tied(module, network.layers)
-        is_written = placement.replica(self.global_rank) == 0 and placement.part(self.global_rank) == 0
+        is_written = placement.replica(self.global_rank) == 0
         self._checkpoint = LogicalCheckpoint(module, self._replica, tied, is_written=is_written)
-        parts = self._parts(module, network)
+        parts = self._parts(network)
         for stage, part in enumerate(parts):
             if num_trainable([network.layers[i] for i in part]) == 0:
                 raise StrategyError(
                     f"Stage {stage} ({_named(network, part)}) has nothing to train, and its optimizer would be empty. "
                     "Use fewer stages, or cut elsewhere with split=[...]."
                 )
-        copies_views = SCHEDULES[self._schedule].splits_backward
-        own = {
-            stage: network.stage(parts[stage], copies_views=copies_views, recompute_every=self._recompute_every)
-            for stage in placement.stages(self._replica.position)
-        }
+        own = network.stage(parts[self._replica.position])
         self._report(network, parts)
-        others = [stage for stage in range(num_stages) if stage not in own]
-        ranks = self._replica.ranks
-        holders = [f"stage {stage} of the pipeline, on rank {ranks[placement.position_of(stage)]}" for stage in others]
-        network.remove([parts[stage] for stage in others], holders)
-        materialize([layer for stage in own.values() for layer in stage.layers], self.root_device)
+        for stage, rank in enumerate(self._replica.ranks):
+            if stage != self._replica.position:
+                network.remove(parts[stage], f"stage {stage} of the pipeline, on rank {rank}")
+        materialize(list(own.layers), self.root_device)
         retie(module, tied)
         stage_of = [stage for stage, part in enumerate(parts) for _ in part]
-        if self._shard:
-            check_apart(tied, stage_of, placement)
         self._tied = TiedWeights(module, tied, stage_of, placement, self._replica)
-        self._stages = own
-        evaluation = Evaluation(own, placement, self._replica, self._num_microbatches, self.root_device)
-        last = placement.last_position
-        self._steps = UserSteps(module, network.module, network.name, evaluation, self._data_group, network.calls)
-        self._calls = network.calls
-        self._forms: dict[Hashable, CallForm] = {}
-        self._effects = EffectRecorder(module, network.module, is_rank_zero=last == 0)
-        self._evaluation_steps = EvaluationSteps(
-            self._steps, network.calls, evaluation, self._effects, self._replica, last
+        self._stage = own
+        self._steps = UserSteps(
+            module, network.module, network.name, self._replica, self._forward_everywhere, self._data_group
         )
         self._loss = StepLoss(module, self._steps, self._loss_kind)
-        self._trial = Trial(own, placement, self._replica, self._loss.try_out)
-        self._runner = ScheduleRunner(own, placement, self._replica.group, self.root_device, self._schedule, self._loss)
+        self._runner = ScheduleRunner(own, self._replica, self.root_device, self._schedule, self._loss)
 
-    def _parts(self, module: LightningModule, network: Network) -> list[range]:
-        num_stages = self.placement.num_stages
+    def _parts(self, network: Network) -> list[range]:
+        num_stages = self.placement.pipeline_size
         if isinstance(self._split, list):
             return explicit_split(self._split, network.names, num_stages)
-        if self._split == "parameters":
-            sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in network.layers]
-            return balanced(sizes, num_stages)
-        if network.pretrained is not None:
-            raise StrategyError(
-                "split=time measures layers that take what the one before returns, unlike those of a model of "
-                "transformers. Use split=parameters, or name the layers that begin stages: "
-                f"split=[{network.names[1 + (len(network.names) - 2) // 2]}]."
-            )
-        if module.example_input_array is None:
-            raise StrategyError(
-                f"split=time measures the layers on {type(module).__name__}.example_input_array, which is not set. "
-                "Set it to an input of forward, or use split=parameters."
-            )
-        measured = self._measured(module, network) if self.global_rank == 0 else []
-        return self.broadcast(measured)
-
-    def _measured(self, module: LightningModule, network: Network) -> list[range]:
-        example = module.example_input_array
-        inputs = UserSteps.network_inputs(module, network.module, example)
-        inputs = tuple(value.to(self.root_device) if isinstance(value, Tensor) else value for value in inputs)
-        return balanced(measured_seconds(network, inputs, self.root_device), self.placement.num_stages)
+        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in network.layers]
+        return balanced(sizes, num_stages)
 
     def _report(self, network: Network, parts: Sequence[range]) -> None:
         """Log which ranks hold which layers."""
@@ -543,28 +428,26 @@ class PipelineParallelStrategy(DDPStrategy):
         placement = self.placement
         rows = []
         for stage, part in enumerate(parts):
-            position = placement.position_of(stage)
-            ranks = [
-                placement.ranks(replica, neighbour)[position]
-                for replica in range(placement.data_size)
-                for neighbour in range(placement.tensor_size)
-            ]
+            ranks = [placement.ranks(replica)[stage] for replica in range(placement.data_size)]
             parameters = sum(p.numel() for i in part for p in network.layers[i].parameters())
             held_by = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks)
             rows.append((stage, held_by, _named(network, part), f"{parameters:,}"))
-        p, d, t = placement.pipeline_size, placement.data_size, placement.tensor_size
+        p, d = placement.pipeline_size, placement.data_size
         logger.info(
-            "Pipeline over %d ranks, %d replica%s (%s%s%s), schedule %s, up to %d microbatches\n%s",
+            "Pipeline over %d ranks, %d replica%s (%s), schedule %s, up to %d microbatches\n%s",
             p,
             d,
             "" if d == 1 else "s",
             placement.order,
-            ", sharded" if self._shard else "",
-            f", layers split over {t} ranks" if t > 1 else "",
             self._schedule,
             self._num_microbatches,
             draw_table(rows, ("stage", "ranks, by replica", "layers", "parameters")),
         )
+        if self._outputs == "loss":
+            logger.info(
+                "Steps run to their end on the ranks of the last stage. What they keep in attributes stays there; what "
+                "they log, metrics and buffers reach all ranks. outputs: all runs them everywhere."
+            )
 
     # Steps
 
@@ -585,25 +468,28 @@ class PipelineParallelStrategy(DDPStrategy):
         rows = num_rows(batch)
         microbatches = num_microbatches(rows, self._num_microbatches)
         self._tell_once(rows, microbatches)
-        last = self.placement.last_position
-        is_last = self._replica.position == last
-        shapes = _shapes(batch)
+        before = random_state()
+        gradients = StepGradients(self._module)
+
+        def prepare(inputs: tuple[Any, ...]) -> None:
+            self._steps.check_inputs(inputs, rows, before)
+            if self._replica.is_last:
+                self._loss.begin(arguments, rows, microbatches, pair=self._num_steps)
+
+        def step() -> Any:
+            result = self._module.training_step(*arguments)
+            loss_of(result, self._steps.where)
+            return result
+
         with self.precision_plugin.train_step_context():
-            inputs, error = self._captured(arguments, rows)
-            with self._stage_stream():
-                if is_last:
-                    self._loss.begin(arguments, rows, microbatches, pair=self._num_steps)
-                inputs, error = self._inputs(inputs, error, rows, microbatches, shapes)
-                with StepGradients(self._module) as gradients:
-                    output = self._runner.step(inputs, microbatches, shapes)
-            error = error or (self._loss.end() if is_last else None)
-            if self._outputs == "all":
-                self._replica.raise_together(error)
-                output = self._replica.broadcast(output, last)
-                self._check_loss(is_last=is_last)
-                result = self._steps.replay(arguments, output)
-            else:
-                result = self._result_of_last(arguments, output, error, last)
+            result = self._steps.run(
+                "training_step",
+                step,
+                prepare,
+                lambda inputs: self._trained(inputs, microbatches, gradients),
+                is_everywhere=self._outputs == "all",
+            )
+            self._check_loss()
         self._num_steps += 1
         if isinstance(result, Mapping):
             return {**result, "loss": gradients.loss(result["loss"], self._average)}
@@ -631,67 +517,39 @@ class PipelineParallelStrategy(DDPStrategy):
         step = getattr(self._module, name)
         if self._outputs == "all":
             return step(*arguments)
-        return self._evaluation_steps(name, lambda: step(*arguments), arguments[0])
+        return self._steps.run(name, lambda: step(*arguments), lambda _: None, self._forward_of_last)
 
-    def _result_of_last(self, arguments: tuple[Any, ...], output: Any, error: Exception | None, last: int) -> Any:
-        """Return what ``training_step`` returns on the rank of the last stage, after its effects on this rank."""
-        result: Any = None
-        effects: StepEffects | None = None
-        is_last = self._replica.position == last
-        if is_last and error is None:
-            try:
-                result, effects = self._effects.record("training_step", lambda: self._steps.replay(arguments, output))
-            except Exception as raised:  # noqa: BLE001  # raised on all ranks of the replica below
-                error = raised
-        self._replica.raise_together(error)
-        self._check_loss(is_last=is_last)
-        effects = self._replica.broadcast(effects, last)
-        return result if is_last or effects is None else self._effects.repeat(effects)
+    def _forward_of_last(self, inputs: tuple[Any, ...]) -> Any:
+        return evaluate(self._stage, self._replica, inputs, self._num_microbatches)
 
-    def _captured(self, arguments: tuple[Any, ...], rows: int) -> tuple[tuple[Tensor, ...], Exception | None]:
-        """Return the network's inputs on ranks that need the call, and the error in getting them."""
-        if self._replica.position != 0 and not self._calls.every_rank_binds:
-            return (), None
-        try:
-            return self._steps.capture(arguments, rows), None
-        except Exception as raised:  # noqa: BLE001  # raised on all ranks once shapes are known, or after the schedule
-            return (), raised
+    def _forward_everywhere(self, *inputs: Any) -> Any:
+        """Return the network's output, on every rank of the replica."""
+        return self._replica.broadcast(self._forward_of_last(inputs), self._replica.last)
 
-    def _inputs(
-        self, inputs: tuple[Tensor, ...], error: Exception | None, rows: int, microbatches: int, shapes: Hashable
-    ) -> tuple[tuple[Any, ...], Exception | None]:
-        """Return the network's inputs on the first rank, else nothing, and the error in getting them.
+    def _trained(self, inputs: tuple[Any, ...], microbatches: int, gradients: StepGradients) -> Any:
+        """Run the stages forward and backward; return the network's output on ranks that go on with the step."""
+        shapes = tuple((tuple(value.shape), value.dtype) for value in inputs)
+        with stage_stream(drawn_seed(), self._replica.position):
+            if not self._runner.knows(microbatches, shapes):
+                first = tuple(value[: len(value) // microbatches] for value in inputs)
+                found = try_out(self._stage, self._replica, first, self._loss.try_out)
+                self._runner.learn(microbatches, shapes, found)
+            with gradients:
+                output = self._runner.step(inputs if self._replica.position == 0 else (), microbatches, shapes)
+        if self._outputs == "all":
+            output = self._replica.broadcast(output, self._replica.last)
+        error = self._loss.end() if self._replica.is_last else None
+        if error is not None:
+            raise error
+        return output
 
-        After an error, inputs are placeholders, with which the schedule can run to its end.
-        """
-        is_first = self._replica.position == 0
-        if not is_first:
-            inputs = ()
-        size = rows // microbatches
-        if not self._runner.knows(microbatches, shapes):
-            tried = self._trial(tuple(value[:size] for value in inputs), error)
-            free_gathered(self._stages)
-            self._replica.raise_together(error or tried.error)
-            self._runner.learn(microbatches, shapes, tried.shapes)
-            self._forms[microbatches, shapes] = self._calls.form
-        error = self._steps.settle_form(self._forms[microbatches, shapes]) or error
-        if is_first:
-            known = self._runner.inputs_of(microbatches, shapes)
-            if error is None:
-                error = self._steps.changed_inputs(tuple(value[:size] for value in inputs), known)
-            if error is not None:
-                inputs = tuple(
-                    torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=self.root_device) for value in known
-                )
-        return inputs, error
-
-    def _check_loss(self, *, is_last: bool) -> None:
+    def _check_loss(self) -> None:
         """Raise the same error on all ranks if a loss is not that of its microbatches, or copies of weights differ."""
         if not is_checked(self._num_steps):
             return
         found: list[str | None] = [None] * self.world_size
         difference = self._tied.difference()
-        dist.all_gather_object(found, difference or (self._loss.check() if is_last else None))
+        dist.all_gather_object(found, difference or (self._loss.check() if self._replica.is_last else None))
         wrong = next(filter(None, found), None)
         if wrong is not None:
             raise StrategyError(wrong)
@@ -700,7 +558,7 @@ class PipelineParallelStrategy(DDPStrategy):
         if self._is_sync_blocked:
             return
         self._tied.add_gradients()
-        if self.placement.data_size > 1 and not self._shard:
+        if self.placement.data_size > 1:
             average(parameters, self._data_group, self.placement.data_size)
 
     @contextmanager
@@ -726,15 +584,14 @@ class PipelineParallelStrategy(DDPStrategy):
         duplicates = {id(parameter) for parameter in self._tied.duplicates}
         own = self._module.parameters() if parameters is None else parameters
         counted = [parameter for parameter in own if id(parameter) not in duplicates]
-        with self._norm_watch.pause():
-            return total_norm(counted, self._replica.group, self.root_device, norm_type)
+        return total_norm(counted, self._replica.group, self.root_device, norm_type)
 
     def _tell_once(self, rows: int, microbatches: int) -> None:
         """Warn in the first step if its microbatches are fewer than configured, or fewer than the stages."""
         if self._is_told or self.global_rank != 0:
             return
         self._is_told = True
-        num_stages = self.placement.num_stages
+        num_stages = self.placement.pipeline_size
         if microbatches < self._num_microbatches:
             logger.warning(
                 "The batch of a replica has %d rows, which num_microbatches=%d does not divide: %d microbatch%s of %d. "
@@ -760,17 +617,6 @@ class PipelineParallelStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights of all stages on rank 0, and of this rank's stages elsewhere; a collective call."""
         return self._checkpoint.weights()
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint, of which this rank takes the part of its stages: a local file is mapped, not copied.
-
-        Args:
-            checkpoint_path: Path or address of the checkpoint.
-            args: ``weights_only``, from Lightning 2.6 on.
-            options: The same, by name.
-        """
-        mapped: dict[str, Any] | None = mapped_checkpoint(self.checkpoint_io, checkpoint_path, *args, **options)
-        return super().load_checkpoint(checkpoint_path, *args, **options) if mapped is None else mapped
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the part of this rank's stages from a checkpoint of any number of stages.
@@ -828,10 +674,6 @@ class _SharedDraws(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy.share_random_state()
-
-
-def _shapes(batch: Any) -> Hashable:
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch))
 
 
 def _named(network: Network, part: range) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.placement import Placement
 
@@ -63,40 +60,14 @@ def retie(module: nn.Module, tied: Iterable[TiedNames]) -> None:
             setattr(module.get_submodule(parent), attribute, there[first])
 
 
-def check_apart(tied: Iterable[TiedNames], stage_of: Sequence[int], placement: Placement) -> None:
-    """Check that no rank has a tied parameter in two layers: torch's FSDP2 cannot shard it with both.
-
-    Args:
-        tied: The tied parameters.
-        stage_of: The stage of each layer.
-        placement: The grid of ranks.
-
-    Raises:
-        StrategyError: A rank has one.
-    """
-    for one in tied:
-        positions = [placement.position_of(stage_of[layer]) for layer in one.layers]
-        if len(set(positions)) < len(positions):
-            raise StrategyError(
-                f"shard=True: the parameter {one.names[0]} is tied to {', '.join(one.names[1:])} on the same rank, "
-                "where FSDP2 cannot shard both layers. Cut the network between them (split=[...]), or use shard=False."
-            )
-
-
 @dataclass(frozen=True)
 class _TiedCopy:
     """A tied parameter of this rank that other ranks have, too."""
 
     name: str
-    module: nn.Module
-    own_name: str
+    parameter: nn.Parameter
     group: dist.ProcessGroup
     source: int
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter, another object once it is sharded."""
-        return self.module.get_parameter(self.own_name)
 
 
 class TiedWeights:
@@ -125,15 +96,15 @@ class TiedWeights:
         self._copies: list[_TiedCopy] = []
         there = dict(module.named_parameters(remove_duplicate=False))
         for one in tied:
-            positions = sorted({placement.position_of(stage_of[layer]) for layer in one.layers})
+            positions = sorted({stage_of[layer] for layer in one.layers})
             if len(positions) == 1:
                 continue
-            for number, part in itertools.product(range(placement.data_size), range(placement.tensor_size)):
-                ranks = [placement.ranks(number, part)[position] for position in positions]
+            for number in range(placement.data_size):
+                ranks = [placement.ranks(number)[position] for position in positions]
                 group: Any = dist.new_group(ranks)  # all ranks make all groups, in the same order
                 if ranks[0] in replica.ranks and replica.position in positions:
                     own = next(name for name in one.names if name in there)
-                    self._copies.append(_TiedCopy(one.names[0], module, own, group, ranks[0]))
+                    self._copies.append(_TiedCopy(one.names[0], there[own], group, ranks[0]))
 
     @property
     def duplicates(self) -> list[nn.Parameter]:
@@ -143,14 +114,14 @@ class TiedWeights:
     def synchronize(self) -> None:
         """Give all copies the values of the first."""
         for copy in self._copies:
-            dist.broadcast(_local(copy.parameter.detach()), copy.source, group=copy.group)
+            dist.broadcast(copy.parameter.detach(), copy.source, group=copy.group)
 
     def add_gradients(self) -> None:
         """Give all copies the sum of their gradients."""
         for copy in self._copies:
             if copy.parameter.grad is None:
                 copy.parameter.grad = torch.zeros_like(copy.parameter)
-            dist.all_reduce(_local(copy.parameter.grad), group=copy.group)
+            dist.all_reduce(copy.parameter.grad, group=copy.group)
 
     def regroup(self, optimizers: Sequence[Optimizer]) -> None:
         """Move each copy to the optimizer group of the first, as scripts may choose groups by name.
@@ -183,7 +154,7 @@ class TiedWeights:
     def difference(self) -> str | None:
         """Return which copies are not equal, or None; a collective call of the replica."""
         for copy in self._copies:
-            values = _local(copy.parameter.detach()).double()
+            values = copy.parameter.detach().double()
             sums = torch.stack([values.sum(), values.square().sum()])
             lowest, highest = sums.clone(), sums
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=copy.group)
@@ -198,7 +169,3 @@ class TiedWeights:
 
     def _is_source(self, copy: _TiedCopy) -> bool:
         return copy.source == self._replica.ranks[self._replica.position]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import random
 from collections.abc import Sequence
@@ -189,6 +188,16 @@ def _raw_lstm() -> Classifier:
     return Classifier(nn.Sequential(nn.LSTM(8, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, 8)))
 
 
+class _RawLSTMInValidation(Classifier):
+    """The same, which validates before it trains."""
+
+    def __init__(self) -> None:
+        super().__init__(_raw_lstm().network)
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.network(batch[0])
+
+
 class _ChannelsLast(Classifier):
     def __init__(self) -> None:
         convolutions = [layer for _ in range(3) for layer in (nn.Conv2d(3, 3, 3), nn.ReLU())]
@@ -292,7 +301,7 @@ class _Counters(Classifier):
 
     def __init__(self) -> None:
         super().__init__(perceptron())
-        self.rows = 0
+        self.rows = self.counted_behind = 0
         self.batches: list[int] = []
         self.register_buffer("mean", torch.zeros(8))
 
@@ -300,11 +309,13 @@ class _Counters(Classifier):
         self.rows += len(batch[0])
         self.batches.append(batch_idx)
         loss = super().training_step(batch, batch_idx) * (1 + self.mean.square().sum())
+        self.counted_behind += 1
         self.mean.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
         return loss
 
     def on_fit_end(self) -> None:
-        self.extra.update(rows=self.rows, batches=self.batches, mean=self.mean)
+        self.extra.update({"rows": self.rows, "batches": self.batches, "mean": self.mean})
+        self.extra["counted behind"] = self.counted_behind
 
 
 class _Outputs(Recorded):
@@ -453,7 +464,8 @@ class _Fails(Classifier):
     """A training_step that does in its third batch what a pipeline refuses.
 
     Args:
-        how: "skip": returns no loss; "draw": draws random numbers first; "trim": gives the network other shapes.
+        how: "skip": returns no loss; "draw": draws random numbers first; "trim": gives the network other shapes;
+            "twice": calls it in a validation step a second time.
     """
 
     def __init__(self, how: str) -> None:
@@ -468,6 +480,11 @@ class _Fails(Classifier):
             x = x[:, None]
         logits = self.network(x).flatten(1)
         return None if batch_idx == 2 and self.how == "skip" else functional.cross_entropy(logits, labels)
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.network(batch[0])
+        if self.how == "twice":
+            self.network(batch[0])
 
 
 class _Tied(Recorded):
@@ -524,45 +541,14 @@ class _OnMeta(Classifier):
 
 
 class _Norms(Classifier):
-    """A hook that keeps the norms of gradients before they are clipped.
-
-    Args:
-        how: "helper": by lightning_sm.gradient_norm; "torch": by torch's clip_grad_norm_.
-    """
-
-    def __init__(self, how: str) -> None:
-        super().__init__(perceptron())
-        self.how = how
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.how == "torch":
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 1e9)
-            return
-        norms = [float(gradient_norm(self, p)) for p in (2.0, 1.0, math.inf)]
-        self.extra.setdefault("norms", []).extend(norms)
-
-    def on_fit_start(self) -> None:
-        logging.getLogger("lightning_sm").addHandler(_Kept(self.extra.setdefault("warnings", [])))
-
-
-class _Kept(logging.Handler):
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
-
-
-class _Inference(Classifier):
-    """Validation in inference mode, as by Lightning on GPUs, before the first step and between steps."""
+    """A hook that keeps the norms of gradients before they are clipped."""
 
     def __init__(self) -> None:
         super().__init__(perceptron())
 
-    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        with torch.inference_mode():
-            self.extra.setdefault("means", []).append(float(self.network(torch.ones(4, 8)).mean()))
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norms = [float(gradient_norm(self, p)) for p in (2.0, 1.0, math.inf)]
+        self.extra.setdefault("norms", []).extend(norms)
 
 
 class _LBFGS(Classifier):
@@ -598,11 +584,11 @@ LAYERS: dict[str, Any] = {
     "tied, adamw": (partial(_Tied, "adamw"), tokens),
     "changed copy": (_ChangedCopy, tokens),
     "meta": (_OnMeta, sequences),
-    "norms": (partial(_Norms, "helper"), vectors),
-    "norms by torch": (partial(_Norms, "torch"), vectors),
-    "inference": (_Inference, vectors),
+    "norms": (_Norms, vectors),
     "lbfgs": (_LBFGS, vectors),
     "skip": (partial(_Fails, "skip"), vectors),
     "draw": (partial(_Fails, "draw"), vectors),
     "trim": (partial(_Fails, "trim"), vectors),
+    "twice": (partial(_Fails, "twice"), vectors),
+    "raw lstm in validation": (_RawLSTMInValidation, sequences),
 }

@@ -66,7 +66,7 @@ FOUR = {
     "pipeline 4, again": Fit({"pipeline_parallel_size": 4}),
     "cluster": Fit({"pipeline_parallel_size": 2}),
     "spread": Fit({"pipeline_parallel_size": 2, "placement": "spread"}),
-    "interleaved": Fit({"pipeline_parallel_size": 2, "schedule": "interleaved", "chunks": 2}),
+    "gpipe": Fit({"pipeline_parallel_size": 2, "schedule": "gpipe"}),
     "all outputs": Fit({"pipeline_parallel_size": 4, "outputs": "all"}),
     "clipped": Fit({"pipeline_parallel_size": 2}, trainer={"gradient_clip_val": 0.1}),
     "accumulating": Fit({"pipeline_parallel_size": 2}, trainer={"accumulate_grad_batches": 2}),
@@ -74,7 +74,6 @@ FOUR = {
     "until 3": Fit({"pipeline_parallel_size": 2}, trainer={"max_steps": 3, "max_epochs": -1}),
     "until 6": Fit({"pipeline_parallel_size": 4}, trainer={"max_steps": 6, "max_epochs": -1}, resume="until 3"),
     "transformer": Fit({"pipeline_parallel_size": 4}, model="transformer"),
-    "sharded": Fit({"pipeline_parallel_size": 2, "shard": True}),
     "vit": Fit({"pipeline_parallel_size": 4}, model="vit"),
     "tied": Fit({"pipeline_parallel_size": 2}, "tied", CLIPPED),
 }
@@ -84,7 +83,7 @@ SAME = {
     "pipeline 4": "one",
     "cluster": "one",
     "spread": "one",
-    "interleaved": "one",
+    "gpipe": "one",
     "all outputs": "one",
     "clipped": "one-clipped",
     "accumulating": "one-accumulating",
@@ -92,7 +91,6 @@ SAME = {
     "until 3": "one-until-3",
     "until 6": "one-until-6",
     "transformer": "one-transformer",
-    "sharded": "one",
 }
 
 
@@ -140,28 +138,26 @@ def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str
     assert difference(fits[name][0], alone, "weights") <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["pipeline 4", "interleaved", "spread", "all outputs"])
+@pytest.mark.parametrize("name", ["pipeline 4", "cluster", "spread", "all outputs"])
 def test_a_pipeline_evaluates_as_one_process_does(fits: Seen, name: str):
-    """With several calls of the network in a step, and the outputs on the ranks of the last stage, or on all."""
+    """With the outputs on the ranks of the last stage, or on all; the others have the numbers that a step returns."""
     (alone,) = fits["one"]
     assert alone["extra"]["val_outputs"] == ["logits", "loss"]
     assert alone["extra"]["val_rows"][-3:] == [10, 10, 2]
     with_outputs = 0
     for seen in fits[name]:
         assert difference(seen, alone, "tested") <= TOLERANCE
-        assert seen["extra"]["val_rows"] == alone["extra"]["val_rows"]
         if seen["extra"]["tested"] is None:
-            for key, step in (("refused", "validation_step"), ("refused in training", "training_step")):
-                assert f"outputs['logits'] of {step}, a tensor of shape " in seen["extra"][key]
+            assert seen["extra"]["val_outputs"] == ["loss"]
         else:
             with_outputs += 1
+            assert seen["extra"]["val_rows"] == alone["extra"]["val_rows"]
             assert difference(seen["extra"], alone["extra"], "tested") <= TOLERANCE
-            assert not any("refused" in key for key in seen["extra"])
-        assert seen["extra"]["val_outputs"] == ["logits", "loss"]
-    assert with_outputs == {"pipeline 4": 1, "interleaved": 2, "spread": 2, "all outputs": 4}[name]
+            assert seen["extra"]["val_outputs"] == ["logits", "loss"]
+    assert with_outputs == {"pipeline 4": 1, "cluster": 2, "spread": 2, "all outputs": 4}[name]
 
 
-@pytest.mark.parametrize("name", ["pipeline 4", "interleaved", "spread"])
+@pytest.mark.parametrize("name", ["pipeline 4", "cluster", "spread"])
 def test_every_rank_predicts_what_one_process_does(fits: Seen, name: str):
     """Also with rows that no number of microbatches divides, and on ranks without the last stage."""
     (alone,) = fits["one"]
@@ -190,11 +186,6 @@ def test_a_checkpoint_is_that_of_one_process(fits: Seen, folder: Path):
 OTHERS = {
     2: {
         "1f1b": Fit({}),
-        "gpipe": Fit({"schedule": "gpipe"}),
-        "looped_bfs": Fit({"schedule": "looped_bfs"}),
-        "interleaved_zero_bubble": Fit({"schedule": "interleaved_zero_bubble"}),
-        "zbv": Fit({"schedule": "zbv"}),
-        "dualpipev": Fit({"schedule": "dualpipev"}),
         "uneven": Fit({"split": [2]}),
         "resnet": Fit({}, "resnet", DOUBLE),
         "resnet in float32": Fit({}, "resnet", SHORT, rows=10 * ROWS),
@@ -205,12 +196,12 @@ OTHERS = {
     4: {
         "hybrid resnet": Fit({"pipeline_parallel_size": 2}, "resnet", DOUBLE),
         "resnet 4": Fit({"pipeline_parallel_size": 4}, "resnet", DOUBLE),
-        "hybrid zbv": Fit({"pipeline_parallel_size": 2, "schedule": "zbv", "placement": "spread"}),
+        "spread resnet": Fit({"pipeline_parallel_size": 2, "placement": "spread"}, "resnet", DOUBLE),
     },
 }
 # Of the others, TOLERANCE.
 TOLERANCES = {
-    **dict.fromkeys(("resnet", "hybrid resnet", "resnet 4", "float64"), 1e-12),
+    **dict.fromkeys(("resnet", "hybrid resnet", "spread resnet", "resnet 4", "float64"), 1e-12),
     "bf16-mixed": 5e-3,
     # The gradient of a bias of attention's keys is rounding noise around 0, of which AdamW makes steps of size lr.
     "AdamW": 2e-2,
@@ -218,8 +209,8 @@ TOLERANCES = {
 
 
 @pytest.mark.proof
-def test_other_schedules_models_and_numbers_train_as_one_process_does(tmp_path: Path):
-    """All schedules of torch, the app's ResNet-18 with group normalization, double and mixed precision, and AdamW."""
+def test_other_models_and_numbers_train_as_one_process_does(tmp_path: Path):
+    """The app's ResNet-18 with group normalization, double and mixed precision, and AdamW."""
     plain: dict[str, Fit] = {}
     for fit in (replace(fit, strategy=None) for fits_of in OTHERS.values() for fit in fits_of.values()):
         if fit not in plain.values():
@@ -236,10 +227,9 @@ def test_other_schedules_models_and_numbers_train_as_one_process_does(tmp_path: 
 STRICT = {"process_group_backend": "staged"}
 AS_FOR_NCCL = {
     "hybrid": Fit({"pipeline_parallel_size": 2, **STRICT}, trainer={"gradient_clip_val": 0.1}),
-    "interleaved": Fit({"pipeline_parallel_size": 2, "schedule": "interleaved", "chunks": 2, **STRICT}),
+    "gpipe": Fit({"pipeline_parallel_size": 2, "schedule": "gpipe", **STRICT}),
     "all outputs": Fit({"pipeline_parallel_size": 4, "outputs": "all", **STRICT}),
     "odd rows": Fit({"pipeline_parallel_size": 4, **STRICT}, rows=4 * ROWS + 6),
-    "shards": Fit({"pipeline_parallel_size": 2, "shard": True, **STRICT}, trainer={"gradient_clip_val": 0.1}),
     "transformer": Fit({"pipeline_parallel_size": 4, **STRICT}, model="transformer"),
 }
 

@@ -16,22 +16,12 @@ MODELS = ("lstm", "channels_last", "unet", "vit", "lengths", "counters")
 ONE = {f"one {model}": Fit(model=model) for model in MODELS}
 TIED = {"max_steps": 3, "max_epochs": -1}
 TIED_ON = {"max_steps": 6, "max_epochs": -1}
-OTHERS = ("unet, interleaved", "lstm, zbv", "vit, recomputed", "unet, recomputed")
-SHORT = {"max_steps": 2}
 TWO = {
     "tied": Fit({}, "tied", {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
-    "tied, on the same rank": Fit(
-        {"schedule": "zbv"}, "tied", {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-    ),
     "tied until 3": Fit({}, "tied, adamw", TIED),
     "meta": Fit({}, "meta"),
     **{model: Fit({}, model) for model in MODELS},
-    "unet, interleaved": Fit({"schedule": "interleaved", "chunks": 2}, "unet"),
-    "lstm, zbv": Fit({"schedule": "zbv"}, "lstm"),
-    "vit, recomputed": Fit({"activation_checkpointing": 2}, "vit"),
-    "unet, recomputed": Fit({"schedule": "zbv", "activation_checkpointing": True}, "unet"),
     "outputs": Fit({}, "outputs"),
-    "outputs, V": Fit({"schedule": "zbv"}, "outputs"),
     "outputs, all": Fit({"outputs": "all"}, "outputs"),
     "own logger": Fit({}, "own logger", {"logger": True}, refused=True),
     "logger in validation": Fit({}, "logger in validation", {"logger": True}, refused=True),
@@ -42,12 +32,13 @@ TWO = {
     "draws, all": Fit({"split": [3], "outputs": "all"}, "draws", {"max_epochs": 1}),
     "raw lstm": Fit({"split": [1]}, "raw lstm", refused=True),
     "norms": Fit({}, "norms", {"gradient_clip_val": 0.1}),
-    "norms by torch": Fit({}, "norms by torch", SHORT),
     "lbfgs": Fit({}, "lbfgs", refused=True),
     "changed copy": Fit({}, "changed copy", refused=True),
     "skip": Fit({}, "skip", refused=True),
     "draw": Fit({}, "draw", refused=True),
-    "trim": Fit({}, "trim", refused=True),
+    "trim": Fit({}, "trim"),
+    "twice": Fit({}, "twice", refused=True),
+    "raw lstm in validation": Fit({"split": [1]}, "raw lstm in validation", {"max_epochs": 1}, refused=True),
 }
 
 FOUR = {
@@ -82,7 +73,7 @@ def fits(folder: Path) -> Seen:
     }
 
 
-@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str):
     """Tensors that are not contiguous, forward or backward, and batches of more lengths than schedules are kept."""
     (alone,) = fits[f"one {TWO[name].model}"]
@@ -96,24 +87,23 @@ def test_lengths_that_have_been_seen_cost_no_extra_pass(fits: Seen):
     assert fits["lengths"][0]["extra"]["passes"] == 12 * 4 + 6
 
 
-def test_what_a_step_counts_is_counted_once_on_every_rank(fits: Seen):
-    """Attributes, containers and buffers of the module are those of one process."""
+def test_what_a_step_counts_is_counted_once(fits: Seen):
+    """Before the network's call on every rank, behind it on the last; buffers around the network are on all."""
     (alone,) = fits["one counters"]
     for seen in fits["counters"]:
-        assert seen["extra"]["rows"] == alone["extra"]["rows"]
-        assert seen["extra"]["batches"] == alone["extra"]["batches"]
+        for name in ("rows", "batches", "counted behind"):
+            expected = 0 if name == "counted behind" and seen is fits["counters"][0] else alone["extra"][name]
+            assert seen["extra"][name] == expected
         assert difference({"mean": seen["extra"]["mean"]}, {"mean": alone["extra"]["mean"]}, "mean") <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("name", "holders"), [("outputs", [False, True]), ("outputs, V", [True, False]), ("outputs, all", [True, True])]
-)
+@pytest.mark.parametrize(("name", "holders"), [("outputs", [False, True]), ("outputs, all", [True, True])])
 def test_only_the_last_stage_has_whole_outputs_unless_all_ask_for_them(fits: Seen, name: str, holders: list[bool]):
     """Others have no tensor of their shape; losses, logged values and metrics are those of one process everywhere."""
     (alone,) = fits["one outputs"]
     for seen, is_holder in zip(fits[name], holders, strict=True):
         assert (seen["extra"]["whole outputs"] > 0) is is_holder
-        assert seen["extra"]["returned"] == ["largest", "logits", "loss"]
+        assert seen["extra"]["returned"] == (["largest", "logits", "loss"] if is_holder else ["largest", "loss"])
         for key in ("losses", "metrics"):
             assert difference(seen, alone, key) <= TOLERANCE
         assert difference(seen["extra"], alone["extra"], "largest") <= TOLERANCE
@@ -127,8 +117,12 @@ def test_a_logger_that_only_the_last_stage_would_use_is_an_error_on_every_rank(f
         assert "outputs: all" in seen["error"]
     for seen in fits["logger in validation"]:
         assert "validation_step uses self.logger.log_metrics" in seen["error"]
-        assert "on_validation_batch_end" in seen["error"]
     assert [seen["step"] for seen in fits["own logger, all"]] == [12, 12]
+
+
+def test_inputs_of_other_shapes_train_as_before(fits: Seen):
+    """A step may give the network other shapes for a batch of the same ones."""
+    assert [seen["step"] for seen in fits["trim"]] == [12, 12]
 
 
 def test_stages_drop_different_features(fits: Seen):
@@ -140,11 +134,12 @@ def test_stages_drop_different_features(fits: Seen):
 
 @pytest.mark.parametrize("name", ["draws", "draws, resumed", "draws, all"])
 def test_hooks_draw_the_same_numbers_on_all_ranks(fits: Seen, name: str):
-    """Also after the fetching rank alone has drawn, or that of the last stage, or stages with dropout."""
+    """Also after the fetching rank alone has drawn, or stages with dropout, or the last rank at the end of a step."""
     first, second = (seen["extra"]["draws"] for seen in fits[name])
-    assert len(set(first.values())) == len(first) > 30  # an epoch's
-    assert {where.partition(",")[0] for where in first} >= {"on_train_epoch_start", "training_step", "validation_step"}
-    assert first == second
+    assert len(first) > 20  # an epoch's
+    assert {where.partition(",")[0] for where in first} >= {"on_train_epoch_start", "validation_step"}
+    assert {where.partition(",")[0] for where in second} >= {"training_step", "validation_step"}
+    assert first == {where: numbers for where, numbers in second.items() if where in first}
 
 
 def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
@@ -167,7 +162,8 @@ def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
         ("changed copy", "copies of the tied parameter network.0.weight on 2 ranks are no longer equal"),
         ("skip", "returned NoneType without a loss"),
         ("draw", "draws random numbers before it calls self.network"),
-        ("trim", "for an earlier batch of the same shapes"),
+        ("twice", "calls the network several times"),
+        ("raw lstm in validation", "network.0, the last layer of its stage, returns a tuple of Tensor, tuple"),
     ],
 )
 def test_what_one_rank_refuses_is_an_error_on_every_rank(fits: Seen, name: str, message: str):
@@ -176,7 +172,7 @@ def test_what_one_rank_refuses_is_an_error_on_every_rank(fits: Seen, name: str, 
         assert message in seen["error"]
 
 
-@pytest.mark.parametrize("name", ["tied", "tied, on the same rank", "tied, replicas"])
+@pytest.mark.parametrize("name", ["tied", "tied, replicas"])
 def test_tied_weights_train_as_in_one_process(fits: Seen, name: str):
     """With clipping, accumulation and decay: copies have the sum of gradients, count once, and share a group."""
     (alone,) = fits["one tied"]
@@ -202,19 +198,10 @@ def test_a_checkpoint_has_tied_weights_once(fits: Seen, folder: Path):
 
 
 def test_hooks_see_the_norm_over_all_stages(fits: Seen):
-    """In any p-norm, on every rank, and without a warning."""
+    """In any p-norm, on every rank."""
     (alone,) = fits["one norms"]
     for seen in fits["norms"]:
         assert difference(seen["extra"], alone["extra"], "norms") <= 10 * TOLERANCE  # the 1-norm is about 10
-        assert not [message for message in seen["extra"]["warnings"] if "norm" in message]
-
-
-def test_a_norm_of_one_stage_is_warned_of(fits: Seen):
-    """The norm of torch's clip_grad_norm_ would scale stages differently: rank 0 says so once, and what to use."""
-    first, second = (seen["extra"]["warnings"] for seen in fits["norms by torch"])
-    (told,) = [message for message in first if "computes a norm of gradients" in message]
-    assert "lightning_sm.gradient_norm(self)" in told
-    assert not second
 
 
 @pytest.mark.parametrize("name", ["meta", "meta, replicas"])

@@ -15,7 +15,6 @@ TWO = {
     "padded, weighted": Fit({}, "padded, weighted"),
     "sum": Fit({"loss": "sum"}, "sum"),
     "class weights": Fit({}, "class weights"),
-    "weights, split backward": Fit({"schedule": "zbv"}, "class weights"),
     "sum, DDP": Fit(model="sum"),
     "padded, DDP": Fit(model="padded, weighted"),
     "undeclared padding": Fit({}, "padded", refused=True),
@@ -41,7 +40,6 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     ("name", "model"),
     [
         *((model, model) for model in MODELS),
-        ("weights, split backward", "class weights"),
         ("contrastive in one microbatch", "contrastive"),
     ],
 )

@@ -31,7 +31,6 @@ REQUEST = StartIterator(
     window_batches=16,
     is_window_fixed=False,
     window_bytes=1 << 20,
-    compression="zstd",
 )
 STREAM = replace(REQUEST, is_stream=True)
 
@@ -64,7 +63,7 @@ def answer(buffer, request_id, header):
     buffer.take_header(request_id, header)
     in_flight = buffer.in_flight[request_id]
     if header.num_bytes:
-        piece = in_flight.begin_piece(0, header.num_bytes, is_compressed=False, ended=lambda *_: None)
+        piece = in_flight.begin_piece(0, header.num_bytes, lambda *_: None)
         piece.memory[:] = bytes([request_id]) * header.num_bytes
         buffer.end_piece(in_flight, piece)
     return buffer.accept(request_id, latency_s=1.0)
@@ -74,7 +73,7 @@ def test_a_request_has_what_the_sampler_has_yielded(ring):
     """Its batches are counted from the first of the epoch, not of the run that goes on with it."""
     buffer, free = make(ring, num_batches=5)
     spec = FetchSpec.decode(buffer.reserve(1, StepRange(2, 3)))
-    assert spec == FetchSpec("train", "zstd", 1, 2, -3, 12, 3, [pickle.dumps([n, n + 1]) for n in (2, 3, 4)])
+    assert spec == FetchSpec("train", 1, 2, -3, 12, 3, [pickle.dumps([n, n + 1]) for n in (2, 3, 4)])
     assert len(free) == 2
     assert buffer.keys(3) == [3, 4]
 
@@ -104,7 +103,7 @@ def test_a_slot_is_free_only_once_nothing_is_written_to_it(ring):
     buffer.reserve(1, StepRange(0, 1))
     buffer.take_header(1, header_of(1, 100))
     in_flight = buffer.in_flight[1]
-    piece = in_flight.begin_piece(0, 50, is_compressed=False, ended=lambda *_: None)
+    piece = in_flight.begin_piece(0, 50, lambda *_: None)
     buffer.drop(1)
     assert piece.memory is None
     assert len(free) == 2

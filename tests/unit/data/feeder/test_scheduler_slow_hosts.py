@@ -125,8 +125,8 @@ def test_cheap_batches_of_another_loader_say_nothing_about_a_host():
 
 def test_the_caller_wakes_when_a_slow_host_counts_as_quick_again():
     """Its slowness beyond 1 halves every ten of its latencies: 9 has become 3 after twenty of them."""
-    scheduler, now = slow_and_quick(num_credits=8, hedge_factor=0.0)
-    scheduler.open_pass(2, 0, 100, 30)
+    scheduler, now = slow_and_quick(num_credits=8)
+    scheduler.open_pass(2, 0, 100, 30, may_hedge=False)
     scheduler.set_window(2, 9)
     assert {host for host, _ in asked(scheduler.next_requests(now))} == {"a"}
     measured = scheduler._hosts["b"]

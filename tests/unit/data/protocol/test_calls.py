@@ -161,7 +161,6 @@ def test_a_request_is_bounded(call, request_, changed, why):
         {"figures": {"rank 1": {"wait": 1.0}}},
         {"name": 7},
         {"surprise": 7},
-        {"stream_port": 1 << 16},
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.figures import BatchFigures, RankFigures
@@ -52,16 +52,6 @@ def test_a_batch_of_a_second_loader_is_no_step():
     for is_step in (True, False, True, False):
         figures.count(BATCH, is_step=is_step)
     assert (figures.num_steps, figures.num_batches, figures.num_bytes) == (2, 4, 400)
-
-
-def test_how_much_batches_vary_survives_the_way_to_rank_0():
-    """Times of 4 and 6 ms vary by a fifth, also after the sums were rounded for the network."""
-    figures = RankFigures()
-    for produce_s in (0.004, 0.006):
-        figures.count(replace(BATCH, produce_s=produce_s), is_step=True)
-    received = received_from(figures)
-    assert received.produce_variation == pytest.approx(0.2)
-    assert RankFigures().produce_variation is None
 
 
 def test_nothing_counted_is_no_fraction():

@@ -2,7 +2,6 @@
 
 import os
 import queue
-import re
 import socket
 
 import pytest
@@ -48,7 +47,7 @@ class FakeWorker:
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
         self.ring.slot(slot)[0] = value
-        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, pieces=[], produce_s=0.0), b"header"))
+        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0), b"header"))
 
     def is_idle(self):
         """Return whether it gets no request."""
@@ -70,15 +69,9 @@ def killed():
 
 
 @pytest.fixture
-def shown():
-    """The ids of workers whose stack the pool wants, and for how many seconds they have worked."""
-    return queue.Queue()
-
-
-@pytest.fixture
-def pool(killed, shown):
-    """A pool without workers that soon kills hanging ones, and soon wants their stacks."""
-    pool = WorkerPool(killed.put, lambda *worker: shown.put(worker), cancel_grace_s=0.1, stuck_s=0.1)
+def pool(killed):
+    """A pool without workers that soon kills hanging ones."""
+    pool = WorkerPool(killed.put, cancel_grace_s=0.1)
     yield pool
     pool.close()
 
@@ -193,57 +186,6 @@ def test_a_worker_that_dies_before_it_is_ready_fails_a_task(pool, workers):
     workers.append(FakeWorker(pool, 1, is_ready=False))
     pool.lose(1, "was killed by SIGSEGV")
     assert answers.get(timeout=TIMEOUT_S).error == "WorkerNotStarted"
-
-
-def test_a_worker_that_is_long_on_a_task_shows_its_stack_once(pool, worker, workers, shown):
-    """Reports say where it is until the task is done; of several workers that hang, one is shown in a minute."""
-    workers.append(FakeWorker(pool, 2, number=1))
-    for name in (b"a", b"b"):
-        submit(pool, name)
-    slots = {number: worker.next_request()[1] for number, worker in enumerate(workers)}
-    worker_id, seconds = shown.get(timeout=TIMEOUT_S)
-    assert seconds >= 0.1
-    number = worker_id - 1
-    assert pool.report("algo-3").stuck == ""
-    pool.note_stuck(worker_id, "frame.py:4 in read")
-    assert re.fullmatch(rf"worker {number} for \d+ s in frame\.py:4 in read", pool.report("algo-3").stuck)
-    with pytest.raises(queue.Empty):
-        shown.get(timeout=0.5)
-    workers[number].done(slots[number], 1)
-    until_idle = submit(pool, b"c")[1]
-    workers[number].next_request()
-    assert until_idle.empty()
-    assert pool.report("algo-3").stuck == ""
-
-
-def test_a_stack_that_comes_after_its_task_is_not_reported(pool, worker, shown):
-    """The worker is somewhere else by then."""
-    submit(pool, b"a")
-    _, slot = worker.next_request()
-    shown.get(timeout=TIMEOUT_S)
-    worker.done(slot, 1)
-    submit(pool, b"b")
-    worker.next_request()
-    pool.note_stuck(1, "frame.py:4 in read")
-    assert pool.report("algo-3").stuck == ""
-
-
-def test_a_worker_is_not_stuck_while_it_takes_no_longer_than_before(pool, worker, shown):
-    """Batches that all take long are normal once one of them is done."""
-    submit(pool, b"a")
-    _, slot = worker.next_request()
-    shown.get(timeout=TIMEOUT_S)
-    pool._longest_s = 600.0
-    worker.done(slot, 1)
-    submit(pool, b"b")
-    worker.next_request()
-    with pytest.raises(queue.Empty):
-        shown.get(timeout=0.5)
-    pool._look_for_hanging_worker()  # as if a minute had passed
-    assert shown.empty()
-    pool._longest_s = 0.0
-    pool._look_for_hanging_worker()
-    assert shown.get(timeout=TIMEOUT_S)[0] == 1
 
 
 def test_a_worker_that_hangs_on_a_cancelled_task_is_killed(pool, worker, killed):

@@ -1,7 +1,7 @@
 """The verdict names what held up training, and is silent about trifles."""
 
 import pytest
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.data.trainer.verdict import slowest, trouble, verdict, wait_cause
@@ -69,17 +69,6 @@ def test_slow_transforms_need_workers():
         "Training waits 97% of the time for the transforms: the 6 workers of the data hosts are busy"
     )
     assert "busy 95% of the time, with 1.98 s for a batch. Make the transforms cheaper, or use more workers" in text
-
-
-def test_ranks_that_take_turns_wait_as_long_as_the_slowest():
-    """Each waits in one of two epochs, and for the other rank in the backward pass of the other one."""
-    waits = waiting(90.0, produce_s=50.0)
-    syncs = replace(waits, wait_s=0.0, busy_s=100.0, sync_s=98.0)
-    both = {name: value + getattr(syncs, name) for name, value in asdict(waits).items()}
-    twice = {name: 2 * value for name, value in asdict(waits).items()}
-    busy = [replace(HOST, workers=2, busy_s=199.0, capacity_s=200.0)]
-    cause = wait_cause(ranks(RankFigures(**both), RankFigures(**both)), busy, RankFigures(**twice))
-    assert cause.text.startswith("Training waits 90% of the time for the transforms")
 
 
 def test_a_slow_network_is_named_with_its_rate():

@@ -262,7 +262,7 @@ def test_launcher_that_breaks_the_protocol_counts_as_lost(exits, lines, message)
     [
         {**_END, "outcome": {**_END["outcome"], "exit_code": math.inf}},
         b'{"type": "OrderRestart", "restart": {"number": 1e999, "most": 1, "kind": "failure", "cause": ""}}\n',
-        {"type": "StillThere", "awaited": 7},
+        {"type": "JobEnd", "outcome": 7},
         _REPORT,
     ],
 )

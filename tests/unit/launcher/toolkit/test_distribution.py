@@ -66,7 +66,6 @@ def test_the_number_of_processes_is_taken():
     asked = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_num_of_processes_per_host": "4"}
     assert processes(asked) == 4
     assert processes(asked, devices=4) == 4
-    assert processes({**asked, "sagemaker_mpi_num_processes": "8"}) == 4
 
 
 def test_options_of_mpirun_are_not_silently_dropped(caplog):
@@ -110,21 +109,10 @@ def test_smdistributed_dataparallel_is_left_to_the_script(caplog, value):
 @pytest.mark.parametrize(
     ("hyperparameters", "facts", "said"),
     [
-        ({"sagemaker_parameter_server_enabled": "true"}, {}, ["TensorFlow"]),
         (
             {"sagemaker_mpi_num_of_processes_per_host": "4"},
             {"devices": 2},
             ["sagemaker_mpi_num_of_processes_per_host=4", "LIGHTNING_SM_DEVICES is 2"],
-        ),
-        (
-            {"sagemaker_mpi_num_of_processes_per_host": "4", "sagemaker_mpi_num_processes": "12"},
-            {},
-            ["sagemaker_mpi_num_processes=12", "num_of_processes_per_host=4", "number of trainer hosts is 2"],
-        ),
-        (
-            {"sagemaker_mpi_custom_mpi_options": "-x LIGHTNING_SM_DEVICES=2"},
-            {},
-            ["sagemaker_mpi_custom_mpi_options has -x LIGHTNING_SM_DEVICES", "Estimator(environment=...)"],
         ),
         ({"sagemaker_mpi_num_of_processes_per_host": '"many"'}, {}, ["'many'", "whole number"]),
         ({"sagemaker_mpi_num_of_processes_per_host": "0"}, {}, ["is 0", "whole number"]),

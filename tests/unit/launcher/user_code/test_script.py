@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sm.errors import JobConfigError, ScriptError
-from lightning_sm.launcher.user_code.pip_install import index_variables
+from lightning_sm.errors import ScriptError
 from lightning_sm.launcher.user_code.requirements import constraints, failure
 from lightning_sm.launcher.user_code.script import (
     NamedBy,
@@ -26,23 +25,21 @@ def job_with(hyperparameters=None, **facts):
 
 
 @pytest.mark.parametrize(
-    ("line", "hyperparameter", "variable", "chosen", "overruled"),
+    ("line", "hyperparameter", "variable", "chosen"),
     [
-        ("a.py", '"b.py"', "c.py", "a.py", ["b.py", "c.py"]),
-        (None, '"b.py"', "c.py", "b.py", ["c.py"]),
-        (None, "b.py", "b.py", "b.py", []),
-        (None, None, "c.py", "c.py", []),
-        (None, '""', "c.py", "c.py", []),
-        ("a.py", None, None, "a.py", []),
+        ("a.py", '"b.py"', "c.py", "a.py"),
+        (None, '"b.py"', "c.py", "b.py"),
+        (None, "b.py", "b.py", "b.py"),
+        (None, None, "c.py", "c.py"),
+        (None, '""', "c.py", "c.py"),
+        ("a.py", None, None, "a.py"),
     ],
 )
-def test_command_line_then_job_then_image(line, hyperparameter, variable, chosen, overruled):
-    """Whoever is nearer to the job wins, and others with another name are remembered."""
+def test_command_line_then_job_then_image(line, hyperparameter, variable, chosen):
+    """Whoever is nearer to the job wins."""
     hyperparameters = {} if hyperparameter is None else {"sagemaker_program": hyperparameter}
     env = {} if variable is None else {"SAGEMAKER_PROGRAM": variable}
-    program = find_program(line, job_with(hyperparameters), env)
-    assert program.name == chosen
-    assert [other.name for other in program.overruled] == overruled
+    assert find_program(line, job_with(hyperparameters), env).name == chosen
 
 
 @pytest.mark.parametrize(
@@ -85,14 +82,11 @@ def test_what_starts_a_file(tmp_path, monkeypatch, name, content, command):
     assert list(script.command) == [*command, str(tmp_path / name)]
 
 
-def test_a_module_needs_a_setup_py(tmp_path, monkeypatch):
-    """Without one, a name that is no file is a mistake."""
+def test_a_name_that_is_no_file_is_an_error(tmp_path, monkeypatch):
+    """It says where the name is from."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ScriptError, match=r"'nets\.train' does not exist. It was named by the command line\."):
         find_script(Program("nets.train", NamedBy.COMMAND_LINE), job_with(base_dir=tmp_path / "ml"), {})
-    (tmp_path / "setup.py").write_text("")
-    script = find_script(Program("nets.train", NamedBy.COMMAND_LINE), job_with(base_dir=tmp_path / "ml"), {})
-    assert script.shown == ("-m", "nets.train")
 
 
 def test_constraints_keep_what_the_image_is_built_around():
@@ -121,17 +115,3 @@ def test_pips_own_words_come_first(tmp_path, output, said):
     assert "[notice]" not in reason
     assert "Looking" not in reason
     assert len(reason) < 1024 or not output
-
-
-@pytest.mark.parametrize(
-    "text", ["a repository", "arn:aws:s3:::bucket", "arn:aws:codeartifact:eu-west-1:1:repository/d"]
-)
-def test_a_malformed_repository_is_an_error(text):
-    """CA_REPOSITORY_ARN that is none of CodeArtifact's is quoted."""
-    with pytest.raises(JobConfigError, match="CA_REPOSITORY_ARN="):
-        index_variables({"CA_REPOSITORY_ARN": text})
-
-
-def test_without_a_repository_pip_is_left_alone():
-    """Nothing is set, and boto3 is not needed."""
-    assert index_variables({}) == {}

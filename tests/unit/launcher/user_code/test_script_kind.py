@@ -24,25 +24,17 @@ _CALL = "from lightning_sm import SageMakerCLI\nif __name__ == '__main__':\n    
     ],
 )
 def test_a_script_of_the_cli(tmp_path, source):
-    """It calls SageMakerCLI, or its own class of it, under any name."""
+    """It names SageMakerCLI, whatever it calls it."""
     path = tmp_path / "train.py"
     path.write_text(source)
-    assert parser_of(Script((sys.executable, "-u", str(path)), (str(path),), tmp_path)) is Parser.SAGEMAKER_CLI
-    package = tmp_path / "nets"
-    package.mkdir()
-    (package / "train.py").write_text(source)
-    module = Script((sys.executable, "-u", "-m", "nets.train"), ("-m", "nets.train"), tmp_path)
-    assert parser_of(module) is Parser.SAGEMAKER_CLI
+    assert parser_of(Script((sys.executable, "-u", str(path)), tmp_path)) is Parser.SAGEMAKER_CLI
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "",
-        "from lightning_sm import SageMakerCLI",
         "from pytorch_lightning.cli import LightningCLI\nLightningCLI(Model)",
-        "from mine import SageMakerCLI\nSageMakerCLI()",
-        "from .lightning_sm import SageMakerCLI\nSageMakerCLI()",
         "from lightning_sm import SageMakerTrainer\nSageMakerTrainer()",
         "import argparse\n" + _CALL,
         "import hydra\n" + _CALL,
@@ -50,47 +42,42 @@ def test_a_script_of_the_cli(tmp_path, source):
         "import sys\nprint(sys.argv)\n" + _CALL,
         "from sys import argv\n" + _CALL,
         "from lightning_sm import SageMakerCLI\nSageMakerCLI(Model, args=['fit'])",
-        "from lightning_sm import SageMakerCLI\nSageMakerCLI(**settings)",
         "def f(:",
         "\0",
     ],
 )
 def test_a_script_that_may_need_its_arguments(tmp_path, source):
-    """It does not call SageMakerCLI for certain, or something else may read the command line, too."""
+    """It does not name SageMakerCLI, or something else may read the command line, too."""
     path = tmp_path / "train.py"
     path.write_text(source)
-    assert parser_of(Script((sys.executable, "-u", str(path)), (str(path),), tmp_path)) is Parser.OTHER
+    assert parser_of(Script((sys.executable, "-u", str(path)), tmp_path)) is Parser.OTHER
 
 
 def test_a_shell_script_needs_its_arguments(tmp_path):
     """Whatever it starts."""
     path = tmp_path / "run.sh"
     path.write_text(_CALL)
-    assert parser_of(Script(("/bin/sh", str(path)), (str(path),), tmp_path)) is Parser.OTHER
+    assert parser_of(Script(("/bin/sh", str(path)), tmp_path)) is Parser.OTHER
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "import hydra\n@hydra.main(config_path='conf')\ndef main(config):\n    pass\nmain()",
-        "import hydra as h\n@h.main()\ndef main(config):\n    pass",
-        "from hydra import main as run\n@run(version_base=None)\ndef main(config):\n    pass",
-        "from hydra.main import main\n@main\ndef run(config):\n    pass",
         "import hydra, sys\nprint(sys.argv)\ndef f():\n    @hydra.main()\n    def main(config):\n        pass",
     ],
 )
 def test_a_script_of_hydra(tmp_path, source):
-    """A function of the file is decorated by hydra.main, under any name."""
+    """A function of the file is decorated by hydra.main."""
     path = tmp_path / "train.py"
     path.write_text(source)
-    assert parser_of(Script((sys.executable, "-u", str(path)), (str(path),), tmp_path)) is Parser.HYDRA
+    assert parser_of(Script((sys.executable, "-u", str(path)), tmp_path)) is Parser.HYDRA
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "import hydra\nhydra.initialize('conf')\nconfig = hydra.compose('x')",
-        "from mine import hydra\n@hydra.main()\ndef main(config):\n    pass",
         "import hydra\n@other.main()\ndef main(config):\n    pass",
         "from hydra.utils import instantiate",
     ],
@@ -99,4 +86,4 @@ def test_a_script_that_only_uses_hydra(tmp_path, source):
     """Its command line is not Hydra's."""
     path = tmp_path / "train.py"
     path.write_text(source)
-    assert parser_of(Script((sys.executable, "-u", str(path)), (str(path),), tmp_path)) is Parser.OTHER
+    assert parser_of(Script((sys.executable, "-u", str(path)), tmp_path)) is Parser.OTHER

@@ -17,11 +17,6 @@ class Process:
         self.phases = []
         self.trained = []
         self.epoch = None
-        self.num_imports = 0
-
-    def note_imports(self):
-        """Count how often the imports are noted."""
-        self.num_imports += 1
 
     def beat(self, rank, step, epoch, phase, *, trained_epoch):
         """Note a phase, and what has been trained."""
@@ -60,7 +55,6 @@ def test_each_part_of_a_fit_has_its_phase(tmp_path, process):
     assert Phase.SAVING in process.phases[9:]
     assert process.phases[-1] is Phase.FINISHING
     assert process.epoch == 0, "the last epoch, not one after it"
-    assert process.num_imports == 1
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     assert process.phases[-1] is Phase.FINISHING
     trainer.predict(trainer.model, BoringModel().predict_dataloader())

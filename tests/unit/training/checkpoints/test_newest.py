@@ -15,21 +15,17 @@ from datetime import datetime, timezone
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
-import fsspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fsspec.core import url_to_fs
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
-from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.training.checkpoints import newest as newest_module
 from lightning_sm.training.checkpoints.fits import Fit, MadeTrainer
-from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint, object_stores
+from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint
 from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint
 from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
@@ -242,28 +238,6 @@ def test_a_checkpoint_with_a_changed_byte_is_passed_over(tmp_path, warnings_of, 
     (warning,) = warnings_of()
     assert f"{newest} is damaged: the checksum of " in warning
     assert f"data/0 in b.ckpt is wrong. Using {older} of step 1 instead." in warning
-
-
-def test_a_checkpoint_of_many_tensors_is_sound_however_threads_read_it(tmp_path, warnings_of):
-    """With Python 3.12 and 3.13, threads that share an open archive read each other's bytes."""
-    newest = tmp_path / "b.ckpt"
-    save(tmp_path / "a.ckpt", step=1)
-    weights = {str(number): torch.randn(2000) for number in range(300)}
-    save(newest, {**a_checkpoint(step=2), "state_dict": weights})
-    for _ in range(10):
-        assert newest_path(tmp_path) == newest
-    assert warnings_of() == []
-
-
-def test_an_archive_that_lists_more_than_it_has_is_truncated(tmp_path, warnings_of):
-    """A list of entries that reaches beyond the end is noticed without reading the entries."""
-    path = save(tmp_path / "a.ckpt", step=1)
-    content = bytearray(path.read_bytes())
-    entry = content.rindex(b"PK\x01\x02")
-    content[entry + 20 : entry + 24] = (1 << 30).to_bytes(4, "little")  # the size of the last entry
-    path.write_bytes(content)
-    assert newest_path(tmp_path) is None
-    assert "is truncated: it has" in warnings_of()[0]
 
 
 @pytest.mark.parametrize(
@@ -546,7 +520,7 @@ def test_mics_saves_the_shards_of_one_group(tmp_path):
 
 
 def test_links_to_the_outside_are_ignored(tmp_path, warnings_of):
-    """Links to files, folders and checkpoints that lie outside are named and not followed; nor is one to nothing."""
+    """Links to files, folders and checkpoints that lie outside are not followed; nor is one to nothing."""
     folder, outside = tmp_path / "ck", tmp_path / "outside"
     save(outside / "far.ckpt", step=9)
     good = save(folder / "good.ckpt", step=1)
@@ -554,11 +528,7 @@ def test_links_to_the_outside_are_ignored(tmp_path, warnings_of):
     (folder / "folder").symlink_to(outside)
     (folder / "gone.ckpt").symlink_to("gone")
     assert newest_path(folder) == good
-    assert sorted(warnings_of()) == [
-        f"Ignoring {folder / 'file.ckpt'}: it links to {outside / 'far.ckpt'}, outside of the folder.",
-        f"Ignoring {folder / 'folder'}: it links to {outside}, outside of the folder.",
-        f"Ignoring {folder / 'gone.ckpt'}: it links to {folder / 'gone'}, which does not exist.",
-    ]
+    assert warnings_of() == []
 
 
 def test_a_link_inside_stands_for_its_file(tmp_path, warnings_of):
@@ -666,55 +636,6 @@ def test_only_leftovers_start_from_the_beginning(tmp_path, warnings_of):
     assert _BEGINNING in third
 
 
-@pytest.fixture
-def store():
-    """The address of an empty folder in an object store."""
-    address = "memory://bucket/checkpoints"
-    yield address
-    filesystem, root = url_to_fs(address)
-    if filesystem.exists(root):
-        filesystem.rm(root, recursive=True)
-
-
-def put(address, checkpoint):
-    """Write a checkpoint to an address."""
-    with fsspec.open(address, "wb") as file:
-        torch.save(checkpoint, file)
-
-
-def test_object_stores_are_those_that_callbacks_write_to():
-    """Each once, in a fixed order; folders of this machine are none."""
-    folders = ["s3://bucket/b", "/opt/ml/checkpoints", None, "s3://bucket/a", "s3://bucket/b"]
-    callbacks = [*(SimpleNamespace(dirpath=folder) for folder in folders), SimpleNamespace()]
-    assert object_stores(SimpleNamespace(checkpoint_callbacks=callbacks)) == ["s3://bucket/a", "s3://bucket/b"]
-
-
-def test_object_stores_are_searched(tmp_path, store):
-    """The most progress wins, wherever it is; a folder that does not exist yet is empty."""
-    assert newest_checkpoint(None, a_job(), object_stores=[store]) is None
-    torch.save(a_checkpoint(3), tmp_path / "local.ckpt")
-    put(f"{store}/deep/step=2.ckpt", a_checkpoint(2))
-    put(
-        f"{store}/step=5.ckpt", {**a_checkpoint(5, facts=job_facts(a_job(), a_fit())), "callbacks": {"path": Path("x")}}
-    )
-    found = newest_checkpoint(tmp_path, a_job(), object_stores=[store])
-    # Of this job, so that its objects may be read.
-    assert (str(found.path), found.has_objects) == (f"{store.replace('bucket', '/bucket')}/step=5.ckpt", True)
-    put(f"{store}/step=9.ckpt", a_checkpoint(9, facts=job_facts(a_job("other", "s3://other"), a_fit())))
-    put(f"{store}/step=8.ckpt", {"global_step": 8})
-    put(f"{store}/step=6.ckpt", {"global_step": 6, "epoch": 0, "loops": {}})
-    with fsspec.open(f"{store}/step=7.ckpt", "wb") as file:
-        file.write(b"PK half")
-    assert newest_checkpoint(tmp_path, a_job(), object_stores=[store]).progress[0] == 5
-    assert newest_checkpoint(None, a_job(), is_own=True, object_stores=[store]).progress[0] == 5
-
-
-def test_an_object_store_that_does_not_answer_is_an_error():
-    """Training must not start from the beginning because a permission is missing."""
-    with pytest.raises(CheckpointError, match=r"^no-such-protocol://bucket, where a ModelCheckpoint writes, cannot be"):
-        newest_checkpoint(None, a_job(), object_stores=["no-such-protocol://bucket"])
-
-
 class Together:
     """Hosts that call newest_checkpoint at the same time, each with its own folder."""
 
@@ -757,7 +678,7 @@ def test_a_file_that_one_host_has_overwritten_counts_for_the_others(tmp_path, mo
     read = newest_module._read
     # As on the hosts of a job, both see their file at the same path.
     monkeypatch.setattr(
-        newest_module, "_read", lambda path, contents: replace(read(path, contents), path="/ck/last.ckpt")
+        newest_module, "_read", lambda path, contents: replace(read(path, contents), path=Path("/ck/last.ckpt"))
     )
     found = Together(stale.parent, fresh.parent).newest()
     assert [(one.progress[0], one.host) for one in found] == [(4, 1)] * 2

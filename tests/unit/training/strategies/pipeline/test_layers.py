@@ -17,7 +17,6 @@ from lightning_sm.training.strategies.pipeline.layers import (
     Network,
     RemoteLayerPlaceholder,
     materialize,
-    measured_seconds,
     num_trainable,
 )
 
@@ -71,7 +70,7 @@ def test_stages_compute_what_the_network_does_and_keep_its_names():
     cut = Network(module, None)
     first, second = cut.stage(range(2)), cut.stage(range(2, 5))
     assert torch.equal(second(first(x)), expected)
-    cut.remove([range(2)], ["stage 0"])
+    cut.remove(range(2), "stage 0")
     assert list(module.state_dict()) == [name for name in names if "second" in name or "head" in name]
     assert isinstance(network.body["first"], RemoteLayerPlaceholder)
     with pytest.raises(StrategyError, match="not on this rank"):
@@ -183,38 +182,6 @@ def test_a_layer_that_occurs_twice_is_refused():
     Network(module_of(network=nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu)), None)
 
 
-def test_views_are_copied_for_schedules_that_split_the_backward_pass():
-    """Outputs are detached in place, which those of an nn.Linear with three dimensions do not allow."""
-    cut = Network(module_of(network=nn.Sequential(nn.Linear(4, 4))), None)
-    output = cut.stage(range(1), copies_views=True)(torch.randn(2, 3, 4))
-    output.detach_()
-
-
-@pytest.mark.parametrize(("every", "runs"), [(0, [1, 1, 1, 1]), (1, [2, 2, 2, 2]), (2, [2, 1, 2, 1])])
-def test_recomputed_layers_run_again_in_the_backward_pass(every, runs):
-    """With the same random numbers and gradients; not in passes without gradients."""
-    counts = [0] * 4
-    layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4)]
-    for i, layer in enumerate(layers):
-        layer.register_forward_pre_hook(lambda *_, i=i: counts.__setitem__(i, counts[i] + 1))
-    cut = Network(module_of(network=nn.Sequential(*layers)), None)
-    x = torch.randn(5, 4)
-
-    def gradient_of(recompute_every: int) -> torch.Tensor:
-        torch.manual_seed(1)
-        stages = [cut.stage(part, recompute_every=recompute_every) for part in (range(1), range(1, 4))]
-        (gradient,) = torch.autograd.grad(stages[1](stages[0](x)).sum(), layers[0][0].weight)
-        return gradient
-
-    expected = gradient_of(0)
-    counts[:] = [0] * 4
-    assert torch.equal(gradient_of(every), expected)
-    assert counts == runs
-    with torch.no_grad():
-        cut.stage(range(4), recompute_every=1)(x)
-    assert counts == [count + 1 for count in runs]
-
-
 def test_layers_on_the_meta_device_are_made():
     """Inner modules first, as outer ones may change what these have set; a module that cannot is named."""
     with torch.device("meta"):
@@ -236,7 +203,7 @@ def test_layers_on_the_meta_device_are_made():
 def test_a_layer_of_another_rank_says_where_it_is():
     """What reads its weights gets an AttributeError, which ``hasattr`` and copies know."""
     network = three_layers()
-    Network(module_of(network=network), None).remove([range(1)], ["stage 0 of the pipeline, on rank 5"])
+    Network(module_of(network=network), None).remove(range(1), "stage 0 of the pipeline, on rank 5")
     name = next(name for name, child in network.named_children() if isinstance(child, RemoteLayerPlaceholder))
     placeholder = network.get_submodule(name)
     where = rf"^The layer network\.{name} is in stage 0 of the pipeline, on rank 5, "
@@ -252,7 +219,7 @@ def test_a_layer_of_another_rank_says_where_it_is():
 def test_a_network_that_was_cut_before_is_refused():
     """Another Trainer would cut what is left of it: the error says what to use."""
     module = module_of(network=three_layers())
-    Network(module, None).remove([range(1)], ["stage 0"])
+    Network(module, None).remove(range(1), "stage 0")
     with pytest.raises(StrategyError, match="was cut by the strategy of another Trainer"):
         Network(module, None)
 
@@ -263,16 +230,6 @@ def test_batch_norm_is_warned_of(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         Network(module_of(network=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), None)
     assert "statistics are those of single microbatches" in caplog.text
-
-
-def test_the_time_of_layers_is_measured():
-    """The layer with a hundred times the work takes longest, and the network itself is unchanged."""
-    module = module_of(network=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 400_000), nn.ReLU()))
-    network = Network(module, None)
-    seconds = measured_seconds(network, (torch.randn(4, 8),), torch.device("cpu"))
-    assert len(seconds) == 3
-    assert seconds[1] > seconds[0] > 0
-    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_only_parameters_that_are_trained_count():

@@ -56,7 +56,7 @@ def labels_of(lengths: list[int]) -> Tensor:
 
 def run(model: Model, output: Any, labels: Tensor, kind: str = "mean", microbatches: int = 4, pair: int = 0) -> Any:
     """Run the losses of a step's microbatches as a schedule does; returns what kept them."""
-    steps = UserSteps(model, model.network, "network", lambda *_: None, "group")  # type: ignore[arg-type]
+    steps = UserSteps(model, model.network, "network", None, lambda *_: None, "group")  # type: ignore[arg-type]
     loss = StepLoss(model, steps, kind)  # type: ignore[arg-type]
     loss.begin(((torch.zeros(ROWS, 4), labels), 0), ROWS, microbatches, pair=pair)
     size = ROWS // microbatches

@@ -25,30 +25,17 @@ def test_replicas_are_placed_as_by_smp(order, pipeline_size, replicas):
 
 
 @pytest.mark.parametrize("order", ["cluster", "spread"])
-@pytest.mark.parametrize(
-    ("pipeline_size", "data_size", "tensor_size"), [(2, 1, 1), (2, 3, 1), (4, 2, 2), (3, 3, 1), (2, 2, 3)]
-)
-def test_every_rank_has_one_place(order, pipeline_size, data_size, tensor_size):
-    """Replica, position and part of a rank are where the list of ranks and the device mesh have it."""
-    placement = Placement(pipeline_size, data_size, order, tensor_size=tensor_size)
+@pytest.mark.parametrize(("pipeline_size", "data_size"), [(2, 1), (2, 3), (4, 2), (3, 3)])
+def test_every_rank_has_one_place(order, pipeline_size, data_size):
+    """Replica and stage of a rank are where the list of ranks and the device mesh have it."""
+    placement = Placement(pipeline_size, data_size, order)
     shape, names = placement.mesh
-    for rank in range(pipeline_size * data_size * tensor_size):
-        replica, position, part = placement.replica(rank), placement.position(rank), placement.part(rank)
-        assert placement.ranks(replica, part)[position] == rank
+    for rank in range(pipeline_size * data_size):
+        replica = placement.replica(rank)
+        stage = placement.ranks(replica).index(rank)
         # A device mesh numbers ranks with its last dimension running fastest.
         coordinates = dict(zip(names, map(int, np.unravel_index(rank, shape)), strict=True))
-        assert coordinates == {"data_parallel": replica, "pipeline_parallel": position, "tensor_parallel": part}
-
-
-@pytest.mark.parametrize(
-    ("chunks", "is_v_shaped", "stages"),
-    [(1, False, [[0], [1], [2]]), (2, False, [[0, 3], [1, 4], [2, 5]]), (2, True, [[0, 5], [1, 4], [2, 3]])],
-)
-def test_laps_of_stages(chunks, is_v_shaped, stages):
-    """Each lap begins at the first rank, and in a V every other lap goes back."""
-    placement = Placement(3, 1, chunks=chunks, is_v_shaped=is_v_shaped)
-    assert [placement.stages(position) for position in range(3)] == stages
-    assert all(placement.position_of(stage) == i for i, own in enumerate(stages) for stage in own)
+        assert coordinates == {"data_parallel": replica, "pipeline_parallel": stage}
 
 
 @pytest.mark.parametrize(
@@ -75,21 +62,6 @@ def test_sizes_that_do_not_make_up_the_world_are_refused(stated):
     assert f"pipeline_parallel_size={stated[0]} and data_parallel_size={stated[1]}" in message
     assert "(num_nodes x devices) is 8" in message
     assert "[2, 4, 8]" in message
-
-
-@pytest.mark.parametrize(
-    ("world_size", "per_host", "stated", "sizes"),
-    [(16, 8, ("auto", "auto"), (4, 2)), (4, 2, ("auto", "auto"), (2, 1)), (8, 8, (2, "auto"), (2, 2))],
-)
-def test_split_layers_leave_fewer_places(world_size, per_host, stated, sizes):
-    """With two ranks for each part of the grid, a pipeline goes over half of a host's processes, or over all hosts."""
-    assert grid(world_size, per_host, *stated, 2) == sizes
-
-
-def test_sizes_with_split_layers_that_do_not_make_up_the_world_are_refused():
-    """The error names all three sizes."""
-    with pytest.raises(StrategyError, match=r"tensor_parallel_size=3, but the number .* is 8"):
-        grid(8, 4, 2, "auto", 3)
 
 
 @pytest.mark.parametrize(("world_size", "stated"), [(1, ("auto", "auto")), (4, (1, "auto")), (4, ("auto", 4))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.effects import StepEffects
+from lightning_sm.training.strategies.pipeline.random_state import random_state, sent_random_state
 from lightning_sm.training.strategies.pipeline.steps import UserSteps
 
 
@@ -29,6 +32,7 @@ class Model(LightningModule):
         self.metrics = MetricCollection([MulticlassAccuracy(3)])
         self.logged: list[str] = []
         self.step = step
+        self.trainer = SimpleNamespace(loggers=[])
 
     def log(self, name: str, *_: Any, **__: Any) -> None:
         """Note what is logged."""
@@ -46,20 +50,55 @@ class Model(LightningModule):
         return {"loss": functional.cross_entropy(logits, y), "logits": logits.detach()}
 
 
-def steps_of(model: Model) -> UserSteps:
+class Ranks:
+    """A replica in one process: what one rank raises is raised."""
+
+    def __init__(self, is_last: bool = True) -> None:
+        self.is_last, self.last, self.raised = is_last, 1, None
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise the error of this rank."""
+        self.raised = error
+        if error is not None:
+            raise error
+
+    def broadcast(self, value: Any, position: int) -> Any:
+        """The effects of a step."""
+        if self.is_last:
+            return value
+        calls = [("log", ("of last", 0.0), {})]
+        return StepEffects({"loss": torch.ones(())}, calls, {}, {}, sent_random_state())
+
+
+def steps_of(model: Model, is_last: bool = True) -> UserSteps:
     """The steps of a model; outside of them, its network returns "evaluated"."""
-    return UserSteps(model, model.network, "network", lambda *_: "evaluated", "group")  # type: ignore[arg-type]
+    everywhere = lambda *_: "evaluated"  # noqa: E731
+    return UserSteps(model, model.network, "network", Ranks(is_last), everywhere, "group")  # type: ignore[arg-type]
+
+
+def run(model: Model, forward: Callable[..., Any], is_last: bool = True, **options: Any) -> Any:
+    """Run a training step."""
+    steps, before = steps_of(model, is_last), random_state()
+    return steps.run(
+        "training_step",
+        lambda: model.training_step(BATCH, 0),
+        lambda inputs: steps.check_inputs(inputs, 6, before),
+        forward,
+        **options,
+    )
 
 
 BATCH = (torch.randn(6, 2, 2), torch.tensor([0, 1, 2, 0, 1, 2]))
 
 
-def test_capture_gives_the_inputs_and_leaves_no_trace():
-    """The code before the network runs; nothing is logged and no metric is updated."""
+def test_a_rank_without_outputs_leaves_the_step_at_the_call():
+    """It has run its stage by then; what is logged is that of the last rank, and no metric is updated."""
     model = Model()
-    (inputs,) = steps_of(model).capture((BATCH, 0), 6)
+    seen: list[Any] = []
+    assert run(model, seen.append, is_last=False) == {"loss": torch.ones(())}
+    ((inputs,),) = seen
     assert torch.equal(inputs, BATCH[0].flatten(1))
-    assert (model.logged, model.accuracy.update_called) == ([], False)
+    assert (model.logged, model.accuracy.update_called) == (["of last"], False)
     assert model.network(inputs) == "evaluated"
 
 
@@ -78,20 +117,19 @@ def test_the_loss_of_a_microbatch_has_a_graph_and_leaves_no_trace():
     )
 
 
-def test_the_replay_logs_and_counts_the_whole_batch_once():
-    """The step runs with the given output, without gradients, and with its log and metrics."""
+@pytest.mark.parametrize("is_everywhere", [False, True])
+def test_the_step_logs_and_counts_the_whole_batch_once(is_everywhere: bool):
+    """It runs with the given output, without gradients, and with its log and metrics."""
     model = Model()
-    steps = steps_of(model)
     output = functional.one_hot(BATCH[1], 3).float()
-    steps.loss((BATCH, 0), output.clone().requires_grad_())
-    result = steps.replay((BATCH, 0), output)
+    result = run(model, lambda _: output, is_last=not is_everywhere, is_everywhere=is_everywhere)
     assert model.logged == ["loss"]
     assert (model.accuracy.compute(), model.accuracy._update_count) == (1, 1)
     assert not result["loss"].requires_grad
     assert model.accuracy.process_group == "group"
 
 
-def test_what_a_step_keeps_is_that_of_the_replay():
+def test_what_a_step_keeps_is_that_of_the_whole_batch():
     """Numbers, containers, new attributes and buffers change once; the containers and buffers stay the same objects."""
 
     def step(model, batch):
@@ -107,35 +145,25 @@ def test_what_a_step_keeps_is_that_of_the_replay():
     seen, center = model.seen, model.center
     steps = steps_of(model)
     output = torch.randn(6, 3, requires_grad=True)
-    steps.capture((BATCH, 0), 6)
     steps.loss((BATCH, 0), output).backward()
     assert (model.rows, seen, center.tolist(), hasattr(model, "last")) == (0, [], [0, 0, 0], False)
-    steps.replay((BATCH, 0), output.detach())
+    run(model, lambda _: output.detach())
     assert (model.rows, seen, center.tolist(), model.last) == (6, [6], [1, 1, 1], "step")
     assert model.seen is seen
     assert model.center is center
-
-
-def test_inputs_of_other_shapes_than_before_are_an_error():
-    """The ranks have agreed on the shapes for batches of this shape."""
-    steps = steps_of(Model())
-    known = (torch.empty(2, 4, device="meta"),)
-    assert steps.changed_inputs((torch.zeros(2, 4),), known) is None
-    for other in (torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.long)):
-        assert "earlier batch of the same shapes" in str(steps.changed_inputs((other,), known))
 
 
 @pytest.mark.parametrize(
     "draw", [lambda: torch.rand(1), lambda: np.random.beta(1, 1), random.random], ids=["torch", "numpy", "random"]
 )
 def test_random_numbers_before_the_network_are_refused(draw):
-    """Ranks would draw different ones: the error names the hook that runs once."""
+    """Microbatches would draw others: the error names the hook that runs once."""
 
     def step(model, batch):
         return model.network(batch[0].flatten(1) * float(draw()))
 
     with pytest.raises(StrategyError, match=r"draws random numbers before.*on_after_batch_transfer"):
-        steps_of(Model(step)).capture((BATCH, 0), 6)
+        run(Model(step), lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +178,7 @@ def test_random_numbers_before_the_network_are_refused(draw):
 def test_a_call_that_cannot_be_cut_is_refused(step, message):
     """The first rank refuses a step that does not call the network with one row for each sample."""
     with pytest.raises(StrategyError, match=message):
-        steps_of(Model(step)).capture((BATCH, 0), 6)
+        run(Model(step), lambda _: None)
 
 
 def _twice(model, batch):
@@ -186,17 +214,8 @@ def test_the_network_is_back_after_an_error():
     model = Model(step)
     accuracy = model.accuracy
     with pytest.raises(ZeroDivisionError):
-        steps_of(model).capture((BATCH, 0), 6)
+        run(model, lambda _: None)
     model.log("after")
     assert model.logged == ["after"]
     assert model.accuracy is accuracy
     assert model.network(BATCH[0]) == "evaluated"
-
-
-def test_the_inputs_for_an_example_are_found():
-    """Layers are measured on what forward passes on to the network."""
-    model = Model()
-    model.forward = lambda x: model.network(x.flatten(1))
-    (inputs,) = UserSteps.network_inputs(model, model.network, BATCH[0])
-    assert inputs.shape == (6, 4)
-    assert model.network(inputs).shape == (6, 3)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from pytorch_lightning import LightningModule
 from torch import nn
 
-from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.layers import materialize
-from lightning_sm.training.strategies.pipeline.placement import Placement
-from lightning_sm.training.strategies.pipeline.tied import check_apart, find_tied, retie
+from lightning_sm.training.strategies.pipeline.tied import find_tied, retie
 
 
 def tied_module() -> LightningModule:
@@ -38,12 +35,3 @@ def test_layers_that_are_made_are_tied_again():
     assert module.network[0].weight is not module.network[2].weight
     retie(module, tied)
     assert module.network[0].weight is module.network[2].weight
-
-
-def test_tied_layers_on_one_rank_cannot_be_sharded():
-    """The error names both; on different ranks they can."""
-    tied = find_tied(module := tied_module(), list(module.network))
-    check_apart(tied, [0, 0, 1], Placement(2, 2))
-    for stage_of, placement in (([0, 0, 0], Placement(2, 2)), ([0, 1, 2], Placement(2, 2, chunks=2))):
-        with pytest.raises(StrategyError, match=r"network\.0\.weight is tied to network\.2\.weight on the same rank"):
-            check_apart(tied, stage_of, placement)

@@ -1,0 +1,81 @@
+"""Checks of the machine, of its process 1, and of the installed packages."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from lightning_sm._linux import handles_signal, missing_on_this_system
+from lightning_sm._text import size
+from lightning_sm._version import installed_version
+from lightning_sm.doctor.context import Context, Result, ok, warning
+
+# One checkpoint of a model with 400 million parameters and Adam takes 5 GB.
+_LEAST_FREE_BYTES = 5 * 10**9
+_SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
+_PACKAGES = ("lightning-sm", "torch", "pytorch-lightning", "lightning", "jsonargparse", "sagemaker-training", "grpcio")
+
+
+def disk(context: Context) -> Iterator[Result]:
+    """Measure the free space of the job's folders and of the temporary folder, one row for each file system."""
+    folders = [Path(context.env.get("TMPDIR") or tempfile.gettempdir())]
+    if context.job is not None:
+        folders += [context.job.model_dir, context.job.checkpoint_dir or context.job.output_dir]
+    folders_of: dict[int, list[Path]] = {}
+    for folder in folders:
+        nearest = next(parent for parent in (folder, *folder.absolute().parents) if os.path.exists(parent))
+        folders_of.setdefault(nearest.stat().st_dev, []).append(nearest)
+    for found in folders_of.values():
+        free = shutil.disk_usage(found[0]).free
+        text = f"{size(free)} free: {', '.join(map(str, found))}"
+        if free < _LEAST_FREE_BYTES:
+            yield warning("disk", text, "Raise volume_gb in job.yaml (volume_size in the SDK), or remove files.")
+        else:
+            yield ok("disk", text)
+
+
+def machine(_context: Context) -> Iterator[Result]:
+    """Show CPUs, memory and kernel, and what the kernel lacks."""
+    memory = size(psutil.virtual_memory().total)
+    yield ok("machine", f"{os.cpu_count()} CPUs, {memory} of memory, {platform.system()} {platform.release()}")
+    missing = missing_on_this_system()
+    if missing:
+        yield warning("system", missing, "Run them in a Linux container, or leave the data groups out.")
+
+
+def signals(context: Context) -> Iterator[Result]:
+    """Find out whether SIGTERM, which the service sends to process 1, would reach the training script."""
+    if os.getpid() == 1:
+        yield ok("signals", "process 1 is lightning-sm: it gets the signals of the service")
+        return
+    command = psutil.Process(1).cmdline()
+    first = f"process 1 is {' '.join(command)[:60] or 'unknown'}"
+    if command and Path(command[0]).name.lstrip("-") in _SHELLS:
+        yield warning(
+            "signals",
+            f"{first}: a shell does not forward signals; SIGKILL would end the training without a checkpoint.",
+            'Use the exec form, ENTRYPOINT ["lightning-sm"], or exec in the script.',
+        )
+    # Process 1 of a laptop or of a virtual machine does not decide how a job ends.
+    elif context.has_own_machine and handles_signal(1, signal.SIGTERM) is False:
+        # The kernel drops signals that process 1 of a container does not handle (pid_namespaces(7)).
+        yield warning(
+            "signals",
+            f"{first}, which does not handle SIGTERM: the kernel drops it.",
+            'Make the launcher process 1: ENTRYPOINT ["lightning-sm"].',
+        )
+    else:
+        yield ok("signals", first)
+
+
+def versions(_context: Context) -> Iterator[Result]:
+    """Show the versions of Python and of the packages that matter, by their metadata: torch takes seconds to import."""
+    found = [f"{name} {version}" for name in _PACKAGES if (version := installed_version(name))]
+    yield ok("versions", ", ".join([f"Python {platform.python_version()}", *found]))

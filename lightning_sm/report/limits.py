@@ -1,0 +1,210 @@
+"""The limits of a run: one list of what costs it time and could be changed, each with its seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from lightning_sm._text import count, duration, percent, size, step_time
+from lightning_sm.data.trainer.verdict import paces, wait_cause
+from lightning_sm.record.limits import (
+    MIN_SECONDS,
+    MIN_STEPS,
+    NOT_INPUT_BOUND,
+    WORKERS_ARE_BUSY,
+    WORTH_SHOWING,
+    WaitCause,
+    slow_rank,
+)
+from lightning_sm.report.figures import RESTARTS, Figures
+
+# From this share of the job on, what a change could remove is named before the work of the training itself.
+_REMOVABLE = 0.2
+# Starting Python and importing torch take up to this on a busy or small host, whatever the script does.
+_USUAL_START_S = 30.0
+# Linux begins to reclaim and to kill near the end.
+_NEARLY_FULL = 0.95
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that a run would be shorter without.
+
+    Attributes:
+        name: It in a few words, such as ``checkpoints``.
+        seconds: What it costs of the whole job.
+        finding: What was measured, in a sentence or two.
+        change: What to do about it, as an imperative; empty if ``finding`` says it.
+        is_work: Whether it is the work of the training itself, which a change can shorten, but not remove.
+    """
+
+    name: str
+    seconds: float
+    finding: str
+    change: str = ""
+    is_work: bool = False
+
+
+# The parts of a step in which no other rank can make a rank wait.
+_OWN = ("to_device", "forward", "other")
+# By spans outside the steps: what to change.
+_SPANS = {
+    "validation": "Validate less often (check_val_every_n_epoch, val_check_interval), or on less data.",
+    "checkpoints": "Save less often (every_n_train_steps, train_time_interval), or less.",
+    "first batches": "Keep a local loader's workers between epochs (persistent_workers=True), or compile less.",
+    "model export": "Export a smaller model, or only its weights.",
+    "ends of epochs": "Look at what callbacks and loggers do at the end of an epoch.",
+}
+# By part of a step: the limit, whether it is the work of the training itself, and what to change.
+_PARTS = {
+    "forward": (
+        "the forward pass",
+        True,
+        "Look at training_step: Python that runs per sample, values read from the GPU, or a model that could be "
+        "compiled.",
+    ),
+    "backward": (
+        "the backward pass",
+        True,
+        "Lower precision or a compiled model make it shorter, and less exchange of gradients "
+        "(accumulate_grad_batches).",
+    ),
+    "optimizer": (
+        "the optimizer",
+        True,
+        "Choose a fused or simpler optimizer, or step less often (accumulate_grad_batches).",
+    ),
+    "to_device": (
+        "the transfer to the device",
+        False,
+        "Pin memory (pin_memory=True), send smaller types (uint8), and look at the hooks for batches.",
+    ),
+    "other": ("Python between the steps", False, "Look at callbacks, loggers, and how often they run."),
+}
+
+
+def limits(run: Figures, advice: str = "") -> list[Limit]:
+    """Return what limits a run, the most seconds first, without what is not worth a change.
+
+    Nearly full memory costs nothing until it ends the job: it comes last, with 0 seconds.
+
+    Args:
+        run: The run.
+        advice: What would shorten its waiting for data, if more is known than the cause says of it.
+
+    Returns:
+        Nothing for fewer than ``MIN_STEPS`` steps.
+    """
+    if run.pace.num_steps == 0 or run.pace.num_trained < MIN_STEPS:
+        return []
+    found = [_of_waiting(run, advice), *_of_steps(run), *_of_spans(run), *_of_restarts(run)]
+    worth = [limit for limit in found if limit.seconds >= max(MIN_SECONDS, WORTH_SHOWING * run.seconds)]
+    worth.sort(key=lambda limit: -limit.seconds)
+    return [*worth, *_of_memory(run)]
+
+
+def leading(found: Sequence[Limit], seconds: float) -> Limit | None:
+    """Return the limit that a headline names: the largest one.
+
+    The forward pass of a healthy training is its largest part, so something that could be removed comes before it if
+    it is a fifth of the job.
+
+    Args:
+        found: The limits, the largest one first.
+        seconds: The time of the whole job.
+    """
+    removable = [limit for limit in found if not limit.is_work and limit.seconds >= _REMOVABLE * seconds]
+    return next(iter((*removable, *found)), None)
+
+
+def cause_of_wait(run: Figures) -> WaitCause | None:
+    """Return why training waits for its data, if it does and that is known."""
+    ranks, hosts = run.data
+    if ranks:
+        return wait_cause(ranks, hosts, run.pace.waiting)
+    if not run.loaders or run.pace.waiting < NOT_INPUT_BOUND:
+        return None
+    workers = next(iter(run.loaders.values())).workers
+    waits = f"Training waits {percent(run.pace.waiting)} of the time for the transforms"
+    if workers == 0:
+        text = f"{waits}: the training process builds its batches itself."
+        return WaitCause("the training process builds its own batches", text, "Set num_workers of the DataLoader.")
+    text = f"{waits}: the workers of the loader ({workers} for each rank) are too slow."
+    busy = max((host.cpu for host in run.hosts if host.role == "trainer" and host.cpu is not None), default=0.0)
+    change = "Set a larger num_workers of the DataLoader."
+    if busy:
+        text += f" The host's CPUs are {percent(busy)} busy."
+    if busy >= WORKERS_ARE_BUSY:
+        change = "More workers need more CPUs, such as those of data hosts."
+    return WaitCause("transforms", text, change)
+
+
+def _of_waiting(run: Figures, advice: str) -> Limit:
+    cause = cause_of_wait(run)
+    if cause is None:
+        text = f"Training waits {percent(run.pace.waiting)} of the time for data."
+        return Limit("waiting for data", run.pace.parts["data_wait"], text, advice)
+    # More workers are no help against a broken host.
+    change = cause.change if cause.host else advice or cause.change
+    return Limit(f"waiting for data ({cause.name})", run.pace.parts["data_wait"], cause.text, change)
+
+
+def _of_steps(run: Figures) -> Iterator[Limit]:
+    """Yield the rank that holds up the others, and the parts of a step."""
+    parts = {part: run.pace.parts[part] for part in _PARTS}
+    # From the records of all ranks, or else from what data hosts know.
+    known, (ranks, _) = run.rank_paces, run.data
+    slow = slow_rank(known if len(known) >= len(ranks) else paces(ranks))
+    if slow is not None:
+        extra_s = slow.extra_s * run.pace.num_steps
+        yield Limit("a slow rank", extra_s, slow.text, "Look at what else its host runs, and at its samples.")
+        # The slow rank spends them in its own code, and the others wait for it in the backward pass.
+        own_s = sum(parts[part] for part in _OWN)
+        held_up = _OWN if own_s >= extra_s else ("backward",)
+        left = max(0.0, 1.0 - extra_s / max(1e-9, sum(parts[part] for part in held_up)))
+        parts |= {part: left * parts[part] for part in held_up}
+    for part, seconds in parts.items():
+        name, is_work, change = _PARTS[part]
+        finding = f"It takes {step_time(seconds / run.pace.num_steps)} of the {step_time(run.pace.step_s)} of a step."
+        if run.on_gpu and part == "other":
+            name, change = "Python, for which the GPU idles", f"{change} Look at Python in training_step, too."
+        yield Limit(name, seconds, finding, change, is_work)
+
+
+def _of_spans(run: Figures) -> Iterator[Limit]:
+    for name, change in _SPANS.items():
+        seconds = run.spans.get(name, ())
+        each = f"{count(len(seconds), 'time')}, {duration(fmean(seconds))} each." if seconds else ""
+        yield Limit(name, math.fsum(seconds), each, change)
+    start_s = math.fsum(run.spans.get("start-up", ()))
+    yield Limit(
+        "start-up",
+        start_s - _USUAL_START_S,
+        f"It took {duration(start_s)} until training began, of which {duration(_USUAL_START_S)} are usual.",
+        "Use an image that has all requirements, and look at prepare_data and setup.",
+    )
+
+
+def _of_restarts(run: Figures) -> Iterator[Limit]:
+    if not run.restarts:
+        return
+    apart_s = run.shares[RESTARTS]
+    steps = sum(restart.num_repeated for restart in run.restarts)
+    finding = (
+        f"Training began {count(len(run.restarts), 'more time')}: {duration(apart_s)} from the end of the training "
+        f"before to the next step"
+    )
+    change = "Look at what the script does at its start, and at what it saves and does after an interruption."
+    if steps:
+        finding += f", and {count(steps, 'step')} were trained again ({duration(run.repeated_s)})"
+        change += " Save checkpoints more often (every_n_train_steps)."
+    yield Limit(RESTARTS, apart_s + run.repeated_s, f"{finding}.", change)
+
+
+def _of_memory(run: Figures) -> Iterator[Limit]:
+    if run.fullest_memory is not None and run.fullest_memory[1] >= _NEARLY_FULL * run.fullest_memory[2]:
+        host, used, total = run.fullest_memory
+        finding = f"{host} had {size(used)} of {size(total)} in use. A job that needs more is killed."
+        yield Limit("memory near its limit", 0.0, finding, "Use smaller batches or fewer workers, or a larger host.")

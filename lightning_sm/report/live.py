@@ -1,0 +1,231 @@
+"""``lightning-sm report --live``: the last seconds of a running job, as its record has them. It only reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from lightning_sm._table import draw_table
+from lightning_sm._text import duration, percent, plain, rate, size
+from lightning_sm.errors import JobConfigError
+from lightning_sm.record.events import INTERRUPTED, LAUNCHER, End, HostUse, Line, Metrics, Steps
+from lightning_sm.record.runs import ProcessRecord, read_runs
+from lightning_sm.record.totals import Totals, pace_of, samples_per_step
+from lightning_sm.report.figures import RUNNING, Figures, Happening, HostSummary
+
+# Rates are those of the last seconds. Lines become rarer the longer a job runs, so the newest one always counts.
+_WINDOW_S = 15.0
+_MAX_EVENTS = 6
+_MAX_METRICS = 5
+_L = TypeVar("_L", bound=Line)
+_CLEAR_SCREEN = "\x1b[H\x1b[2J"
+
+
+@dataclass(frozen=True)
+class LiveHost:
+    """A host of a running job; None where its record does not say something.
+
+    Attributes:
+        host: Its name.
+        role: ``trainer`` or ``data``.
+        state: In a word or a few.
+        step: Completed optimizer steps, those of the rank that is furthest behind.
+        step_age_s: Seconds since the newest line about its steps.
+        steps_per_s: Training steps per second.
+        batches_per_s: Batches per second that a data host builds.
+        waiting: Share of the time in which its ranks wait for data, 0 to 1.
+        busy: Share of the time in which the workers of a data host work while batches are requested, 0 to 1.
+        cpu: Share of its CPUs in use, 0 to 1.
+        memory_bytes: Memory in use.
+        gpu: Share of the time in which a GPU worked, 0 to 1; the mean of its GPUs.
+    """
+
+    host: str
+    role: str
+    state: str
+    step: int | None = None
+    step_age_s: float | None = None
+    steps_per_s: float | None = None
+    batches_per_s: float | None = None
+    waiting: float | None = None
+    busy: float | None = None
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    gpu: float | None = None
+
+
+@dataclass(frozen=True)
+class LiveJob:
+    """A running job.
+
+    Attributes:
+        job: Its name.
+        attempt: From 1.
+        seconds: How long its attempts have taken so far.
+        step: Completed optimizer steps.
+        steps_per_s: Training steps per second.
+        samples_per_s: Samples per second of all ranks.
+        waiting: Share of the time in which training waits for data, 0 to 1.
+        metrics: What the model logged last, by name.
+        hosts: Its hosts; trainers first.
+        events: What happened, the newest last.
+    """
+
+    job: str
+    attempt: int
+    seconds: float
+    step: int | None
+    steps_per_s: float | None
+    samples_per_s: float | None
+    waiting: float | None
+    metrics: Mapping[str, float | None]
+    hosts: list[LiveHost]
+    events: list[Happening]
+
+
+def watch(sources: Sequence[Path], job: str | None, *, every_s: float | None, is_once: bool, is_json: bool) -> None:
+    """Show a job until it ends.
+
+    Args:
+        sources: Folders with the record of the job in or below them.
+        job: Its name; None: the newest one.
+        every_s: Seconds between two looks; None: what suits the output.
+        is_once: Whether to show it once.
+        is_json: Whether to write lines of JSON.
+
+    Raises:
+        JobConfigError: There is no record of it.
+    """
+    is_terminal = sys.stdout.isatty()
+    is_first = True
+    while True:
+        try:
+            run = Figures(read_runs(sources, job)[-1])
+        except JobConfigError:
+            if is_first:
+                raise  # later, the emulator may be moving the folders of an attempt away
+        else:
+            is_first = False
+            shown = live(run, time.time())
+            text = json.dumps(asdict(shown)) if is_json else as_text(shown)
+            if is_terminal and not is_json:
+                columns = shutil.get_terminal_size().columns
+                text = ("" if is_once else _CLEAR_SCREEN) + "\n".join(line[:columns] for line in text.splitlines())
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+            if is_once or (run.outcome not in (RUNNING, INTERRUPTED) and not run.hosts_without_end):
+                return
+        time.sleep(every_s or (1.0 if is_terminal else 10.0))
+
+
+def live(run: Figures, now: float) -> LiveJob:
+    """Return what a record says of the last seconds.
+
+    Args:
+        run: The job.
+        now: Seconds since the Unix epoch.
+    """
+    sums = [(record.head.rank, Totals.of(_recent(record))) for record in run.newest_records]
+    rates = {rank: steps for rank, steps in sums if rank is not None and steps.num_steps}
+    _, pace = pace_of(rates)
+    samples = samples_per_step(rates.values(), run.world_size)
+    metrics = [line.values for record in run.main_records for line in _lines(record, Metrics)]
+    hosts = [_host(run, host, now) for host in run.hosts]
+    return LiveJob(
+        job=run.run.name,
+        attempt=run.attempts[-1].number,
+        seconds=run.seconds,
+        step=min((host.step for host in hosts if host.step is not None), default=None),
+        steps_per_s=1 / pace.step_s if pace.num_steps else None,
+        samples_per_s=samples / pace.step_s if samples else None,
+        waiting=pace.waiting if pace.num_steps else None,
+        metrics=metrics[-1] if metrics else {},
+        hosts=hosts,
+        events=run.events[-_MAX_EVENTS:],
+    )
+
+
+def as_text(shown: LiveJob) -> str:
+    """Return a running job for people."""
+    attempt = f", attempt {shown.attempt}" if shown.attempt > 1 else ""
+    facts = [] if shown.step is None else [f"step {shown.step:,}"]
+    facts += [] if shown.steps_per_s is None else [f"{rate(shown.steps_per_s)} steps/s"]
+    facts += [] if shown.samples_per_s is None else [f"{rate(shown.samples_per_s)} samples/s"]
+    facts += [] if shown.waiting is None else [f"waiting for data {percent(shown.waiting)} of the time"]
+    known = [(name, value) for name, value in shown.metrics.items() if value is not None]
+    metrics = [f"{name} {value:.4g}" for name, value in known[:_MAX_METRICS]]
+    events = [
+        " ".join([duration(max(0.0, one.seconds)), one.host, one.what.replace("_", " "), *one.text.split()])
+        for one in shown.events
+    ]
+    headers = ("host", "role", "state", "step", "last line", "per second", "waits", "busy", "CPU", "GPU", "memory")
+    lines = [
+        f"job {shown.job}{attempt}, running for {duration(shown.seconds)}",
+        "   ".join(facts) or "no training step yet",
+        *(["   ".join(metrics)] if metrics else []),
+        "",
+        draw_table(map(_row, shown.hosts), headers),
+        *(["", "events, by time since the start", *events] if events else []),
+    ]
+    return plain("\n".join(lines))
+
+
+def _host(run: Figures, host: HostSummary, now: float) -> LiveHost:
+    own = [record for record in run.newest_records if record.head.host == host.name]
+    ranks = [record for record in own if record.head.rank is not None]
+    _, pace = pace_of({number: Totals.of(_recent(record)) for number, record in enumerate(ranks)})
+    last = [line for record in ranks for line in _lines(record, Steps)[-1:]]
+    ends = [end for record in own if record.head.who == LAUNCHER for end in _lines(record, End)]
+    use = max((line for record in own for line in _lines(record, HostUse)), key=lambda line: line.t, default=None)
+    state = "training" if last else "starting" if own else "no record here"
+    before, after = run.data_moments[-1][-2:] if run.data_moments else (None, None)
+    served = None if after is None else after.hosts.get(host.name)
+    batches_per_s = busy = None
+    if before is not None and after is not None and served is not None:
+        state = served.state
+        built = served.since(before.hosts.get(host.name))
+        batches_per_s = built.num_built / max(1e-6, after.t - before.t)
+        busy = built.busy_s / built.capacity_s if built.capacity_s else None
+    return LiveHost(
+        host=host.name,
+        role=host.role,
+        state=ends[-1].outcome if ends else state,
+        step=min((line.step for line in last), default=None),
+        step_age_s=now - min(line.t for line in last) if last else None,
+        steps_per_s=1 / pace.step_s if pace.num_steps else None,
+        waiting=pace.waiting if pace.num_steps else None,
+        batches_per_s=batches_per_s,
+        busy=busy,
+        cpu=None if use is None else use.cpu,
+        memory_bytes=None if use is None else use.memory_bytes,
+        gpu=None if use is None else use.gpu,
+    )
+
+
+def _row(host: LiveHost) -> tuple[str, ...]:
+    per_s = "" if host.steps_per_s is None else f"{rate(host.steps_per_s)} steps"
+    return (
+        host.host,
+        host.role,
+        host.state,
+        "" if host.step is None else f"{host.step:,}",
+        "" if host.step_age_s is None else f"{duration(max(0.0, host.step_age_s))} ago",
+        per_s if host.batches_per_s is None else f"{rate(host.batches_per_s)} batches",
+        *("" if share is None else percent(share) for share in (host.waiting, host.busy, host.cpu, host.gpu)),
+        "" if host.memory_bytes is None else size(host.memory_bytes),
+    )
+
+
+def _recent(record: ProcessRecord) -> list[Steps]:
+    steps = [line for line in _lines(record, Steps) if line.n]
+    return [line for line in steps if steps[-1].t - line.t <= _WINDOW_S]
+
+
+def _lines(record: ProcessRecord, kind: type[_L]) -> list[_L]:
+    return [line for line in record.lines if isinstance(line, kind)]
