@@ -68,6 +68,7 @@ class LocalPosition(Callback):
         """
         self._loaded = None
         if stage == "fit":
+            vars(trainer.fit_loop).pop("advance", None)  # left by a fit that failed before its first epoch
             self._step_state = self._num_done = None
             self._has_trained = False
             own: Any = trainer.fit_loop._load_combined_loader_states
@@ -78,11 +79,14 @@ class LocalPosition(Callback):
         """Take the random states, if the checkpoint has any."""
         self._loaded = checkpoint.get(_KEY)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the random states of all ranks; a collective call, except on a rank that has failed and saves alone."""
         if self._step_state is None:
             return
-        if not (self._loads_in_process or trainer.validating):
+        # Between two steps nothing is fetched ahead, unless the length is unknown.
+        fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress.current
+        is_between = fetcher is not None and fetcher.length is not None and progress.ready == progress.processed
+        if not trainer.validating and (is_between or not self._loads_in_process):
             self._step_state = RandomState.now()
         own = {
             "orders": [_saved_order(trainer, loader, order) for loader, order in self._loaders],
@@ -146,8 +150,14 @@ class LocalPosition(Callback):
         is_beyond = self._num_done is not None and self._num_done >= trainer.num_training_batches
         if is_resumed and (is_beyond or not is_within):
             # The run starts with a new epoch, whose orders were drawn before any hook could restore the random state.
-            _restart_iterators(trainer, self._loaders)
+            vars(fit_loop)["advance"] = partial(self._begin_epoch, trainer)
         self._step_state = RandomState.now()
+
+    def _begin_epoch(self, trainer: Any) -> None:
+        """Restart the passes after the hooks that start the epoch: there an undisturbed run begins them, too."""
+        vars(trainer.fit_loop).pop("advance")
+        _restart_iterators(trainer, self._loaders)
+        trainer.fit_loop.advance()
 
     def _saved(self, trainer: Trainer, rank: int | None = None) -> dict[str, Any]:
         """Return what a rank has saved, by default this one, or another one if there were fewer; {} if none has."""

@@ -535,8 +535,29 @@ class TestGradients:
             assert torch.load(path, weights_only=True)["lightning_sm.mid_epoch"]["gradients"] == {}
 
 
+class DrawsAtEpochEnds(Net):
+    """Draws in the hooks at both ends of an epoch; what it draws first decides how much the epoch's steps learn."""
+
+    def on_train_epoch_start(self):
+        self.share = float(torch.rand(()))
+
+    def training_step(self, batch, batch_idx):
+        return self.share * super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        torch.rand(())
+
+
 class TestRandomNumbers:
     """Random numbers of the training process."""
+
+    def test_of_hooks_after_a_checkpoint_of_an_epochs_end(self, job):
+        """They and the order of the next epoch come in the same turn as without an interruption."""
+        job.begin("undisturbed")
+        undisturbed = job.fit(DrawsAtEpochEnds)
+        job.begin("stopped")
+        job.fit(DrawsAtEpochEnds, max_epochs=1)
+        check_equal(undisturbed, job.fit(DrawsAtEpochEnds))
 
     def test_after_a_validation(self, job):
         """The count of a validation's batches, which a resume does not repeat, draws none."""
