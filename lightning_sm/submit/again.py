@@ -15,7 +15,7 @@ from typing import Any
 from lightning_sm.cloud.aws import Clients
 from lightning_sm.cloud.hosts import groups_of, shown_hosts
 from lightning_sm.errors import SubmitError
-from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS, MODEL
+from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 from lightning_sm.submit.confirm import confirm
 from lightning_sm.submit.creation import create_training_job
 from lightning_sm.submit.job_file import Job, parse_job
@@ -29,7 +29,7 @@ from lightning_sm.submit.training_job import NAME_ENDING_CHARS, joined, new_job_
 from lightning_sm.submit.without_secrets import without_secrets
 
 # Keys that become variables of the hosts.
-_VARIABLES = {"max_restarts": MAX_RESTARTS.name, "model": MODEL.name}
+_VARIABLES = {"max_restarts": MAX_RESTARTS.name}
 _CHANGEABLE = (*PLACES, *_VARIABLES, "tags", "request")
 # Those that are not put into the request as they are.
 _JOINED = {"name", "hyperparameters", "environment"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS, MODEL
+from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 from lightning_sm.submit.job_keys import JobKey
 from lightning_sm.submit.job_reader import JobReader
 from lightning_sm.submit.overrides import Override, parse_overrides
@@ -162,7 +162,7 @@ class Tune:
     objective: Annotated[
         str,
         JobKey(
-            "Name of the metric, as `LineProgress` prints it, or one of `metric_patterns`.",
+            "Name of the metric, as `LineProgress` prints it.",
             "val_acc",
             ("objective_metric_name", "metric", "metric_name", "monitor"),
         ),
@@ -284,7 +284,6 @@ class Job:
             ("hyper_parameters", "hparams", "params", "arguments", "args"),
         ),
     ] = field(default_factory=dict)
-    subcommand: Annotated[str | None, JobKey("Subcommand of the script; without the key `fit`.", "fit")] = None
     script: Annotated[
         str | None,
         JobKey(
@@ -347,28 +346,12 @@ class Job:
             ("checkpoint_s3_uri", "checkpoint", "checkpoint_dir", "checkpoint_config"),
         ),
     ] = None
-    model: Annotated[
-        Literal["full", "weights", "none"],
-        JobKey(
-            f"What the job leaves as its model (`{MODEL.name}`): `full` (checkpoint, weights and configuration), "
-            "`weights` (without the checkpoint), or `none`.",
-            "weights",
-        ),
-    ] = "full"
     metrics: Annotated[
         list[str],
         JobKey(
             "Names of metrics, as `LineProgress` prints them, for CloudWatch and the console.", "[val_acc]", ("metric",)
         ),
     ] = field(default_factory=list)
-    metric_patterns: Annotated[
-        dict[str, str],
-        JobKey(
-            "Metrics from other log lines: name and regular expression, whose first group is the number.",
-            "{loss: 'loss is ([0-9.]+)'}",
-            ("metric_definitions",),
-        ),
-    ] = field(default_factory=dict)
     max_run_s: Annotated[
         int,
         JobKey(

@@ -20,7 +20,6 @@ from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS, SETTINGS, misspelled
 from lightning_sm.submit.cost_limit import cost_problems
 from lightning_sm.submit.job_file import Job
-from lightning_sm.submit.metric_patterns import pattern_problem
 from lightning_sm.submit.problems import Findings, JobProblem
 from lightning_sm.submit.secret_check import secret_problems
 from lightning_sm.submit.service_limits import PLACES, matches
@@ -57,7 +56,6 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
         *_limits(job),
         *_script(job),
         *_build(job),
-        *_metrics(job),
         *_environment(job),
         *_restarts(job),
         *_requested(job),
@@ -263,13 +261,6 @@ def _script(job: Job) -> Iterator[JobProblem]:
             f"script is {job.script!r}, but {folder / job.script} does not exist. The path is relative to source_dir.",
             also=("source_dir",),
         )
-
-
-def _metrics(job: Job) -> Iterator[JobProblem]:
-    for name, pattern in job.metric_patterns.items():
-        problem = pattern_problem(pattern)
-        if problem is not None:
-            yield JobProblem(f"metric_patterns.{name}", f"metric_patterns.{name} is {pattern!r}: {problem}.")
 
 
 def _addresses(job: Job) -> Iterator[JobProblem]:

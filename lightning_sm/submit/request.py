@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 from lightning_sm.job.facts import CODE_CHANNEL, CODE_CHANNEL_DIR
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.secret import new_secret
-from lightning_sm.job.variables import MAX_RESTARTS, MODEL
+from lightning_sm.job.variables import MAX_RESTARTS
 from lightning_sm.job.yaml_file import read_mapping
+from lightning_sm.record.progress import metric_pattern, objective_pattern
 from lightning_sm.submit.job_file import Group, InputChannel, Job
-from lightning_sm.submit.metric_patterns import metric_definitions
 from lightning_sm.submit.source_archive import ARCHIVE_NAME
 
 
@@ -81,18 +81,15 @@ def make_request(job: Job, hyperparameters: Mapping[str, str]) -> TrainingReques
     for name, channel in job.channels.items():
         groups = (channel.groups or list(job.groups)) if has_groups else None
         channels[name] = replace(channel, groups=groups)
-    model = {} if job.model == MODEL.default.value else {MODEL.name: job.model}
     restarts = {MAX_RESTARTS.name: str(job.max_restarts)} if job.max_restarts else {}
-    job = replace(job, environment={**new_secret(), **model, **restarts, **job.environment})
-    metrics = list(job.metrics)
+    job = replace(job, environment={**new_secret(), **restarts, **job.environment})
     objective = None if job.tune is None else job.tune.objective
-    if objective is not None and objective not in {*job.metrics, *job.metric_patterns}:
-        metrics.append(objective)
-    return TrainingRequest(job, hyperparameters, metric_definitions(metrics, job.metric_patterns, objective), channels)
+    metrics = dict.fromkeys([*job.metrics, *([] if objective is None else [objective])])
+    return TrainingRequest(job, hyperparameters, metric_definitions(metrics, objective), channels)
 
 
 def encode_hyperparameters(job: Job) -> dict[str, str]:
-    """Join the config file, the hyperparameters, the subcommand and the script, and encode them.
+    """Join the config file, the hyperparameters and the script, and encode them.
 
     Raises:
         HyperparameterError: A name or a value cannot be passed on.
@@ -102,7 +99,7 @@ def encode_hyperparameters(job: Job) -> dict[str, str]:
 
 
 def script_options(job: Job) -> dict[str, Any]:
-    """Join the config file, the hyperparameters, the subcommand and the script.
+    """Join the config file, the hyperparameters and the script.
 
     Hyperparameters that override parts of the config file become options of their own, for example
     ``{"data": {"size": 3}}`` becomes ``data.size``: only the script knows how to merge them. Those that a tuning job
@@ -115,8 +112,8 @@ def script_options(job: Job) -> dict[str, Any]:
     options: dict[str, Any] = dict(config)
     for name, value in job.hyperparameters.items():
         options |= _flat(name, value) if name in config else {name: value}
-    special = {"subcommand": job.subcommand, "sagemaker_program": job.script}
-    options |= {name: value for name, value in special.items() if value is not None}
+    if job.script is not None:
+        options["sagemaker_program"] = job.script
     tuned = set() if job.tune is None else set(job.tune.ranges)
     return {name: value for name, value in options.items() if name not in tuned}
 
@@ -128,3 +125,14 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     for key, item in value.items():
         flat |= _flat(f"{name}.{key}", item)
     return flat
+
+
+def metric_definitions(names: Iterable[str], objective: str | None = None) -> list[dict[str, str]]:
+    """Build the metric definitions of CreateTrainingJob, by which CloudWatch reads metrics from the log.
+
+    Args:
+        names: Metrics as LineProgress prints them (``record/progress.py``).
+        objective: The one that a tuning job optimizes, which is read once per validation.
+    """
+    regexes = {name: objective_pattern(name) if name == objective else metric_pattern(name) for name in names}
+    return [{"Name": name, "Regex": regex} for name, regex in regexes.items()]

@@ -388,7 +388,7 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
     (tmp_path / "src" / "package").mkdir(parents=True)
     (tmp_path / "src" / "package" / "go.py").write_text("print(1)")
     service.endings = [COMPLETED]
-    job = {**JOB, "source_dir": "src", "script": "package/go.py", "subcommand": "test", "request": WITH_NETWORK}
+    job = {**JOB, "source_dir": "src", "script": "package/go.py", "request": WITH_NETWORK}
     ended = submit(job, "--yes")
     assert ended.returncode == 0, ended.stderr
     (upload,) = service.uploads
@@ -399,7 +399,6 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
     assert [channel["ChannelName"] for channel in request["InputDataConfig"]] == ["training", "other", "shared"]
     assert request["HyperParameters"]["sagemaker_program"] == '"package/go.py"'
     assert request["HyperParameters"]["sagemaker_submit_directory"] == f'"s3:/{upload}"'
-    assert request["HyperParameters"]["subcommand"] == '"test"'
 
 
 def test_hosts_without_a_network_receive_the_code_as_a_channel(submit, tmp_path):

@@ -192,7 +192,6 @@ MISTAKES = [
     ),
     ("groups: [data]", "mode: fast", 12, ["is 'fast'; expected File, FastFile or Pipe. Did you mean FastFile?"]),
     ("groups: [data]", "mode: file", 12, ["Did you mean File?"]),
-    ("name: digits", "model: weight", 3, ["model is 'weight'; expected full, weights or none. Did you mean weights?"]),
     ("name: digits", "retries: 3", 3, ["retries is 3; expected keys with values. For example, retries: {max_tries: 5"]),
     (
         "name: digits",

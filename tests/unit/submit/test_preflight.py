@@ -77,7 +77,6 @@ def test_registries_of_every_partition_are_known(registry, region):
         ({"max_restarts": -1, "checkpoints": "s3://bucket/c"}, ["max_restarts", "-1", "from 0 to 1000"]),
         ({"source_dir": "/nix/nirgends", "script": "a.py"}, ["source_dir", "/nix/nirgends"]),
         ({"source_dir": CODE, "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
-        ({"metric_patterns": {"a": "x="}}, ["metric_patterns.a", "x=", "group"]),
         ({"request": {"RoleArn": "a"}}, ["request has RoleArn, which the key role decides"]),
         ({"request": {"StoppingCondition": {"MaxRuntimeInSeconds": 9}}}, ["the key max_run_s decides"]),
         ({"request": {"Environment": {"A": "b"}}}, ["the key environment decides"]),

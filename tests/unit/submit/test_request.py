@@ -8,7 +8,7 @@ import yaml
 
 from lightning_sm.errors import HyperparameterError, JobConfigError
 from lightning_sm.job.hyperparameters import to_argv
-from lightning_sm.job.variables import JOB_SECRET, MODEL
+from lightning_sm.job.variables import JOB_SECRET
 from lightning_sm.submit.job_file import Group, InputChannel, Job
 from lightning_sm.submit.request import encode_hyperparameters, make_request
 
@@ -51,12 +51,6 @@ def test_restarts_are_told_to_the_launchers(stated):
     environment = make_request(replace(JOB, max_restarts=3, environment=stated), {}).job.environment
     assert environment["LIGHTNING_SM_MAX_RESTARTS"] == "3"
     assert "LIGHTNING_SM_MAX_RESTARTS" not in make_request(JOB, {}).job.environment
-
-
-def test_what_the_job_leaves_is_a_variable_of_all_hosts():
-    """Unless it is the default."""
-    assert make_request(replace(JOB, model="weights"), {}).job.environment[MODEL.name] == "weights"
-    assert MODEL.name not in make_request(JOB, {}).job.environment
 
 
 @pytest.mark.parametrize(
@@ -105,9 +99,9 @@ def test_a_value_that_is_too_long_says_what_to_do(tmp_path):
         encode_hyperparameters(replace(JOB, config=str(path)))
 
 
-def test_subcommand_and_code_are_told_to_the_launcher():
-    """As the hyperparameters that it looks for; none of them is an option of the script."""
-    job = replace(JOB, subcommand="validate", script="go.py", source_dir="/src")
+def test_the_script_is_told_to_the_launcher():
+    """As the hyperparameter that it looks for, which is no option of the script."""
+    job = replace(JOB, hyperparameters={"subcommand": "validate"}, script="go.py", source_dir="/src")
     encoded = encode_hyperparameters(job)
     assert json.loads(encoded["sagemaker_program"]) == "go.py"
     assert to_argv(encoded) == ["validate"]
