@@ -50,12 +50,12 @@ def check_account(clients: Clients, job: Job, region: str) -> Findings:
     Raises:
         AWSError: AWS does not accept the credentials.
     """
-    findings = Findings(source=job.source)
+    findings = Findings(positions=job.positions)
     for check in _CHECKS:
         if check.find is _role and findings.problems:  # the role is of another account
             continue
         found = list(_found(check, clients, job, region))
-        findings.add(one for one in found if isinstance(one, JobProblem))
+        findings.problems += [one for one in found if isinstance(one, JobProblem)]
         findings.warnings += [one for one in found if isinstance(one, str)]
     return findings
 
@@ -149,16 +149,14 @@ def _buckets(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | s
 
 
 def _bucket(clients: Clients, bucket: str, keys: list[str], region: str) -> Iterator[JobProblem | str]:
-    first, *others = keys
     try:
         answer: Mapping[str, Any] = clients.look("s3").head_bucket(Bucket=bucket)
     except ClientError as error:
         answer = error.response
         if error_code(error) == "404":
             yield JobProblem(
-                first,
+                keys[0],
                 f"{', '.join(keys)}: there is no bucket {bucket}. Create it, or name another.",
-                also=tuple(others),
             )
             return
         if error_code(error) not in _DENIED:
@@ -174,7 +172,6 @@ def _bucket(clients: Clients, bucket: str, keys: list[str], region: str) -> Iter
             channels[0],
             f"{', '.join(channels)}: {text}; the service takes input of its own region only. Copy the data, or set "
             f"AWS_DEFAULT_REGION={place}.",
-            also=tuple(channels[1:]),
         )
     if len(channels) < len(keys):
         yield f"{', '.join(key for key in keys if key not in channels)}: {text}; the service may refuse that."

@@ -18,7 +18,7 @@ from lightning_sm.errors import SubmitError
 from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 from lightning_sm.submit.confirm import confirm
 from lightning_sm.submit.creation import create_training_job
-from lightning_sm.submit.job_file import Job, parse_job
+from lightning_sm.submit.job_file import Job, read_job
 from lightning_sm.submit.job_keys import keys_of, suggestion
 from lightning_sm.submit.overrides import Override
 from lightning_sm.submit.problems import Findings
@@ -60,13 +60,11 @@ def again(
         SubmitError: A change is not possible, or the new request has problems.
     """
     changes = [_change(setting) for setting in settings]
-    job = parse_job(None, [*_base(description, changes), *changes])
-    findings = Findings([*job.source.problems], source=job.source)
-    findings.add(secret_problems(job))
-    findings.report()
+    job = read_job(None, [*_base(description, changes), *changes])
+    findings = Findings([*secret_problems(job)], positions=job.positions)
     request = _changed(description, job, changes)
     request |= _tags(clients, description, job)
-    findings.add(request_problems(request))
+    findings.problems += request_problems(request)
     if "CheckpointConfig" in request and not any(change.key == "checkpoints" for change in changes):
         findings.warnings.append(
             f"the new job resumes from the checkpoints of {description['TrainingJobName']}, in "
@@ -93,13 +91,13 @@ def _change(setting: str) -> Override:
     if not equals:
         raise SubmitError(f"--set {setting}: expected KEY=VALUE, as in --set max_run_s=3600.")
     if name not in keys_of(Job):
-        raise SubmitError(f"--set {setting}: a job has no key {name}.{suggestion(key, Job, Job)[0]}")
+        raise SubmitError(f"--set {setting}: a job has no key {name}.{suggestion(key, Job, Job)}")
     if name not in _CHANGEABLE:
         raise SubmitError(
             f"--set {setting}: {name} cannot be changed here. Submit a job file, or change one of: "
             f"{', '.join(sorted(_CHANGEABLE))}."
         )
-    return Override(key, value, "--set ")
+    return Override(key, value)
 
 
 def _base(description: Mapping[str, Any], changes: Sequence[Override]) -> list[Override]:

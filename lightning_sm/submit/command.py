@@ -14,13 +14,12 @@ from lightning_sm._arguments import CommandParser, positive_number
 from lightning_sm._log import command_logger
 from lightning_sm._untested import SERVICE
 from lightning_sm.cloud.installed import check_boto3
-from lightning_sm.errors import AWSError, JobConfigError, OutputDirectoryError, SDKError, SubmitError
+from lightning_sm.errors import AWSError, JobConfigError, OutputDirectoryError, SubmitError
 from lightning_sm.record.prices import Prices
 from lightning_sm.submit.confirm import confirm
-from lightning_sm.submit.job_file import Job, parse_job
+from lightning_sm.submit.job_file import Job, read_job
 from lightning_sm.submit.job_keys import KeyPath, all_keys, is_section, shown_default
 from lightning_sm.submit.overrides import parse_overrides
-from lightning_sm.submit.problems import raise_problems
 
 if TYPE_CHECKING:
     from lightning_sm.cloud.records import ReportWriter  # loads boto3
@@ -74,12 +73,8 @@ def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) 
     options = parser.parse_args(words)
     if options.file is None and not overrides:
         parser.error("no job file is given")
-    job = parse_job(options.file, overrides)
-    try:
-        check_boto3("lightning-sm submit")
-    except SDKError:
-        raise_problems(job.source.problems, job.source)
-        raise
+    job = read_job(options.file, overrides)
+    check_boto3("lightning-sm submit")
     from lightning_sm.cloud.follow import exit_code, reason_of  # noqa: PLC0415
     from lightning_sm.submit import submit  # noqa: PLC0415
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from lightning_sm._text import count
@@ -17,22 +16,18 @@ def cost_problems(job: Job) -> Iterator[JobProblem]:
     Args:
         job: The content of the job file.
     """
-    for name, price in job.prices.items():
-        if not 0 <= price < math.inf:
-            yield JobProblem(f"prices.{name}", f"prices.{name} is {price}; expected an hourly price of 0 or more.")
     if job.max_cost is None:
         return
     unknown = types_without_price(job)
     if _is_chosen_by_service(job):
         text = "max_cost is set, and request has InstancePreferences: the service chooses the hosts. Remove one."
-        yield JobProblem("max_cost", text, also=("request",))
+        yield JobProblem("max_cost", text)
     elif unknown:
         types = ", ".join(unknown)
         yield JobProblem(
             "max_cost",
             f"max_cost is {job.max_cost:g}, but there is no price for {types}. Add it, in money per hour of a host: "
             f"prices: {{{unknown[0]}: 1.41}}.",
-            also=("prices",),
         )
     elif job.tune is not None and job.tune.max_jobs is None:
         yield JobProblem("max_cost", "max_cost with tune needs tune.max_jobs, the number of training jobs.")
@@ -41,7 +36,6 @@ def cost_problems(job: Job) -> Iterator[JobProblem]:
             "max_cost",
             f"max_cost is {job.max_cost:g}, but the job can cost {_words(job, most)}. Lower max_run_s or the number of "
             "hosts, or raise max_cost.",
-            also=("max_run_s", "groups", "prices"),
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote
@@ -73,23 +72,7 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
             *_overlaps(job),
             *secret_problems(job),
         ]
-    findings = Findings([*job.source.problems], warnings, job.source)
-    findings.add(problems)
-    return findings
-
-
-def with_placeholders(job: Job) -> Job:
-    """Replace values that ``check`` has reported, so that the rest of the request can be checked without them."""
-    return replace(
-        job,
-        name=job.name if _is_name(job.name) else "rehearsal",
-        role=job.role if job.role and matches("RoleArn", job.role) else "arn:aws:iam::000000000000:role/rehearsal",
-        output=job.output if job.output is None or _S3.fullmatch(job.output) else "s3://rehearsal",
-        channels={
-            name: channel if _S3.fullmatch(channel.uri) else replace(channel, uri="s3://rehearsal")
-            for name, channel in job.channels.items()
-        },
-    )
+    return Findings(problems, warnings, job.positions)
 
 
 def _groups(job: Job) -> Iterator[JobProblem]:
@@ -99,12 +82,6 @@ def _groups(job: Job) -> Iterator[JobProblem]:
             "groups is empty; name at least one group, as in {trainer: {instance_type: ml.g5.xlarge, count: 2}}.",
         )
         return
-    for name, group in job.groups.items():
-        if group.count < 1:
-            yield JobProblem(
-                f"groups.{name}.count",
-                f"groups.{name}.count is {group.count}; a group needs at least 1 host. Raise it or remove the group.",
-            )
     # One host per group is enough: the rules depend on types and names.
     groups = tuple(InstanceGroup(name, (name,), group.instance_type) for name, group in job.groups.items())
     hosts = tuple(job.groups)
@@ -118,7 +95,7 @@ def _groups(job: Job) -> Iterator[JobProblem]:
             for name in hosts
         }
     except TopologyError as error:
-        yield JobProblem("groups", f"groups: {error}", also=(f"environment.{DATA_GROUPS.name}",))
+        yield JobProblem("groups", f"groups: {error}")
         return
     yield from _swapped(job, roles, data_groups)
 
@@ -134,7 +111,6 @@ def _swapped(job: Job, roles: Mapping[str, Role], data_groups: tuple[str, ...] |
             f"groups: the data hosts ({', '.join(types[Role.DATA])}) have GPUs, and the trainers "
             f"({', '.join(types[Role.TRAINER])}) have none. Swap the instance types; if that is meant, say so: "
             f"environment: {{{DATA_GROUPS.name}: '{names}'}}.",
-            also=(f"environment.{DATA_GROUPS.name}",),
         )
 
 
@@ -171,7 +147,6 @@ def _channels(job: Job) -> Iterator[JobProblem]:
                 f"channels.{name}.groups",
                 f"channels.{name}.groups names {', '.join(unknown)}, but the groups of the job are "
                 f"{', '.join(sorted(job.groups)) or 'missing'}.",
-                also=("groups",),
             )
         if channel.groups == []:
             yield JobProblem(
@@ -182,7 +157,6 @@ def _channels(job: Job) -> Iterator[JobProblem]:
             yield JobProblem(
                 f"channels.{name}",
                 f"channels.{name}: source_dir is set, and needs the name for the code; choose another.",
-                also=("source_dir",),
             )
 
 
@@ -198,7 +172,6 @@ def _limits(job: Job) -> Iterator[JobProblem]:
             "spot.max_wait_s",
             f"spot.max_wait_s is {job.spot.max_wait_s} and max_run_s is {job.max_run_s}; max_wait_s includes the "
             "running time. Raise spot.max_wait_s or lower max_run_s.",
-            also=("max_run_s",),
         )
     if job.max_run_s > _MAX_RUN_S:
         yield JobProblem("max_run_s", f"max_run_s is {job.max_run_s}; the service allows {_MAX_RUN_S} (28 days).")
@@ -223,7 +196,6 @@ def _build(job: Job) -> Iterator[JobProblem]:
             "image",
             f"image is {job.image!r}, which names a digest, but build is set. Name a tag; the job gets the digest that "
             "the image then has.",
-            also=("build",),
         )
 
 
@@ -236,7 +208,6 @@ def _script(job: Job) -> Iterator[JobProblem]:
             "source_dir",
             "source_dir is set, but script is missing: the hosts would run the image's script. Set script to a path in "
             "source_dir, as in script: train.py.",
-            also=("script",),
         )
     folder = Path(job.source_dir)
     if not folder.is_dir():
@@ -253,13 +224,11 @@ def _script(job: Job) -> Iterator[JobProblem]:
             "request",
             f"request has EnableNetworkIsolation, but {folder / 'requirements.txt'} names packages, which hosts "
             "without a network cannot install. Install them in the image and remove the file.",
-            also=("source_dir",),
         )
     if job.script and not (folder / job.script).is_file():
         yield JobProblem(
             "script",
             f"script is {job.script!r}, but {folder / job.script} does not exist. The path is relative to source_dir.",
-            also=("source_dir",),
         )
 
 
@@ -312,7 +281,6 @@ def _overlaps(job: Job) -> Iterator[JobProblem]:
             "output",
             f"output is {job.output}, which is {relation} checkpoints ({job.checkpoints}): the hosts of a restarted "
             "job would download it with the checkpoints. Choose a prefix beside it.",
-            also=("checkpoints",),
         )
 
 

@@ -38,7 +38,7 @@ def secret_problems(job: Job) -> Iterator[JobProblem]:
 def _unless_allowed(job: Job, name: str, key: str, place: str) -> Iterator[JobProblem]:
     if name not in job.not_secret:
         allowed = f"If it is no secret: not_secret: [{', '.join([*job.not_secret, name])}]."
-        yield JobProblem(key, f"{place} looks like a secret. {_ADVICE} {allowed}", also=("not_secret",))
+        yield JobProblem(key, f"{place} looks like a secret. {_ADVICE} {allowed}")
 
 
 def _secrets(name: str, value: Any) -> Iterator[str]:

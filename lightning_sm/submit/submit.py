@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightning_sm.submit.creation import create_training_job, create_tuning_job
 from lightning_sm.submit.image_build import build_image, push_image
 from lightning_sm.submit.job_file import Job, Tune
 from lightning_sm.submit.local import ignored_keys, run_containers
-from lightning_sm.submit.preflight import check, with_placeholders
+from lightning_sm.submit.preflight import check
 from lightning_sm.submit.price_list import with_list_prices
 from lightning_sm.submit.problems import Findings, JobProblem
 from lightning_sm.submit.request import TrainingRequest, encode_hyperparameters, make_request
@@ -44,9 +43,7 @@ def dry_run(job: Job) -> dict[str, Any]:
         AWSError: No region is configured.
         SubmitError: The job has problems, which the message lists.
     """
-    with _problems_first(job):
-        region = new_session().region_name
-    request = _check_job(job, region)[1]
+    request = _check_job(job, new_session().region_name)[1]
     if "TrainingJobDefinition" in request:
         return {**request, "TrainingJobDefinition": without_secrets(request["TrainingJobDefinition"])}
     return without_secrets(request)
@@ -73,9 +70,8 @@ def send(
         ContainerError: The image cannot be built or pushed.
         SubmitError: The job has problems, or the account does, which the message lists; or the service rejects the job.
     """
-    with _problems_first(job):
-        session = new_session()
-        check_credentials(session)
+    session = new_session()
+    check_credentials(session)
     region = session.region_name
     clients = Clients(session)
     if job.max_cost is not None:
@@ -126,16 +122,6 @@ def run_locally(job: Job, *, timeout_s: float | None = None) -> int:
     return run_containers(make_request(job, hyperparameters), timeout_s)
 
 
-@contextlib.contextmanager
-def _problems_first(job: Job) -> Iterator[None]:
-    """Report the problems of a job instead of a missing region or missing credentials: the checks need neither."""
-    try:
-        yield
-    except AWSError:
-        check(job, "cloud").report()
-        raise
-
-
 def _watch(clients: Clients, name: str, *, shows_log: bool) -> Mapping[str, Any]:
     return follow(clients, Found("training", name, {}), shows_log=shows_log)
 
@@ -172,22 +158,23 @@ def _check_job(job: Job, region: str) -> tuple[TrainingRequest, dict[str, Any]]:
     """Check everything that can be checked without the service; return the plan and the request."""
     findings = check(job, "cloud", region)
     hyperparameters = _hyperparameters(job, findings)
-    stand_in = with_placeholders(job)
-    plan = make_request(stand_in, hyperparameters)
-    request = _request(plan, new_job_name(stand_in.name), JobStorage(stand_in, region))
+    findings.report()
+    plan = make_request(job, hyperparameters)
+    request = _request(plan, new_job_name(job.name), JobStorage(job, region))
+    findings = Findings(positions=job.positions)
     request = _checked_request(job, request, findings)
     findings.report()
-    return make_request(job, hyperparameters), request
+    return plan, request
 
 
 def _checked_request(job: Job, request: dict[str, Any], findings: Findings) -> dict[str, Any]:
     """Check the request of a training job, and return the one to send: the same, or that of a tuning job."""
     if job.tune is not None:
-        arguments, warnings = tuning_job(job.tune, with_placeholders(job).name, request)
+        arguments, warnings = tuning_job(job.tune, job.name, request)
         findings.warnings += warnings
-        findings.add(request_problems(arguments, "CreateHyperParameterTuningJob"))
+        findings.problems.extend(request_problems(arguments, "CreateHyperParameterTuningJob"))
         return arguments
-    findings.add(request_problems(request))
+    findings.problems.extend(request_problems(request))
     return request
 
 
@@ -195,7 +182,7 @@ def _hyperparameters(job: Job, findings: Findings) -> dict[str, str]:
     try:
         return encode_hyperparameters(job)
     except JobConfigError as error:
-        findings.add([JobProblem("config", str(error))])
+        findings.problems.extend([JobProblem("config", str(error))])
     except HyperparameterError as error:
-        findings.add([JobProblem("hyperparameters", f"config, hyperparameters: {error}", also=("config",))])
+        findings.problems.extend([JobProblem("hyperparameters", f"config, hyperparameters: {error}")])
     return {}

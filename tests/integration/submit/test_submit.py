@@ -372,14 +372,18 @@ def test_without_waiting_the_command_returns_at_once(submit, service):
 
 
 def test_a_job_with_problems_is_not_sent(submit, service):
-    """All of them are said at once, the rules' and the model's."""
-    job = {**JOB, "name": "a_b", "role": None, "environment": {"a-b": "x" * 513}}
-    job["request"] = {"ResourceConfig": {"KeepAlivePeriodInSeconds": 30000}}
-    ended = submit(job, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
-    assert ended.returncode == 2
-    for word in ["name is 'a_b'", "role", "'a-b'", "513 characters", "30000", "ml.g5.xlarge"]:
-        assert word in ended.stderr
-    assert "nothing was sent" in ended.stderr
+    """First those of the rules are said, then those of the service's model, all at once."""
+    ended = submit({**JOB, "name": "a_b", "role": None}, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
+    job = {**JOB, "environment": {"a-b": "x" * 513}, "request": {"ResourceConfig": {"KeepAlivePeriodInSeconds": 30000}}}
+    limited = submit(job, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
+    for code, text, words in [
+        (ended.returncode, ended.stderr, ["name is 'a_b'", "role"]),
+        (limited.returncode, limited.stderr, ["'a-b'", "513 characters", "30000", "ml.g5.xlarge"]),
+    ]:
+        assert code == 2
+        assert "nothing was sent" in text
+        for word in words:
+            assert word in text
     assert service.seen == []
 
 

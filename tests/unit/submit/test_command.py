@@ -50,8 +50,8 @@ def test_a_job_file_is_needed(capsys):
     assert "no job file is given" in capsys.readouterr().err
 
 
-def test_mistakes_are_reported_before_a_missing_region(job_file, monkeypatch):
-    """The checks of a job need neither region nor credentials."""
+def test_mistakes_of_a_file_are_reported_before_a_missing_region(job_file, monkeypatch):
+    """The reader needs neither region nor credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)

@@ -55,5 +55,3 @@ def test_a_limit_needs_all_prices_and_the_number_of_jobs():
     (problem,) = cost_problems(chosen)
     assert "the service chooses the hosts" in problem.text
     assert "is unknown: the service chooses the hosts" in shown_cost(chosen)
-    (problem,) = cost_problems(replace(JOB, prices={"data": -1.0, "ml.g5.xlarge": 1.0}))
-    assert "prices.data is -1.0" in problem.text

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_sm.__main__ import main
 from lightning_sm.submit import submit
-from lightning_sm.submit.job_file import parse_job
+from lightning_sm.submit.job_file import read_job
 from lightning_sm.submit.preflight import check
 
 PARSER = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
@@ -45,7 +45,7 @@ def test_a_dry_run_accepts_it_once_it_is_filled_in(folder, monkeypatch, caplog):
     session = boto3.Session(aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1")  # noqa: S106
     monkeypatch.setattr(submit, "new_session", lambda **_: session)
     caplog.clear()
-    request = submit.dry_run(parse_job("job.yaml"))
+    request = submit.dry_run(read_job("job.yaml"))
     assert request["TrainingJobName"].startswith("digits-")
     assert request["HyperParameters"]["sagemaker_program"] == '"digits.py"'
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
@@ -61,14 +61,14 @@ def test_every_comment_that_is_a_key_is_right(folder):
         assert text.count(f"\n# {key}: ") + text.count(f"\n# {key}:\n") == 1
         text = text.replace(f"\n# {key}:", f"\n{key}:")
     (folder / "job.yaml").write_text(filled(text.replace("<price>", "1.41").replace("<prefix>", "data")))
-    check(parse_job("job.yaml"), "cloud", "us-east-1").report()
+    check(read_job("job.yaml"), "cloud", "us-east-1").report()
 
 
 def test_what_is_left_open_is_a_problem(folder):
     """Nothing is sent with an account or a bucket that nobody has filled in."""
     put(folder, train=PARSER)
     main(["init"])
-    keys = {problem.key for problem in check(parse_job("job.yaml"), "cloud", "us-east-1").problems}
+    keys = {problem.key for problem in check(read_job("job.yaml"), "cloud", "us-east-1").problems}
     assert keys == {"image", "role", "checkpoints"}
 
 
@@ -80,7 +80,7 @@ def test_an_existing_file_is_not_replaced(folder, caplog):
     assert "job.yaml exists, and is not replaced." in caplog.text
     assert (folder / "job.yaml").read_text() == "mine"
     assert main(["init", "-o", "other.yaml"]) == 0
-    assert parse_job("other.yaml").script == "train.py"
+    assert read_job("other.yaml").script == "train.py"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_without_a_name_the_script_is_found_or_asked_for(folder, caplog, files, 
     put(folder, **dict.fromkeys(files, PARSER))
     code = main(["init"])
     if named.endswith(".py"):
-        assert (code, parse_job("job.yaml").script) == (0, named)
+        assert (code, read_job("job.yaml").script) == (0, named)
     else:
         assert (code, (folder / "job.yaml").exists()) == (2, False)
         assert named in caplog.text
@@ -110,7 +110,7 @@ def test_a_script_of_a_package_is_sent_with_the_package(folder):
     for name in ("app", "app/jobs"):
         (folder / "work" / name / "__init__.py").touch()
     main(["init", "work/app/jobs/train.py"])
-    job = parse_job("job.yaml")
+    job = read_job("job.yaml")
     assert (os.path.relpath(job.source_dir), job.script) == ("work", "app/jobs/train.py")
 
 
@@ -134,7 +134,7 @@ def test_every_path_is_written_as_text(folder, place, name):
     script.parent.mkdir(parents=True)
     script.write_text(PARSER)
     assert main(["init", place]) == 0
-    job = parse_job("job.yaml")
+    job = read_job("job.yaml")
     assert (job.name, job.script, os.path.relpath(job.source_dir)) == (name, script.name, os.path.dirname(place))
     assert {problem.key for problem in check(job, "cloud").problems} == {"image", "role", "checkpoints"}
 
