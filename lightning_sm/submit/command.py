@@ -16,7 +16,7 @@ from lightning_sm._untested import SERVICE
 from lightning_sm.cloud.installed import check_boto3
 from lightning_sm.errors import AWSError, JobConfigError, OutputDirectoryError, SubmitError
 from lightning_sm.record.prices import Prices
-from lightning_sm.submit.confirm import confirm
+from lightning_sm.submit.cost_limit import confirm_cost
 from lightning_sm.submit.job_file import Job, read_job
 from lightning_sm.submit.job_keys import KeyPath, all_keys, is_section, shown_default
 from lightning_sm.submit.overrides import parse_overrides
@@ -86,7 +86,7 @@ def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) 
         return 0
     if options.local:
         return submit.run_locally(job, timeout_s=options.timeout_s)
-    ask = None if options.yes else _ask
+    ask = None if options.yes else confirm_cost
     description = submit.send(job, wait=options.wait, shows_log=True, ask=ask)
     code = exit_code(description) if options.wait else 0
     if options.wait and job.tune is None:
@@ -159,13 +159,6 @@ def _help(path: KeyPath) -> str:
             else f"default: {shown_default(field.default)}"
         )
     return (f"{meaning.rstrip('.')} ({default})" if default else meaning.rstrip(".")).replace("%", "%%")
-
-
-def _ask(job: Job) -> None:
-    """Say what a job can cost, and ask whether to submit it."""
-    from lightning_sm.submit.cost_limit import shown_cost  # noqa: PLC0415 - after the check for boto3
-
-    confirm(shown_cost(job))
 
 
 def _true_or_false(text: str) -> bool:

@@ -20,7 +20,7 @@ from lightning_sm.emulator.spec import ClusterSpec
 from lightning_sm.errors import SubmitError
 from lightning_sm.job.emulated_service import GroupSpec
 from lightning_sm.submit.job_file import Job
-from lightning_sm.submit.request import TrainingRequest, script_options
+from lightning_sm.submit.training_job import script_options
 
 _LOG = command_logger(__name__)
 
@@ -28,22 +28,22 @@ _LOG = command_logger(__name__)
 _NOT_LOCAL = ("spot", "tune", "request")
 
 
-def run_containers(plan: TrainingRequest, timeout_s: float | None) -> int:
+def run_containers(job: Job, timeout_s: float | None) -> int:
     """Run a job in containers on this machine, and return its exit code; see ``emulator.runner.run``.
 
     Args:
-        plan: The job.
+        job: The job, ``prepared``.
         timeout_s: Seconds after which the job is stopped; None for no limit.
 
     Raises:
         ContainerError: Docker is missing, or does not have the image.
         SubmitError: A channel cannot be copied.
     """
-    source_dir = plan.job.source_dir
-    runtime = ContainerRuntime(plan.job.image, None if source_dir is None else Path(source_dir), copies_code=True)
+    code = None if job.source_dir is None else Path(job.source_dir)
+    runtime = ContainerRuntime(job.image, code, copies_code=True)
     base_dir = default_parent()
     with tempfile.TemporaryDirectory(prefix="lightning-sm-submit-") as folder:
-        spec = cluster_spec(plan, Path(folder))
+        spec = cluster_spec(job, Path(folder))
         with LocalCluster(spec, base_dir, runtime) as cluster:
             remove_old_runs(base_dir)
             return run(cluster, [], FaultSettings(), timeout_s=timeout_s)
@@ -63,20 +63,19 @@ def ignored_keys(job: Job) -> list[str]:
     return warnings
 
 
-def cluster_spec(plan: TrainingRequest, folder: Path) -> ClusterSpec:
+def cluster_spec(job: Job, folder: Path) -> ClusterSpec:
     """Describe the cluster of a job.
 
     Args:
-        plan: The job.
+        job: The job, ``prepared``.
         folder: Receives the channels that are in S3, until the job has ended.
 
     Raises:
         SubmitError: A channel cannot be copied.
     """
-    job = plan.job
     hyperparameters: dict[str, Any] = script_options(job)
-    channels = {name: _folder_of(name, channel.uri, folder) for name, channel in plan.channels.items()}
-    groups = {name: channel.groups for name, channel in plan.channels.items() if channel.groups is not None}
+    channels = {name: _folder_of(name, channel.uri, folder) for name, channel in job.channels.items()}
+    groups = {name: channel.groups for name, channel in job.channels.items() if channel.groups is not None}
     if job.source_dir is not None:
         hyperparameters["sagemaker_submit_directory"] = CODE_DIR  # as SDK v2 has it with local_code
     return ClusterSpec(

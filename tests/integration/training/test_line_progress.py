@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_sm.submit.request import metric_definitions
+from lightning_sm.submit.training_job import metric_definitions
 from lightning_sm.training.callbacks.line_progress import LineProgress
 from tests.fakes.small_app import SmallModel
 

@@ -10,7 +10,7 @@ from lightning_sm.errors import SubmitError
 from lightning_sm.job.emulated_service import GroupSpec
 from lightning_sm.submit import local
 from lightning_sm.submit.job_file import InputChannel, Retries, Spot, Tune
-from lightning_sm.submit.request import encode_hyperparameters, make_request
+from lightning_sm.submit.training_job import prepared
 from tests.unit.submit.test_request import JOB
 
 
@@ -45,7 +45,7 @@ def objects(monkeypatch):
 
 def spec_of(job, folder):
     """The cluster of a job."""
-    return local.cluster_spec(make_request(job, encode_hyperparameters(job)), folder)
+    return local.cluster_spec(prepared(job), folder)
 
 
 def test_groups_channels_and_variables_are_those_of_the_job(tmp_path):

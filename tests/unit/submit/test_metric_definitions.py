@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.submit.request import metric_definitions
+from lightning_sm.submit.training_job import metric_definitions
 from lightning_sm.training.callbacks import line_progress
 
 NAMES = st.text("abcXYZ_019/.-+()[]*", min_size=1, max_size=12)

@@ -9,7 +9,7 @@ import torch
 
 from lightning_sm._lightning import Callback, ProgressBar
 from lightning_sm.data.trainer.reporter import EpochReport
-from lightning_sm.submit.request import metric_definitions
+from lightning_sm.submit.training_job import metric_definitions
 from lightning_sm.training.callbacks import line_progress
 from lightning_sm.training.callbacks.line_progress import LineProgress, own_progress
 
