@@ -108,24 +108,21 @@ def _logs(clients: Clients, options: argparse.Namespace) -> int:
 
 
 def _log_of(clients: Clients, found: Found, options: argparse.Namespace) -> Iterator[str]:
-    log = Log(clients.logs, found.description)
+    log = Log(clients.logs, found.name)
     if options.host is not None:
         streams = log.streams_by_host()
         if options.host not in streams:
             hosts = ", ".join(streams) or "none yet"
             raise AWSError(f"{found.name} has no log of the host {options.host}; hosts with a log: {hosts}.")
-        yield from map(log.shown, log.lines_of(streams[options.host]))
+        yield from log.lines_of(streams[options.host])
         return
     if found.status == "Failed" and not options.all:
         yield from failure_first(log, reason_of(found.description))
         yield "(--all shows everything in chronological order)"
         return
-    empty = True
-    for line in log.new_lines():
-        empty = False
-        yield log.shown(line)
-    if empty:
-        yield f"{found.name} is {found.description.get('SecondaryStatus', found.status)} and has no log yet."
+    lines = log.new_lines()
+    yield next(lines, f"{found.name} is {found.description.get('SecondaryStatus', found.status)} and has no log yet.")
+    yield from lines
 
 
 def _stop(clients: Clients, options: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 
 from lightning_sm._log import command_logger
 from lightning_sm.cloud.aws import Clients
-from lightning_sm.cloud.hosts import groups_of
 from lightning_sm.errors import SubmitError
 from lightning_sm.job.hyperparameters import is_for_toolkit, toolkit_value, values_of
 from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
@@ -78,34 +77,45 @@ def _changes(settings: Sequence[str]) -> list[Override]:
 def _keys(clients: Clients, description: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a job file that makes the same request."""
     request = {name: value for name, value in fitting(description, "CreateTrainingJobRequest")[0].items() if value}
-    environment = dict(request.pop("Environment", {}))
-    environment.pop(JOB_SECRET.name, None)
+    environment: dict[str, str] = request.pop("Environment", {})
+    of_keys = {JOB_SECRET.name, MAX_RESTARTS.name}
     resources, stopping = request["ResourceConfig"], request["StoppingCondition"]
     pages = clients.sagemaker.get_paginator("list_tags").paginate(ResourceArn=description["TrainingJobArn"])
     tags = {tag["Key"]: tag["Value"] for page in pages for tag in page["Tags"] if not tag["Key"].startswith("aws:")}
-    keys = {
+    keys: dict[str, Any] = {
         "name": _NAME_ENDING.sub("", request.pop("TrainingJobName"))[:MAX_NAME_CHARS].rstrip("-"),
         "image": request["AlgorithmSpecification"].pop("TrainingImage", ""),
         "role": request.pop("RoleArn"),
-        "groups": {
-            group.name: {"instance_type": group.instance_type, "count": group.num_hosts}
-            for group in groups_of(description)
-        },
-        "max_restarts": int(environment.pop(MAX_RESTARTS.name, "0")),
-        "environment": environment,
+        "groups": _groups(resources),
+        "max_restarts": MAX_RESTARTS.read(environment),
+        "environment": {name: value for name, value in environment.items() if name not in of_keys},
         "hyperparameters": _values(request.pop("HyperParameters", {})),
         "output": request["OutputDataConfig"].pop("S3OutputPath"),
         "checkpoints": request.pop("CheckpointConfig", {}).get("S3Uri"),
-        "max_run_s": stopping.pop("MaxRuntimeInSeconds"),
+        "max_run_s": stopping.pop("MaxRuntimeInSeconds", None),
         "volume_gb": resources.pop("VolumeSizeInGB"),
         "tags": tags,
     }
     max_wait_s = stopping.pop("MaxWaitTimeInSeconds", None)
     if request.pop("EnableManagedSpotTraining", False):
         keys["spot"] = {"max_wait_s": max_wait_s}
-    for name in ("InstanceGroups", "InstanceType", "InstanceCount"):
-        resources.pop(name, None)
     return {**keys, "request": request}
+
+
+def _groups(resources: dict[str, Any]) -> dict[str, Any]:
+    """Take the groups out of a ResourceConfig; the only one of a job without groups has the service's name for it."""
+    groups = resources.pop("InstanceGroups", None)
+    if groups:
+        return {
+            one["InstanceGroupName"]: {"instance_type": one["InstanceType"], "count": one["InstanceCount"]}
+            for one in groups
+        }
+    preferences = resources.get("InstancePreferences")  # the service chooses: only the names of keys matter
+    only = preferences[0] if preferences else resources
+    group = {"instance_type": only["InstanceType"], "count": only.get("InstanceCount", 1)}
+    if not preferences:
+        del resources["InstanceType"], resources["InstanceCount"]
+    return {"homogeneousCluster": group}
 
 
 def _values(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
