@@ -126,13 +126,7 @@ def _add_options(parser: CommandParser) -> list[str]:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="check the job and print the request; send nothing")
     modes.add_argument("--local", action="store_true", help="run the job in containers on this machine")
-    parser.add_argument(
-        "--wait",
-        type=_true_or_false,
-        default=True,
-        metavar="{true,false}",
-        help="false returns right after submission (default: true)",
-    )
+    parser.add_argument("--no-wait", action="store_false", dest="wait", help="return right after submission")
     parser.add_argument("--yes", action="store_true", help="submit without asking, as scripts must")
     parser.add_argument(
         "--timeout_s", type=positive_number, metavar="SECONDS", help="with --local: time limit of the job in seconds"
@@ -149,19 +143,9 @@ def _add_keys(parser: CommandParser) -> None:
 
 def _help(path: KeyPath) -> str:
     field = path.field
-    meaning = _LINK.sub(r"\1", field.about.meaning).replace("`", "")
+    meaning = _LINK.sub(r"\1", field.about.meaning).replace("`", "").rstrip(".")
     if field.is_required:
-        default = "required"
-    else:
-        default = (
-            ""
-            if field.default in (None, [], {}) or is_section(type(field.default))
-            else f"default: {shown_default(field.default)}"
-        )
-    return (f"{meaning.rstrip('.')} ({default})" if default else meaning.rstrip(".")).replace("%", "%%")
-
-
-def _true_or_false(text: str) -> bool:
-    if text.lower() not in {"true", "false"}:
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text.lower() == "true"
+        meaning += " (required)"
+    elif field.default not in (None, [], {}) and not is_section(type(field.default)):
+        meaning += f" (default: {shown_default(field.default)})"
+    return meaning.replace("%", "%%")

@@ -309,7 +309,7 @@ def test_a_tuning_job_is_made_of_the_same_request(submit, service, tmp_path):
     ranges = {"lr": {"min": 0.001, "max": 0.1}, "optimizer": {"values": ["adam", "sgd"]}}
     tune = {"objective": "val_loss", "direction": "minimize", "ranges": ranges}
     job = {**JOB, "tune": tune, "source_dir": "src", "script": "go.py", "request": WITH_NETWORK}
-    ended = submit(job, "--yes", "--wait=false")
+    ended = submit(job, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
     (sent,) = service.tuning
     assert len(service.uploads) == 1
@@ -365,7 +365,7 @@ def test_a_refusal_is_no_traceback(submit, service):
 def test_without_waiting_the_command_returns_at_once(submit, service):
     """Once the service has accepted the job."""
     service.endings = [{"TrainingJobStatus": "InProgress", "SecondaryStatus": "Starting"}]
-    ended = submit(JOB, "--yes", "--wait=false")
+    ended = submit(JOB, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
     assert len(service.requests) == 1
 
@@ -412,7 +412,7 @@ def test_the_host_runs_what_was_submitted(submit, service, tmp_path):
     (tmp_path / "helper.py").write_text("NAME = 'linked'")
     (source / "helper.py").symlink_to(tmp_path / "helper.py")
     job = {**JOB, "source_dir": "src", "script": "package/go.py", "request": WITH_NETWORK}
-    ended = submit(job, "--yes", "--wait=false")
+    ended = submit(job, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
     (request,) = service.requests
     groups = resource_config({"trainer": ["algo-1"]}, "algo-1")
