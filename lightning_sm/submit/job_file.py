@@ -33,7 +33,7 @@ class Group:
 class InputChannel:
     """Input data, which hosts see as a folder."""
 
-    uri: str = key("`s3://bucket/prefix`; with `--local` also `file:///folder`.", "s3://bucket/prefix", ("path", "url"))
+    uri: str = key("`s3://bucket/prefix`; with `--local` `file:///folder`.", "s3://bucket/prefix", ("path", "url"))
     groups: list[str] | None = key(
         "Groups that receive the channel; without the key, all.", "[data]", ("instance_group_names",), default=None
     )

@@ -253,12 +253,11 @@ def _hidden(name: str, value: Any) -> Iterator[str]:
 def _local_channels(job: Job) -> Iterator[JobProblem]:
     for name, channel in job.channels.items():
         folder = Path(unquote(channel.uri.removeprefix("file://")))
-        is_here = channel.uri.startswith("file:///") and folder.exists()
-        if not is_here and not _S3.fullmatch(channel.uri):
+        if not (channel.uri.startswith("file:///") and folder.exists()):
             yield JobProblem(
                 f"channels.{name}.uri",
-                f"channels.{name}.uri is {channel.uri!r}; expected file:///folder, which must exist, or "
-                "s3://<bucket>/<prefix>.",
+                f"channels.{name}.uri is {channel.uri!r}; with --local, expected file:///folder, which must "
+                "exist (to copy a prefix: aws s3 cp --recursive).",
             )
 
 

@@ -118,7 +118,7 @@ def run_locally(job: Job, *, timeout_s: float | None = None) -> int:
 
     Raises:
         ContainerError: Docker is missing, does not have the image, or cannot build it.
-        SubmitError: The job has problems, which the message lists; or its code or a channel cannot be copied.
+        SubmitError: The job has problems, which the message lists; or its code cannot be copied.
     """
     findings = check(job, "local")
     findings.warnings += ignored_keys(job)

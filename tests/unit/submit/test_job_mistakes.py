@@ -363,7 +363,7 @@ def test_secrets_that_stay_here_or_are_none_are_allowed(tmp_path, mode):
     secrets = GOOD.replace("NCCL_DEBUG: INFO", "HF_TOKEN: a").replace("data.batch_size: 64", "hub: {api_key: a}")
     path = tmp_path / "job.yaml"
     path.write_text(secrets + "not_secret: [HF_TOKEN, hub.api_key]\n" if mode == "cloud" else secrets)
-    assert check(read_job(path), mode, REGION).problems == []
+    assert [one for one in check(read_job(path), mode, REGION).problems if "secret" in one.text] == []
 
 
 def test_what_equals_nothing_is_no_secret():

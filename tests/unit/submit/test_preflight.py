@@ -25,7 +25,7 @@ JOB = Job(
 def test_a_good_job_has_neither_problems_nor_warnings():
     """Whatever is to be done with it."""
     assert check(JOB, "cloud", "us-east-1") == Findings()
-    assert check(JOB, "local") == Findings()
+    assert check(replace(JOB, channels={}), "local") == Findings()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_local_mode_needs_neither_role_nor_registry(tmp_path):
     channels = {"a": InputChannel(tmp_path.as_uri())}
     local = replace(JOB, image="x", role=None, output=None, channels=channels)
     assert check(local, "local") == Findings()
-    for uri in ("file:///nix/nirgends", "relative", "file://relative"):
+    for uri in ("file:///nix/nirgends", "relative", "file://relative", "s3://bucket/data"):
         (problem,) = check(replace(local, channels={"a": InputChannel(uri)}), "local").problems
         assert uri in problem.text
 
