@@ -26,11 +26,9 @@ _LAST_LOOKS = 2
 _EXIT_CODE = re.compile(r"exit code:? (\d+)\s*\.?\s*$")
 
 Sleep = Callable[[float], object]
-# A sleep, because Ctrl-C interrupts it, and nothing else ends a wait for the service.
-_sleep = time.sleep
 
 
-def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _sleep) -> Mapping[str, Any]:
+def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = time.sleep) -> Mapping[str, Any]:
     """Wait until a job ends; log every change of its state, and write its log to stdout.
 
     Ctrl-C or an error ends the wait, not the job; a warning then says how to stop the job.
