@@ -9,7 +9,7 @@ import torch
 
 from lightning_sm._lightning import Callback, ProgressBar
 from lightning_sm.data.trainer.reporter import EpochReport
-from lightning_sm.submit.metric_patterns import metric_definitions
+from lightning_sm.submit.training_job import metric_definitions
 from lightning_sm.training.callbacks import line_progress
 from lightning_sm.training.callbacks.line_progress import LineProgress, own_progress
 
@@ -36,7 +36,7 @@ def test_the_line_of_an_epoch_has_what_the_data_service_says(trainer, lines, mon
     assert lines() == [f"epoch=3/10 step=45 train_loss=0.25 val_acc=0.5 data_wait=62.0% | {verdict}"]
     found = {
         definition["Name"]: re.findall(definition["Regex"], lines()[0])
-        for definition in metric_definitions(["train_loss", "val_acc", "data_wait"], {})
+        for definition in metric_definitions(["train_loss", "val_acc", "data_wait"])
     }
     assert found == {"train_loss": ["0.25"], "val_acc": ["0.5"], "data_wait": ["62.0"]}
 
