@@ -62,7 +62,8 @@ class ChildProcess:
         failed: If the last command failed: the process with which the failure began.
         was_killed: Whether the last command got SIGKILL by the schedule, because it had not exited after a stop.
         on_kill_is_near: Called by the main thread before that.
-        on_late_signal: Called when a signal arrives after a command has exited.
+        on_look: Called again and again by the main thread, while a command runs.
+        has_late_signal: Whether a signal has arrived after a command had exited.
     """
 
     def __init__(self, schedule: StopSchedule, control: ControlFolder) -> None:
@@ -73,7 +74,8 @@ class ChildProcess:
         self.was_killed = False
         self.on_kill_is_near: Callable[[], None] = lambda: None
         self._is_kill_near = False
-        self.on_late_signal: Callable[[], None] = lambda: None
+        self.on_look: Callable[[], None] = lambda: None
+        self.has_late_signal = False
         self._end_stages: list[tuple[float, int]] = []
         self._is_listening = False
         self._has_exited = False
@@ -251,8 +253,7 @@ class ChildProcess:
         return self._process
 
     def _forward(self, signum: int, _frame: FrameType | None) -> None:
-        if self._has_exited:
-            self.on_late_signal()
+        self.has_late_signal |= self._has_exited
         is_first = self.stopped_by is None
         is_repeated = self.stopped_by == signum
         now = time.monotonic()
@@ -308,7 +309,8 @@ class ChildProcess:
             self._send(stage[1])
         self._set_alarm()
 
-    def _prepare_kill(self) -> None:
+    def _look(self) -> None:
+        self.on_look()
         if self._is_kill_near:
             self._is_kill_near = False
             self.on_kill_is_near()
@@ -341,7 +343,7 @@ class ChildProcess:
                 next_log += _LOG_S
                 ranks = ", ".join(f"rank {beat.rank} ({beat.doing})" for beat in running)
                 _LOG.info("the script has exited. Waiting for its local ranks: %s.", ranks)
-            self._prepare_kill()
+            self._look()
             self._reap(group)
             time.sleep(_POLL_S)  # nothing announces the exit of a process that this one did not start
         codes = [self._exits[beat.pid][0] for beat in self._control.beats() if beat.pid in self._exits]
@@ -351,6 +353,7 @@ class ChildProcess:
         """Wait, after the script has failed, for local ranks that still run, if one of them may be the cause."""
         deadline = time.monotonic() + timeline.OWN_CAUSE_S
         while time.monotonic() < deadline and not (self.must_exit or self.end_run_requested):
+            self._look()
             self._reap(group)
             is_running = any(_is_in_group(pid, group) for pid in self._control.pids())
             if not is_running or not self._first_failure(group).is_consequence:
@@ -383,7 +386,7 @@ class ChildProcess:
         """
         with ExitWatch() as watch:
             while True:
-                self._prepare_kill()
+                self._look()
                 watch.add((process.pid, *self._control.pids()))
                 for pid, exit_code in watch.wait(_NEW_RANKS_S):
                     if pid != process.pid:

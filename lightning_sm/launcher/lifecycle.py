@@ -35,8 +35,7 @@ class LauncherPhase(Enum):
     JUDGING = "finding out why the script has ended"
     UPLOADING = "waiting for the upload of an interrupted script's checkpoint"
     AWAITING_TRAINERS = "waiting until the scripts of all trainer hosts have ended"
-    AWAITING_DECISION = "waiting until the other hosts know that the script has failed"
-    AWAITING_ABSENT_HOSTS = "waiting, after a failure, for hosts that have not connected"
+    AWAITING_DECISION = "waiting until the other hosts know that the script has failed, also those that start late"
     AWAITING_STOP = "waiting, with a saved checkpoint, for the other hosts and for the signal that stops this one"
     AWAITING_RESTART = "waiting until the scripts of all trainer hosts have exited for a restart"
     AWAITING_STACKS = "letting the other hosts save their stacks, after a hang here"
@@ -273,7 +272,6 @@ ENDS_OF_WORK: Mapping[LauncherPhase, tuple[type[End], ...]] = MappingProxyType(
         LauncherPhase.UPLOADING: _DONE,
         LauncherPhase.AWAITING_TRAINERS: _DONE,
         LauncherPhase.AWAITING_DECISION: _DONE,
-        LauncherPhase.AWAITING_ABSENT_HOSTS: _DONE,
         LauncherPhase.AWAITING_STOP: _DONE,
         LauncherPhase.AWAITING_RESTART: (Done, Restarted),
         LauncherPhase.AWAITING_STACKS: _DONE,
@@ -419,10 +417,6 @@ def _report(state: HostState) -> tuple[Action, ...]:
     return () if state.own is None else (SendReport(state.own),)
 
 
-def _await_absent_hosts(state: HostState) -> Transition:
-    return replace(state, phase=LauncherPhase.AWAITING_ABSENT_HOSTS), ()
-
-
 def _after_report(state: HostState) -> Transition:
     own = state.own
     has_failed_for_good = own is not None and own.kind is not OutcomeKind.SUCCESS and not own.may_restart
@@ -476,8 +470,7 @@ _AFTER: Mapping[LauncherPhase, Callable[[HostState], Transition]] = MappingProxy
         LauncherPhase.PAUSING: _run_again,
         LauncherPhase.UPLOADING: _report_saved,
         LauncherPhase.AWAITING_TRAINERS: _after_report,
-        LauncherPhase.AWAITING_DECISION: _await_absent_hosts,
-        LauncherPhase.AWAITING_ABSENT_HOSTS: _after_report,
+        LauncherPhase.AWAITING_DECISION: _after_report,
         LauncherPhase.AWAITING_STOP: _after_report,
         LauncherPhase.AWAITING_RESTART: _close_without_restart,
         LauncherPhase.AWAITING_STACKS: _leave,

@@ -42,10 +42,9 @@ MAIN_HOST_LEAVES_LATER_S = 1.0
 
 # ---- After a failure on another host.
 
-# A launcher is lost after this silence, and this time to connect again: a reset, and a packet that is lost at every
-# attempt to connect, cost seconds; NCCL's own connections survive more.
-SILENCE_S = 30.0
-RECONNECT_S = 15.0
+# A launcher is lost after this silence, in which it tries to connect again: a reset, and a packet that is lost at every
+# attempt to connect, cost seconds.
+LOST_S = 15.0
 # For the scripts that still run. SageMaker gives a stopped job 120 s.
 AFTER_FAILURE_S = 150.0
 

@@ -144,24 +144,24 @@ def _life(host, *events):
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(1), Judged(_BROKEN), Done(), JobEnded(_FAILED_HERE), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS OVER",
+            [Done(), Exited(1), Judged(_BROKEN), JobEnded(_FAILED_HERE), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION OVER",
             [SendReport(_BROKEN)],
             replace(_BROKEN, reason=_FAILED_HERE.reason),
             id="failure here",
         ),
         pytest.param(
             _TRAINER,
-            [Done(), JobEnded(_FAILED_ELSEWHERE), Exited(143), Judged(_TOLD), Done(), Done(), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_FIRST_EXIT OVER",
+            [Done(), JobEnded(_FAILED_ELSEWHERE), Exited(143), Judged(_TOLD), Done(), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_FIRST_EXIT OVER",
             [EndScript(OutcomeKind.FAILURE), SendReport(_TOLD)],
             Outcome.of_exit_code(143, _FAILED_ELSEWHERE.reason),
             id="failure elsewhere",
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(1), Judged(_HANGS), JobEnded(replace(_FAILED_HERE, kind=OutcomeKind.HANG)), *[Done()] * 3],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_STACKS OVER",
+            [Done(), Exited(1), Judged(_HANGS), JobEnded(replace(_FAILED_HERE, kind=OutcomeKind.HANG)), Done(), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_STACKS OVER",
             [SendReport(_HANGS)],
             replace(_HANGS, reason=_FAILED_HERE.reason),
             id="hang here",
@@ -184,8 +184,8 @@ def _life(host, *events):
         ),
         pytest.param(
             _TRAINER,
-            [NotStarted(_BROKEN), Done(), JobEnded(_FAILED_HERE), Done()],
-            "PREPARING AWAITING_DECISION AWAITING_ABSENT_HOSTS OVER",
+            [NotStarted(_BROKEN), JobEnded(_FAILED_HERE), Done()],
+            "PREPARING AWAITING_DECISION OVER",
             [SendReport(_BROKEN)],
             replace(_BROKEN, reason=_FAILED_HERE.reason),
             id="no code",
@@ -193,11 +193,10 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[Done(), RestartOrdered(_FIRST), Exited(143), Judged(_TOLD), Done(), Done()],
+                *[Done(), RestartOrdered(_FIRST), Exited(143), Judged(_TOLD), Done()],
                 *[Restarted(1), Exited(0), Judged(_SUCCESS), Done()],
             ],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART"
-            " RUNNING JUDGING AWAITING_TRAINERS OVER",
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART RUNNING JUDGING AWAITING_TRAINERS OVER",
             [EndScript(OutcomeKind.FAILURE, restart=1), SendReport(_TOLD), SendReport(_SUCCESS)],
             _SUCCESS,
             id="restart after a failure elsewhere",
@@ -205,12 +204,12 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[RestartOrdered(_FIRST), Done(), Done(), Done()],
-                *[Restarted(1), RestartOrdered(_SECOND), Exited(143), Judged(_TOLD), Done(), Done()],
+                *[RestartOrdered(_FIRST), Done(), Done()],
+                *[Restarted(1), RestartOrdered(_SECOND), Exited(143), Judged(_TOLD), Done()],
                 *[Restarted(2), Exited(0), Judged(_SUCCESS), Done()],
             ],
-            "PREPARING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART"
-            " RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART"
+            "PREPARING AWAITING_DECISION AWAITING_RESTART"
+            " RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART"
             " RUNNING JUDGING AWAITING_TRAINERS OVER",
             [
                 SendReport(
@@ -224,11 +223,10 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done()],
-                *[RestartOrdered(_SECOND), Restarted(1), Done(), Done(), Restarted(2)],
+                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done()],
+                *[RestartOrdered(_SECOND), Restarted(1), Done(), Restarted(2)],
             ],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART"
-            " AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART RUNNING",
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART AWAITING_DECISION AWAITING_RESTART RUNNING",
             [
                 SendReport(_KILLED),
                 SendReport(
@@ -240,8 +238,8 @@ def _life(host, *events):
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done(), _TERM, Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART OVER",
+            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), _TERM, Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART OVER",
             [
                 SendReport(_KILLED),
                 SendReport(
@@ -262,11 +260,10 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done()],
+                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done()],
                 *[JobEnded(_STOPPED_ELSEWHERE), Done(), Done()],
             ],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART AWAITING_FIRST_EXIT"
-            " OVER",
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART AWAITING_FIRST_EXIT OVER",
             [SendReport(_KILLED)],
             Outcome.of_exit_code(143, _STOPPED_ELSEWHERE.reason),
             id="another host stopped while waiting for a restart",
@@ -274,19 +271,18 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done()],
+                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done()],
                 *[JobEnded(_FAILED_ELSEWHERE), Done(), Done()],
             ],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART AWAITING_FIRST_EXIT"
-            " OVER",
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART AWAITING_FIRST_EXIT OVER",
             [SendReport(_KILLED)],
             Outcome.of_exit_code(137, _FAILED_ELSEWHERE.reason),
             id="another host failed while waiting for a restart",
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done(), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART OVER",
+            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART OVER",
             [SendReport(_KILLED)],
             _KILLED,
             id="a restart that never came",
@@ -317,8 +313,8 @@ def _life(host, *events):
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), _TERM, Done(), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART",
+            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), _TERM, Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART",
             [SendReport(_KILLED)],
             None,
             id="restart after a kill here, and a stop",
@@ -373,8 +369,8 @@ def _life(host, *events):
         ),
         pytest.param(
             _DATA,
-            [Done(), Exited(1), Judged(_BROKEN), Done(), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS OVER",
+            [Done(), Exited(1), Judged(_BROKEN), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION OVER",
             [SendReport(_BROKEN)],
             _BROKEN,
             id="error of the only data host",
@@ -435,7 +431,7 @@ def test_lives(host, events, phases, actions, outcome):
 
 def test_a_host_that_was_not_stopped_shows_what_it_left_out_unless_another_has_failed():
     """A consequence without a cause elsewhere is the cause."""
-    events = [Done(), Exited(1), Judged(_BROKEN, is_consequence=True), Done(), Done()]
+    events = [Done(), Exited(1), Judged(_BROKEN, is_consequence=True), Done()]
     assert _life(_TRAINER, *events)[2].shows_consequences
     assert not _life(_TRAINER, *events[:3], JobEnded(_FAILED_ELSEWHERE), *events[3:])[2].shows_consequences
     assert not _life(_TRAINER, *events[:2], Judged(_BROKEN), *events[3:])[2].shows_consequences
