@@ -223,10 +223,7 @@ class _HostLauncher:
             case EndScript(kind, restart):
                 if kind is OutcomeKind.HANG:
                     self._log_where()
-                if restart is None:
-                    self._child.end()
-                else:
-                    self._child.end_run(restart)
+                self._child.end(for_good=restart is None)
 
     def _log_where(self) -> None:
         """Save the stacks of this host, as another one hangs."""
@@ -324,7 +321,7 @@ class _HostLauncher:
             exit_code = 1  # a rank has raised an exception, and its exit has hung
         # A data host whose work is over is ended by these signals, which is a success; any other exit is a failure.
         is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
-        is_ended_by_job = (child.end_requested or child.end_run_requested) and exit_code in _ENDED
+        is_ended_by_job = child.is_ending and exit_code in _ENDED
         if state.is_data_host and (is_ended_by_stop or is_ended_by_job):
             exit_code = 0
         if not (state.is_data_host or is_ended_by_job) and (left := self._interruption(exit_code)):
@@ -404,7 +401,7 @@ class _HostLauncher:
         if not peers.take_part():
             return Done()
         attempt = peers.attempt
-        self._child.prepare_restart(attempt)
+        self._child.prepare_restart()
         return Restarted(attempt)
 
     def _await_stacks(self) -> None:

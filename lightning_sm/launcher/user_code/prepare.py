@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,20 +117,8 @@ class Preparation:
 
     def _run(self, command: Sequence[str], doing: str, directory: Path) -> int:
         self.check_not_stopped(doing)
-        is_late = threading.Event()
-
-        def end() -> None:
-            is_late.set()
-            self._child.end()
-
-        timer = threading.Timer(self._limit_s, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            exit_code = self._child.run(command, directory, self._env)
-        finally:
-            timer.cancel()
-        if is_late.is_set():
+        exit_code = self._child.run(command, directory, self._env, self._limit_s)
+        if self._child.was_late:
             raise ScriptError(
                 f"Timeout: {doing} took longer than {self._limit_s:g} s ({PREPARE_S.name}). Look at its last lines in "
                 "the log, and check that the job's network can reach what it was waiting for."
