@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ _TIMES_THE_LONGEST = 20.0
 _LONG_PHASES = (Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, Phase.FIRST_STEP, Phase.SAVING)
 _TIMES_IN_LONG_PHASES = 10.0
 _POLL_S = 0.05
+# Between two looks.
+_CHECK_S = 2.0
 # A line of faulthandler, and the folders in which packages and Python's own library lie.
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
 _INSTALLED = re.compile(r"/(site-packages|dist-packages|lib/python3\.\d+)/|^<")
@@ -72,50 +73,32 @@ def _patience(beat: Beat) -> float:
 
 
 class Watchdog:
-    """A thread that watches the processes of a script. A context manager.
+    """A look at the processes of a script from time to time.
 
     Args:
-        beats: Returns the last beats of the running processes.
         least_s: As in ``HangRule``; 0 turns the watchdog off.
-        on_hang: Called once, from the thread, when processes hang, with the last beats of all.
-        check_s: Seconds between two checks.
     """
 
-    def __init__(
-        self,
-        beats: Callable[[], Sequence[Beat]],
-        least_s: float,
-        on_hang: Callable[[Sequence[Beat]], None],
-        check_s: float = 2.0,
-    ) -> None:
-        self._beats = beats
-        self._least_s = least_s
-        self._on_hang = on_hang
-        self._check_s = min(check_s, least_s / 4) if least_s else check_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+    def __init__(self, least_s: float) -> None:
+        self._rule = HangRule(least_s)
+        self._check_s = min(_CHECK_S, least_s / 4) if least_s else math.inf
+        self._due_at = 0.0
+        self._was_hanging = False
 
-    def __enter__(self) -> Watchdog:
-        if self._least_s:
-            self._thread.start()
-        return self
+    def look(self, beats: Callable[[], Sequence[Beat]], now: float) -> Sequence[Beat]:
+        """Return the last beats of all processes if some hang; none otherwise, or if it is not time for a look.
 
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        if self._least_s:
-            self._thread.join()
-
-    def _run(self) -> None:
-        rule = HangRule(self._least_s)
-        # A launcher that was suspended together with its script sees old beats when it resumes: check twice.
-        was_hanging = False
-        while not self._closing.wait(self._check_s):
-            beats = self._beats()
-            is_hanging = bool(rule.hanging(beats, time.monotonic()))
-            if is_hanging and was_hanging:
-                self._on_hang(beats)
-                return
-            was_hanging = is_hanging
+        Args:
+            beats: Returns the last beats of the running processes.
+            now: The time.
+        """
+        if now < self._due_at or math.isinf(self._check_s):
+            return ()
+        self._due_at = now + self._check_s
+        seen = beats()
+        # A launcher that was suspended together with its script sees old beats when it resumes: look twice.
+        was_hanging, self._was_hanging = self._was_hanging, bool(self._rule.hanging(seen, now))
+        return seen if was_hanging and self._was_hanging else ()
 
 
 @dataclass(frozen=True)

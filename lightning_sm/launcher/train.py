@@ -149,6 +149,7 @@ class _HostLauncher:
         self._child = ChildProcess(self._schedule, self._control)
         self._preparation = Preparation(self._child, env)
         self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
+        self._hang_s = HANG_S.read(env)
         self._report_s = REPORT_S.read(env)
         self._prices = PRICES.read(env)
         self._is_end_written = False
@@ -159,6 +160,8 @@ class _HostLauncher:
         self._peers: Peers
         self._build: Callable[[], ScriptCommand]
         self._command: ScriptCommand
+        self._watchdog: Watchdog
+        self._uploads: UploadWatch
         self._waits = {
             LauncherPhase.PAUSING: self._pause,
             LauncherPhase.UPLOADING: self._await_upload,
@@ -179,7 +182,7 @@ class _HostLauncher:
         child = self._child
         child.listen()
         child.on_kill_is_near = self._on_kill_is_near
-        child.on_look = self._take_news
+        child.on_look = self._look
         self._warn_without_secret()
         self._peers = self._make_peers()
         with self._peers, self._control, self._record:
@@ -230,6 +233,16 @@ class _HostLauncher:
         where, stacks = self._where()
         if where:
             _LOG.info("last seen: %s.%s", where, stacks)
+
+    def _look(self) -> None:
+        """Take the news, and watch the script that runs."""
+        self._take_news()
+        if self._state.phase is LauncherPhase.RUNNING:
+            now = time.monotonic()
+            self._uploads.look(now)
+            beats = self._watchdog.look(self._child.announced, now)
+            if beats and not self._hang_reason:
+                self._on_hang(beats)
 
     def _take_news(self) -> None:
         """Take what has happened meanwhile: a stop of this host, a restart, the end of the job."""
@@ -288,10 +301,10 @@ class _HostLauncher:
     def _run_script(self, command: ScriptCommand) -> End:
         self._hang_reason = self._last_seen = ""
         child = self._child
-        checkpoints = None if self._state.is_data_host else self._job.checkpoint_dir
+        self._watchdog = Watchdog(self._hang_s)
+        self._uploads = UploadWatch(None if self._state.is_data_host else self._job.checkpoint_dir)
         try:
-            with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang), UploadWatch(checkpoints):
-                return Exited(child.run(command.arguments, command.directory, command.env))
+            return Exited(child.run(command.arguments, command.directory, command.env))
         except LightningSMError as error:
             return self._not_started(error)
 
@@ -461,7 +474,7 @@ class _HostLauncher:
         return self._peers.job_outcome is not None or self._peers.restart is not None
 
     def _on_hang(self, beats: Sequence[Beat]) -> None:
-        """Save the stacks of the script's processes, and kill the script. The watchdog's thread calls this."""
+        """Save the stacks of the script's processes, and kill the script."""
         where, stacks = self._where(beats)
         host = self._job.current_host
         self._hang_reason = f"The training hangs: no progress on host {host}. Last seen: {where}.{stacks}"
