@@ -53,25 +53,6 @@ from lightning_sm.launcher.failure import (
 )
 from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 from lightning_sm.launcher.host_record import HostRecord
-from lightning_sm.launcher.lifecycle import (
-    Action,
-    Done,
-    End,
-    EndScript,
-    Exited,
-    Host,
-    HostState,
-    HostStopped,
-    JobEnded,
-    Judged,
-    LauncherPhase,
-    News,
-    NotStarted,
-    Restarted,
-    RestartOrdered,
-    SaveStacks,
-    SendReport,
-)
 from lightning_sm.launcher.peers.client import Client
 from lightning_sm.launcher.peers.hub import Hub
 from lightning_sm.launcher.peers.messages import peers_key
@@ -155,22 +136,21 @@ class _HostLauncher:
         self._is_end_written = False
         self._hang_reason = self._last_seen = ""  # of the script that has been started last
         self._interrupted_at = 0.0
-        host = Host(job.current_host, topology.role, topology.main_host, len(topology.data_hosts))
-        self._state = HostState(host)
+        host = lifecycle.Host(job.current_host, topology.role, topology.main_host, len(topology.data_hosts))
+        self._state = lifecycle.HostState(host)
         self._peers: Peers
         self._build: Callable[[], ScriptCommand]
         self._command: ScriptCommand
         self._watchdog: Watchdog
         self._uploads: UploadWatch
         self._waits = {
-            LauncherPhase.PAUSING: self._pause,
-            LauncherPhase.UPLOADING: self._await_upload,
-            LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
-            LauncherPhase.AWAITING_DECISION: self._await_decision,
-            LauncherPhase.AWAITING_STOP: self._await_stop,
-            LauncherPhase.AWAITING_STACKS: self._await_stacks,
-            LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
-            LauncherPhase.REPORTING: self._write_report,
+            lifecycle.LauncherPhase.PAUSING: self._pause,
+            lifecycle.LauncherPhase.UPLOADING: self._await_upload,
+            lifecycle.LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
+            lifecycle.LauncherPhase.AWAITING_DECISION: self._await_decision,
+            lifecycle.LauncherPhase.AWAITING_STOP: self._await_stop,
+            lifecycle.LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
+            lifecycle.LauncherPhase.REPORTING: self._write_report,
         }
 
     def run(self, script: str | None, args: Sequence[str]) -> Outcome:
@@ -195,7 +175,7 @@ class _HostLauncher:
                 control=self._control,
             )
             self._build = lambda: builder.build(script, args)
-            while self._state.phase is not LauncherPhase.OVER:
+            while self._state.phase is not lifecycle.LauncherPhase.OVER:
                 event = self._work()
                 self._take_news()
                 self._tell(event)
@@ -211,33 +191,26 @@ class _HostLauncher:
 
     # ---- Events and actions
 
-    def _tell(self, event: End | News) -> None:
+    def _tell(self, event: lifecycle.End | lifecycle.News) -> None:
         """Take an event, and do at once what follows from it."""
         self._state, actions = lifecycle.step(self._state, event)
         for action in actions:
             self._act(action)
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: lifecycle.Action) -> None:
         match action:
-            case SendReport(outcome):
+            case lifecycle.SendReport(outcome):
                 self._peers.report(outcome)
-            case SaveStacks():
-                self._log_where()
-            case EndScript(kind, restart):
-                if kind is OutcomeKind.HANG:
-                    self._log_where()
+            case lifecycle.EndScript(kind, restart):
+                where, stacks = self._where() if kind is OutcomeKind.HANG else ("", "")
+                if where:
+                    _LOG.info("last seen: %s.%s", where, stacks)
                 self._child.end(for_good=restart is None)
-
-    def _log_where(self) -> None:
-        """Save the stacks of this host, as another one hangs."""
-        where, stacks = self._where()
-        if where:
-            _LOG.info("last seen: %s.%s", where, stacks)
 
     def _look(self) -> None:
         """Take the news, and watch the script that runs."""
         self._take_news()
-        if self._state.phase is LauncherPhase.RUNNING:
+        if self._state.phase is lifecycle.LauncherPhase.RUNNING:
             now = time.monotonic()
             self._uploads.look(now)
             beats = self._watchdog.look(self._child.announced, now)
@@ -252,11 +225,11 @@ class _HostLauncher:
             self._on_restart(restart)
         if job is not None and self._state.job is None:
             self._record.on_job_outcome(job)
-            self._tell(JobEnded(job))
+            self._tell(lifecycle.JobEnded(job))
         # After the end of the job, to which a stop may be the response of the service.
         stopped_by = self._child.stopped_by
         if stopped_by is not None and stopped_by != self._state.stopped_by:
-            self._tell(HostStopped(stopped_by))
+            self._tell(lifecycle.HostStopped(stopped_by))
 
     def _on_restart(self, restart: Restart) -> None:
         start = "the latest valid checkpoint"
@@ -264,47 +237,47 @@ class _HostLauncher:
             start = "the beginning, because the job has no checkpoint folder"
         _LOG.warning("%s: all trainer hosts restart from %s. Cause: %s", restart, start, restart.cause)
         self._record.event("restart", f"{restart}. Cause: {restart.cause}")
-        self._tell(RestartOrdered(restart))
+        self._tell(lifecycle.RestartOrdered(restart))
 
     # ---- The work of each phase
 
-    def _work(self) -> End:
+    def _work(self) -> lifecycle.End:
         """Do the work of the phase, and return the event with which it has ended."""
         match self._state.phase:
-            case LauncherPhase.PREPARING:
+            case lifecycle.LauncherPhase.PREPARING:
                 return self._prepare()
-            case LauncherPhase.RUNNING:
+            case lifecycle.LauncherPhase.RUNNING:
                 return self._run_script(self._command)
-            case LauncherPhase.JUDGING:
+            case lifecycle.LauncherPhase.JUDGING:
                 return self._judge(self._state.exit_code)
-            case LauncherPhase.AWAITING_RESTART:
+            case lifecycle.LauncherPhase.AWAITING_RESTART:
                 return self._await_restart()
             case phase:
                 self._waits[phase]()
-                return Done()
+                return lifecycle.Done()
 
-    def _prepare(self) -> End:
+    def _prepare(self) -> lifecycle.End:
         try:
             with self._record.span("preparation"):
                 self._command = self._build()
         except prepare.Stopped as stopped:
             exit_code = 0 if self._state.is_data_host else stopped.exit_code
-            return NotStarted(Outcome.of_exit_code(exit_code, str(stopped)))
+            return lifecycle.Judged(Outcome.of_exit_code(exit_code, str(stopped)))
         except LightningSMError as error:
             return self._not_started(error)
-        return Done()
+        return lifecycle.Done()
 
-    def _not_started(self, error: LightningSMError) -> NotStarted:
+    def _not_started(self, error: LightningSMError) -> lifecycle.Judged:
         _LOG.error("error: %s", error)
-        return NotStarted(Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, self._place)))
+        return lifecycle.Judged(Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, self._place)))
 
-    def _run_script(self, command: ScriptCommand) -> End:
+    def _run_script(self, command: ScriptCommand) -> lifecycle.End:
         self._hang_reason = self._last_seen = ""
         child = self._child
         self._watchdog = Watchdog(self._hang_s)
         self._uploads = UploadWatch(None if self._state.is_data_host else self._job.checkpoint_dir)
         try:
-            return Exited(child.run(command.arguments, command.directory, command.env))
+            return lifecycle.Exited(child.run(command.arguments, command.directory, command.env))
         except LightningSMError as error:
             return self._not_started(error)
 
@@ -316,7 +289,7 @@ class _HostLauncher:
         self._record.event("restart", f"the data host's script was killed (exit code {state.exit_code})")
         self._wait(lambda: self._child.must_exit, state.pause_s)
 
-    def _judge(self, exit_code: int) -> Judged:
+    def _judge(self, exit_code: int) -> lifecycle.Judged:
         """Find out how and why the script has ended."""
         child, state = self._child, self._state
         if child.was_killed and child.stopped_by is not None and exit_code != 0 and not state.is_data_host:
@@ -341,7 +314,7 @@ class _HostLauncher:
             return self._judged(Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, left))
         if exit_code == 0:
             self._warn_after_success()
-            return Judged(Outcome.of_exit_code(0))
+            return lifecycle.Judged(Outcome.of_exit_code(0))
         return self._judge_failure(exit_code, is_ended_by_job=is_ended_by_job)
 
     def _interruption(self, exit_code: int) -> str:
@@ -359,7 +332,7 @@ class _HostLauncher:
             return stopped_reason(child.stopped_by, f"The script has exited after the signal, and {note} {ending}")
         return ""
 
-    def _judge_failure(self, exit_code: int, *, is_ended_by_job: bool) -> Judged:
+    def _judge_failure(self, exit_code: int, *, is_ended_by_job: bool) -> lifecycle.Judged:
         child = self._child
         first = replace(child.failed, exit_code=1) if self._hang_reason else child.failed
         if is_ended_by_job:
@@ -386,8 +359,8 @@ class _HostLauncher:
         outcome = Outcome.of_exit_code(exit_code, failed.reason, may_restart=may_restart)
         return self._judged(outcome, is_consequence=is_consequence)
 
-    def _judged(self, outcome: Outcome, *, is_consequence: bool = False) -> Judged:
-        return Judged(outcome, self._control.saved() is not None, is_consequence)
+    def _judged(self, outcome: Outcome, *, is_consequence: bool = False) -> lifecycle.Judged:
+        return lifecycle.Judged(outcome, self._control.saved() is not None, is_consequence)
 
     def _warn_after_success(self) -> None:
         hidden = self._command.hidden
@@ -408,18 +381,14 @@ class _HostLauncher:
         limit_s = max(self._timings.peers_timeout_s, self._timings.lost_s)
         self._wait_for_peers(lambda: self._peers.is_decided or self._peers.restart is not None, limit_s)
 
-    def _await_restart(self) -> End:
+    def _await_restart(self) -> lifecycle.End:
         peers = self._peers
         self._wait_for_peers(lambda: peers.job_outcome is not None or peers.may_start)
         if not peers.take_part():
-            return Done()
+            return lifecycle.Done()
         attempt = peers.attempt
         self._child.prepare_restart()
-        return Restarted(attempt)
-
-    def _await_stacks(self) -> None:
-        if not self._peers.is_alone:
-            self._wait(self._is_stopped, timeline.STACKS_ELSEWHERE_S)
+        return lifecycle.Restarted(attempt)
 
     def _await_trainers(self) -> None:
         own = self._state.own
@@ -449,12 +418,10 @@ class _HostLauncher:
 
     def _await_first_exit(self) -> None:
         job = self._state.job
-        is_hang = job is not None and job.kind is OutcomeKind.HANG
         if job is not None and job.host == self._topology.main_host:  # it may write a report before it exits
             limit_s = self._report_s + timeline.AFTER_THE_REPORT_S
             self._wait(lambda: not self._peers.is_main_host_there or self._child.has_late_signal, limit_s)
-        seconds = timeline.MAIN_HOST_LEAVES_LATER_S + (timeline.STACKS_ELSEWHERE_S if is_hang else 0.0)
-        self._wait(self._is_stopped, seconds)
+        self._wait(self._is_stopped, timeline.MAIN_HOST_LEAVES_LATER_S)
 
     def _write_report(self) -> None:
         """Have the report of the run written, if there is time."""
