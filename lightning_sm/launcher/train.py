@@ -129,7 +129,7 @@ class _HostLauncher:
         self._control = ControlFolder(folder)
         self._child = ChildProcess(self._schedule, self._control)
         self._preparation = Preparation(self._child, env)
-        self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
+        self._record = HostRecord(job, topology.role, env)
         self._hang_s = HANG_S.read(env)
         self._report_s = REPORT_S.read(env)
         self._prices = PRICES.read(env)
@@ -229,6 +229,7 @@ class _HostLauncher:
         # After the end of the job, to which a stop may be the response of the service.
         stopped_by = self._child.stopped_by
         if stopped_by is not None and stopped_by != self._state.stopped_by:
+            self._record.on_stop(stopped_by)
             self._tell(lifecycle.HostStopped(stopped_by))
 
     def _on_restart(self, restart: Restart) -> None:
