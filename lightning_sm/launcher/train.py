@@ -460,8 +460,8 @@ class _HostLauncher:
         """Save stacks; return where the script's processes stand, and a sentence with the files."""
         beats, now = self._child.announced() if beats is None else beats, time.monotonic()
         stacks = save_stacks(self._control, beats, self._job.host_output_dir)
-        sentence = f" Stacks: {', '.join(str(one.file) for one in stacks)}." if stacks else ""
-        return described(beats, now, stacks), sentence
+        sentence = f" Stacks: {', '.join(map(str, stacks))}." if stacks else ""
+        return described(beats, now), sentence
 
     def _leave_at(self) -> float:
         """Return when an interrupted host must exit at the latest, in seconds of ``time.monotonic``."""

@@ -12,7 +12,6 @@ from lightning_sm.launcher.hang import (
     HangRule,
     Watchdog,
     described,
-    innermost_calls,
     save_stacks,
 )
 
@@ -116,35 +115,5 @@ def test_stacks_are_saved_for_each_process(tmp_path):
             beats = control.beats()
             (stacks,) = save_stacks(control, beats, tmp_path / "output")
             child.communicate(b"x")
-        assert stacks.file == tmp_path / "output" / "stacks-rank2.txt"
-        assert " in stuck\n" in stacks.file.read_text()
-        assert stacks.calls == "stuck (<string>:5)"
-        assert described([beat for beat in beats if beat.rank == 2], 0.0, [stacks]).endswith(
-            " ago), in stuck (<string>:5)"
-        )
-
-
-_WAITS = """Thread 0x00007f01 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 331 in wait
-  File "/opt/ml/code/log.py", line 3 in run
-
-Current thread 0x00007f00 (most recent call first):
-  File "/opt/conda/lib/python3.11/site-packages/torch/autograd/graph.py", line 865 in _engine_run_backward
-  File "/opt/conda/lib/python3.11/site-packages/torch/_tensor.py", line 648 in backward
-  File "/opt/ml/code/my model.py", line 12 in training_step
-  File "/opt/ml/code/train.py", line 40 in <module>
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        (_WAITS, "_engine_run_backward (autograd/graph.py:865) called from training_step (my model.py:12)"),
-        (_WAITS.partition("\n\n")[0], "wait (python3.11/threading.py:331) called from run (log.py:3)"),
-        ("Current thread 0x1 (most recent call first):\n  <no Python frame>\n", ""),
-        ("", ""),
-    ],
-)
-def test_the_call_in_which_a_rank_waits_and_where_it_comes_from(text, calls):
-    """That of the main thread, and the first one of the user's code around it."""
-    assert innermost_calls(text) == calls
+        assert stacks == tmp_path / "output" / "stacks-rank2.txt"
+        assert " in stuck\n" in stacks.read_text()
