@@ -97,10 +97,6 @@ _EXCEPTIONS = {
         "'unrecognized arguments' in message.lower()": "as above",
     },
     "submit/service_limits.py": {"re.fullmatch(_pattern(pattern), text)": _SETTING},
-    "launcher/hang.py": {
-        "_FRAME": "faulthandler writes nothing but text",
-        "text.rpartition('(most recent call first):')": "the same",
-    },
     "report/live.py": {
         "run.outcome not in (RUNNING, INTERRUPTED)": "the constant is the kind, and says itself to people",
         "one.text.split()": "puts a text on one line",

@@ -19,8 +19,7 @@ class Launcher:
     def __init__(self, base: Path, role=Role.TRAINER):
         groups = (InstanceGroup("trainers", ("algo-1",), "ml.g5.xlarge"), InstanceGroup("data", ("algo-2",)))
         job = SageMakerJob("algo-1", ("algo-1", "algo-2"), groups, "test", base_dir=base, name="job")
-        self.stopped_by = None
-        self.record = HostRecord(job, role, lambda: self.stopped_by, {})
+        self.record = HostRecord(job, role, {})
         self.folder = Path(self.record.variables[RECORD_DIR.name])
 
     def lines(self):
@@ -50,9 +49,9 @@ def test_a_script_that_was_never_found_leaves_a_record_too(tmp_path):
     """The end says why, and a stop is noted."""
     launcher = Launcher(tmp_path)
     with launcher.record:
-        launcher.stopped_by = signal.SIGTERM
+        launcher.record.on_stop(signal.SIGTERM)
     launcher.record.end(Outcome.of_exit_code(2, "there is no train.py"), None, is_saved=False)
-    head, stop, end = launcher.lines()
+    head, stop, *_, end = launcher.lines()
     assert (head.command, stop.what) == ([], "signal")
     assert end.reason == "there is no train.py"
 
@@ -74,7 +73,8 @@ def test_how_a_host_ends(tmp_path, exit_code, is_stopped, is_saved, outcome):
     launcher = Launcher(tmp_path)
     with launcher.record:
         launcher.record.began([])
-        launcher.stopped_by = signal.SIGTERM if is_stopped else None
+        if is_stopped:
+            launcher.record.on_stop(signal.SIGTERM)
         launcher.record.end(Outcome.of_exit_code(exit_code, "why"), None, is_saved=is_saved)
     lines = launcher.lines()
     assert (lines[-1].outcome, lines[-1].job_outcome) == (outcome, None)
