@@ -391,6 +391,8 @@ class _Draws(Classifier):
 
     def _draw(self, where: str, batch_idx: int = -1) -> float:
         numbers = (float(torch.rand(())), random.random(), float(np.random.rand()))
+        if self.trainer.sanity_checking:
+            return numbers[0]  # Lightning takes the random state back after it, and fits draw the same numbers again
         self.draws[f"{where}, epoch {self.current_epoch}, step {self.global_step}, batch {batch_idx}"] = numbers
         return numbers[0]
 
