@@ -33,7 +33,6 @@ TWO = {
     "raw lstm": Fit({"split": [1]}, "raw lstm", refused=True),
     "norms": Fit({}, "norms", {"gradient_clip_val": 0.1}),
     "lbfgs": Fit({}, "lbfgs", refused=True),
-    "changed copy": Fit({}, "changed copy", refused=True),
     "skip": Fit({}, "skip", refused=True),
     "draw": Fit({}, "draw", refused=True),
     "trim": Fit({}, "trim"),
@@ -160,7 +159,6 @@ def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
     [
         ("raw lstm", "network.0, the last layer of its stage, returns a tuple of Tensor, tuple"),
         ("lbfgs", "LBFGS searches along a line"),
-        ("changed copy", "copies of the tied parameter network.0.weight on 2 ranks are no longer equal"),
         ("skip", "returned NoneType without a loss"),
         ("draw", "draws random numbers before it calls self.network"),
         ("twice", "calls the network several times"),
