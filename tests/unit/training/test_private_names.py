@@ -80,20 +80,12 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader"],
-        [
-            *("data/trainer/remote_loader.py", "training/callbacks/step_times.py"),
-            "training/strategies/pipeline/loaders.py",
-        ],
+        ["data/trainer/remote_loader.py", "training/callbacks/step_times.py"],
     ),
     (
         f"{DISTRIBUTION}.loops.evaluation_loop:_EvaluationLoop",
         ["_combined_loader"],
-        ["training/callbacks/spot_checkpoint.py", "training/strategies/pipeline/loaders.py"],
-    ),
-    (
-        f"{DISTRIBUTION}.loops.prediction_loop:_PredictionLoop",
-        ["_combined_loader"],
-        ["training/strategies/pipeline/loaders.py"],
+        ["training/callbacks/spot_checkpoint.py"],
     ),
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
@@ -113,7 +105,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.utilities:CombinedLoader",
         ["_iterator"],
-        ["training/callbacks/local_position.py", "training/strategies/pipeline/loaders.py"],
+        ["training/callbacks/local_position.py"],
     ),
     (f"{DISTRIBUTION}.utilities:CombinedLoader", ["_mode"], ["training/callbacks/local_position.py"]),
     (
@@ -165,12 +157,9 @@ OF_OTHERS = {
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
     "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch
     "training/rank_barrier.py": {"_get_default_store"},  # torch
-    "training/strategies/pipeline/effects.py": {  # torchmetrics
-        *("_computed", "_defaults", "_forward_cache", "_update_count"),
-    },
+    "training/strategies/pipeline/effects.py": {"_forward_cache"},  # torchmetrics
     "training/strategies/pipeline/layers.py": {"_BatchNorm", "_reset_parameters"},  # torch
     "training/strategies/pipeline/rows.py": {"_fields"},  # named tuples
-    "training/strategies/pipeline/steps.py": {"_modules"},  # torch
 }
 
 
