@@ -169,15 +169,13 @@ class Loader(Line, frozen=True, tag="loader"):
 
     Attributes:
         t: When it was written.
-        is_remote: Whether data hosts build the batches.
-        workers: Worker processes of this rank's loader; 0 if the training process itself builds the batches. Those of
-            data hosts are in ``DataService``.
+        workers: Worker processes that this rank's loader asks for; 0 if the training process itself builds the batches.
+            Those of data hosts, which take their place, are in ``DataService``.
         cpus: Number of CPUs that this rank's process may use, together with the other ranks of the host.
         ranks_of_host: Number of ranks on the host.
         step: ``trainer.global_step`` when the training begins or resumes.
     """
 
-    is_remote: bool
     workers: int = 0
     cpus: int = 0
     ranks_of_host: int = 1

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_sm._text import count
-from lightning_sm.data.ipc.feeder_messages import FeederSnapshot
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 
 
-def logger_metrics(figures: RankFigures, ready: int, snapshot: FeederSnapshot) -> dict[str, float]:
+def logger_metrics(figures: RankFigures, ready: int, hosts: Sequence[HostFigures]) -> dict[str, float]:
     """Return the values for Lightning's loggers.
 
     Args:
         figures: What this rank has measured since the last time.
         ready: Number of buffered batches when the last one was taken.
-        snapshot: ``FeederClient.snapshot()``.
+        hosts: What the data hosts have done since the start.
     """
     seconds = figures.seconds
     batches = max(1, figures.num_batches)
@@ -25,22 +24,8 @@ def logger_metrics(figures: RankFigures, ready: int, snapshot: FeederSnapshot) -
         "data/queue_ms": 1e3 * figures.queue_s / batches,
         "data/produce_ms": 1e3 * figures.produce_s / batches,
         "data/transfer_ms": 1e3 * figures.transfer_s / batches,
-        "data/retries": float(sum(host.num_retries for host in snapshot.hosts)),
-        "data/hedges": float(sum(host.num_hedges for host in snapshot.hosts)),
-    }
-
-
-def wait_metrics(figures: RankFigures) -> dict[str, float]:
-    """Return what ``StepTimes`` logs as ``time/...``, for loggers of a Trainer without it.
-
-    Args:
-        figures: What this rank has measured since the last time.
-    """
-    steps = max(1, figures.num_timed)
-    return {
-        "data/wait_ms": 1e3 * figures.wait_s / steps,
-        "data/step_ms": 1e3 * figures.seconds / steps,
-        "data/input_bound": figures.wait_fraction,
+        "data/retries": float(sum(host.num_retries for host in hosts)),
+        "data/hedges": float(sum(host.num_hedges for host in hosts)),
     }
 
 

@@ -12,10 +12,9 @@ import torch
 
 from lightning_sm._lightning import Callback, LightningModule, ProgressBar, Trainer, rank_zero_only
 from lightning_sm._unlisted import UnlistedProgressBar
-from lightning_sm.data.trainer.reporter import EpochReport, data_report
-from lightning_sm.record.progress import progress_line, rate_fields
+from lightning_sm.record.progress import progress_line
 from lightning_sm.record.totals import Totals, samples_per_step
-from lightning_sm.training.callbacks.step_times import StepTimes
+from lightning_sm.timing.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 _log_once = rank_zero_only(logger.info)
@@ -34,9 +33,6 @@ class LineProgress(UnlistedProgressBar):
       checkpoints and first batches; ``samples_per_s`` counts all ranks. They need ``StepTimes``, which every job has.
     - ``eta`` is the time left at this rate, validations included.
     - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, the memory of its process, in 10^9 bytes.
-
-    In a job with data hosts, the line of an epoch ends with the time that the slowest rank waited for data and, if that
-    matters, with the cause.
 
     Args:
         every_n_seconds: Minimum time between two lines of an epoch, in seconds.
@@ -80,13 +76,11 @@ class LineProgress(UnlistedProgressBar):
         if self._began is None:
             self._began = now, _progress(trainer)
         if now >= self._next_line_at:
-            self._log(trainer, self._batch(trainer, batch_idx + 1), self._rates(trainer))
+            self._log(trainer, self._batch(trainer, batch_idx + 1), **self._rates(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch's metrics, and the data service's verdict."""
-        report = data_report(trainer) if self.is_enabled else None
-        position = f"{self._epoch(trainer)} step={trainer.global_step}"
-        self._log(trainer, position, self._rates(trainer, report), None if report is None else report.verdict)
+        """Log the epoch's metrics."""
+        self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}", **self._rates(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the metrics, unless the epoch ends now: its own line has them."""
@@ -97,7 +91,9 @@ class LineProgress(UnlistedProgressBar):
             self._has_validated = True
             is_last_step = 0 < trainer.max_steps <= trainer.global_step
             if not trainer.is_last_batch and not is_last_step:
-                self._log(trainer, self._batch(trainer, _num_batches(trainer)), self._rates(trainer))
+                loop: Any = trainer.fit_loop.epoch_loop
+                done = loop.batch_progress.current.processed
+                self._log(trainer, self._batch(trainer, done), **self._rates(trainer))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the test metrics."""
@@ -119,34 +115,29 @@ class LineProgress(UnlistedProgressBar):
     def _batch(self, trainer: Trainer, number: int) -> str:
         return f"{self._epoch(trainer)} batch={number}/{self.total_train_batches} step={trainer.global_step}"
 
-    def _log(self, trainer: Trainer, position: str, rates: str = "", verdict: str | None = None) -> None:
+    def _log(self, trainer: Trainer, position: str, **rates: Any) -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds
         if self.is_enabled:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             number = self._num_validations if self._has_validated else None
-            logger.info("%s", progress_line(position, metrics, num_validations=number, rates=rates, verdict=verdict))
+            logger.info("%s", progress_line(position, metrics, num_validations=number, **rates))
         self._has_validated = False
 
-    def _rates(self, trainer: Any, report: EpochReport | None = None) -> str:
-        """Return how fast the run is; without ``StepTimes``, or if this rank logs nothing, only the reported wait."""
+    def _rates(self, trainer: Any) -> dict[str, Any]:
+        """Return how fast the run is, for ``progress_line``; nothing without ``StepTimes``."""
         times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
-        # The data service's report is of the slowest rank, StepTimes of this one.
-        reported = None if report is None else report.data_wait
         if times is None or not self.is_enabled:
-            return rate_fields(data_wait=reported)
+            return {}
         totals = times.totals
         new = totals.since(self._shown)
         self._shown = totals
-        is_known = new.step_s > 0
+        rates = {"eta_s": self._eta_s(trainer), "memory_bytes": _memory_bytes(trainer.strategy.root_device)}
+        if new.step_s == 0:
+            return rates
         num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        samples = samples_per_step([new], num_replicas) if is_known else None
-        return rate_fields(
-            steps_per_s=1 / new.step_s if is_known else None,
-            samples_per_s=samples / new.step_s if samples else None,
-            eta_s=self._eta_s(trainer),
-            memory_bytes=_memory_bytes(trainer.strategy.root_device),
-            data_wait=new.waiting if reported is None and is_known else reported,
-        )
+        samples = samples_per_step([new], num_replicas)
+        samples_per_s = samples / new.step_s if samples else None
+        return rates | {"steps_per_s": 1 / new.step_s, "samples_per_s": samples_per_s, "data_wait": new.waiting}
 
     def _eta_s(self, trainer: Any) -> float | None:
         """Return the seconds until the training reaches its first limit; None if that is unknown, or not yet known."""
@@ -168,11 +159,6 @@ def _progress(trainer: Any) -> list[tuple[int, int]]:
     batches = (trainer.max_epochs or 0) * trainer.num_training_batches  # inf for a stream
     limits = [(done, batches)] if 0 < batches < float("inf") else []
     return limits + ([(trainer.global_step, trainer.max_steps)] if trainer.max_steps > 0 else [])
-
-
-def _num_batches(trainer: Any) -> int:
-    """Return the number of batches of this epoch that are done."""
-    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
 def _memory_bytes(device: torch.device) -> int:

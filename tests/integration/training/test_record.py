@@ -117,7 +117,7 @@ def test_ranks_say_where_their_steps_were(run, rank):
     for line in steps:
         assert sum(line.parts.values()) == pytest.approx(line.wall_s, abs=1e-4)
     (loader,) = of_kind(lines, events.Loader)
-    assert (loader.is_remote, loader.ranks_of_host) == (True, 1)
+    assert loader.ranks_of_host == 1
 
 
 def test_the_record_of_rank_0_says_why_training_waited(run):

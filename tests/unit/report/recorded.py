@@ -86,7 +86,6 @@ def data(
         "num_steps": num_steps,
         "num_timed": num_steps,
         "num_bytes": num_bytes * num_steps,
-        "first_wait_s": 0.5,
         "wait_s": 0.58 * seconds,
         "transfer_wait_s": 0.0,
         "busy_s": 0.42 * seconds,
@@ -125,7 +124,7 @@ def input_bound(
     end = begin + 10 + seconds + 2
     rank: list[Line] = [
         head(begin + 1, attempt=attempt),
-        Loader(BEGIN + begin + 6, is_remote=True, cpus=4),
+        Loader(BEGIN + begin + 6, cpus=4),
         Span(BEGIN + begin + 6, "startup", BEGIN + begin + 1, 5.0),
         Span(BEGIN + begin + 10, "first_batch", BEGIN + begin + 6, 4.0),
     ]

@@ -101,7 +101,7 @@ def test_what_a_training_does_again_and_again_grows_with_its_steps(tmp_path):
 
 def test_first_batches_grow_with_the_epochs_and_not_with_the_first_one(tmp_path):
     """The first one starts workers and compiles; those of later epochs are as many as there are epochs."""
-    lines = [head(0), Loader(BEGIN + 5, is_remote=False), Span(BEGIN + 10, "first_batch", BEGIN + 5, 5.0)]
+    lines = [head(0), Loader(BEGIN + 5), Span(BEGIN + 10, "first_batch", BEGIN + 5, 5.0)]
     for epoch in range(1, 4):
         lines += [steps(10.0 + 10 * epoch, n=100), Span(BEGIN + 11 + 10 * epoch, "first_batch", BEGIN, 1.0)]
     write(tmp_path, *lines)

@@ -113,7 +113,7 @@ def test_a_host_that_knows_how_the_job_ended_is_believed_before_one_that_does_no
 
 def test_a_killed_job_has_no_end(tmp_path):
     """Without a last line, nothing is claimed about how it ended."""
-    write(tmp_path, head(1), Loader(BEGIN + 2, is_remote=False), steps(11), steps(12))
+    write(tmp_path, head(1), Loader(BEGIN + 2), steps(11), steps(12))
     run = of(tmp_path)
     assert run.outcome == RUNNING
     assert "still running, or its hosts were killed" in verdict.ending(run)
@@ -240,7 +240,7 @@ def test_the_headline_of_a_wait_says_where_the_batches_come_from(tmp_path):
         "Limited by waiting for data (transforms), 48% of the time (34.8 s). Training waits 58% of"
     )
     assert "for the transforms: the 2 workers of the data hosts are busy 100% of the time" in remote
-    own = [head(1, hosts={"algo-1": "trainer"}), Loader(BEGIN + 2, is_remote=False, workers=2, cpus=4)]
+    own = [head(1, hosts={"algo-1": "trainer"}), Loader(BEGIN + 2, workers=2, cpus=4)]
     write(tmp_path / "local", *own, *(steps(10 + t) for t in range(5)))
     assert verdict.headline(of(tmp_path / "local")).startswith("Limited by waiting for data (transforms), ")
     write(tmp_path / "fast", *own, *(steps(10 + t, waiting=0.01) for t in range(5)))
@@ -252,7 +252,7 @@ def test_the_headline_of_a_wait_says_where_the_batches_come_from(tmp_path):
 
 def test_a_long_start_is_said_with_its_cost(tmp_path):
     """Changes name the seconds, the money and the share of the job."""
-    lines = [head(0), Loader(BEGIN + 60, is_remote=False), Span(BEGIN + 60, "startup", BEGIN, 60.0)]
+    lines = [head(0), Loader(BEGIN + 60), Span(BEGIN + 60, "startup", BEGIN, 60.0)]
     write(tmp_path, *lines, *(steps(60 + t, waiting=0.0) for t in range(5)))
     prices = Prices({"trainer": 3600.0, "data": 0.0})
     text, *_ = verdict.changes(of(tmp_path), prices)
@@ -262,7 +262,7 @@ def test_a_long_start_is_said_with_its_cost(tmp_path):
 def _attempts(folder, *, gap):
     """Two attempts of 20 s: the second one trains the last 40 of 200 steps again, after 6 s."""
     for attempt, begin, first in ((1, 0.0, 0), (2, 20.0 + gap, 160)):
-        lines = [head(begin, attempt=attempt), Loader(BEGIN + begin + 5, is_remote=False, step=first)]
+        lines = [head(begin, attempt=attempt), Loader(BEGIN + begin + 5, step=first)]
         lines += [
             Span(BEGIN + begin + 5, "startup", BEGIN + begin, 5.0),
             Span(BEGIN + begin + 6, "first_batch", BEGIN + begin + 5, 1.0),
@@ -316,7 +316,7 @@ def test_steps_that_are_trained_again_count_once(tmp_path, accumulated):
     """Also where the Trainer counts a step for several batches; what was measured has them twice."""
     first, second = 80 // accumulated, 40 // accumulated
     for attempt, begin, resumed, last in ((1, 0.0, 0, first), (2, 100.0, second, second + first)):
-        begun = Loader(BEGIN + begin + 5, is_remote=False, step=resumed)
+        begun = Loader(BEGIN + begin + 5, step=resumed)
         line = replace(steps(begin + 20, n=79, step=last), untimed=1)
         write(tmp_path, head(begin, attempt=attempt), begun, line, attempt=attempt)
     run = of(tmp_path)

@@ -127,7 +127,7 @@ def test_a_few_steps_have_no_verdict():
 
 def test_the_cause_of_a_wait_is_part_of_its_name():
     """Who reads only the headline knows where to look; what a plan knows takes the place of what the cause says."""
-    run = replace(spending(20.0, data_wait=8.0), loaders={0: Loader(0.0, is_remote=False, workers=2)})
+    run = replace(spending(20.0, data_wait=8.0), loaders={0: Loader(0.0, workers=2)})
     assert headline(run).startswith(
         "Limited by waiting for data (transforms), 40% of the time (8 s). Training waits 45% of"
     )
@@ -181,7 +181,7 @@ def test_other_ranks_are_not_slow(ranks):
 def test_a_local_loader_is_told_what_is_too_slow(workers, cpu, name, words):
     """Workers where there are none, more of them, or more CPUs."""
     host = HostSummary("algo-1", "trainer", "trainer", None, cpus=4, uses=(use(0, cpu),))
-    loaders = {0: Loader(0.0, is_remote=False, workers=workers)}
+    loaders = {0: Loader(0.0, workers=workers)}
     cause = cause_of_wait(replace(spending(20.0, data_wait=8.0), loaders=loaders, hosts=(host,)))
     assert cause.name == name
     assert words in cause.text

@@ -21,7 +21,7 @@ def of(folder):
 def local(folder, *, waiting, workers=2, cpus=4, hosts=None, **values):
     """A run whose batches are built on the trainer itself."""
     own = head(1, hosts=hosts or {"algo-1": "trainer"}, cpus=cpus, **values)
-    loader = Loader(BEGIN + 2, is_remote=False, workers=workers, cpus=cpus)
+    loader = Loader(BEGIN + 2, workers=workers, cpus=cpus)
     write(folder, own, loader, *(steps(10 + t, waiting=waiting) for t in range(10)))
     write(folder, head(0, who="launcher", hosts=hosts or {"algo-1": "trainer"}, cpus=cpus), use(5), who="launcher")
     return of(folder)
@@ -122,7 +122,7 @@ def test_workers_are_those_of_each_rank(tmp_path):
     """``num_workers`` is what one sets: of each of two ranks, which share the CPUs of their host."""
     for rank in (0, 1):
         who = f"rank-{rank}"
-        loader = Loader(BEGIN + 2, is_remote=False, workers=2, cpus=8, ranks_of_host=2)
+        loader = Loader(BEGIN + 2, workers=2, cpus=8, ranks_of_host=2)
         own = head(1, who=who, hosts={"algo-1": "trainer"}, cpus=8, world_size=2)
         write(tmp_path, own, loader, *(steps(10 + t, waiting=0.4) for t in range(10)), who=who)
     planned = plan(of(tmp_path), Prices())
@@ -228,7 +228,7 @@ def test_a_run_that_says_nothing_is_refused(tmp_path):
     write(tmp_path / "a", head(1), use(3))
     with pytest.raises(JobConfigError, match="0 training steps in the record; a plan takes"):
         plan(of(tmp_path / "a"), Prices())
-    write(tmp_path / "short", head(1), Loader(BEGIN + 2, is_remote=False), steps(3, n=49))
+    write(tmp_path / "short", head(1), Loader(BEGIN + 2), steps(3, n=49))
     with pytest.raises(JobConfigError, match="49 training steps in the record; a plan takes at least 50"):
         plan(of(tmp_path / "short"), Prices())
     write(tmp_path / "b", head(1), steps(3, n=50))

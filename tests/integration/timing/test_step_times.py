@@ -16,7 +16,7 @@ from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.record import events
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
-from lightning_sm.training.callbacks.step_times import StepTimes, _num_samples
+from lightning_sm.timing.step_times import StepTimes, _num_samples
 
 LONG_S = 0.02
 
@@ -245,7 +245,7 @@ def test_parts_in_the_record_sum_up(fit, job):
         assert line.longest_s <= line.wall_s
         assert not line.gpu_parts
     (loader,) = lines(job, events.Loader)
-    assert (loader.is_remote, loader.workers, loader.ranks_of_host) == (False, 0, 1)
+    assert (loader.workers, loader.ranks_of_host) == (0, 1)
     assert lines(job, events.End)[-1].outcome == "succeeded"
 
 

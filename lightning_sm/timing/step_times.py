@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,23 +10,18 @@ from typing import Any
 
 import psutil
 import torch
-from msgspec.structs import asdict
 
-from lightning_sm._lightning import Callback, LightningModule, Trainer
+from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm._linux import usable_cpus
 from lightning_sm._unlisted import UnlistedCallback
-from lightning_sm.data.protocol.figures import HostFigures
-from lightning_sm.data.trainer.metrics import changes
-from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE
 from lightning_sm.record import events, step_clock
 from lightning_sm.record.totals import Totals
-from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
-from lightning_sm.training.gpu_timer import GpuTimer
+from lightning_sm.timing.gpu_timer import GpuTimer
 
-# Seconds between two lines of the record: of steps, and of the data hosts' figures.
+# Seconds between two lines of steps in the record.
 _STEPS_S = 1.0
-_DATA_S = 5.0
 _MAX_REASON_CHARS = 500
 
 
@@ -49,25 +43,19 @@ class StepTimes(UnlistedCallback):
     data, 0 to 1. In a SageMaker job, all ranks write their series to the record of the run
     (``lightning_sm.record.events``).
 
-    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job, and data hosts to any Trainer.
 
     Args:
         job: The job whose record to write; None outside a job.
     """
-
-    # Lightning calls only hooks that are callable: each of these two, which do nothing, would cost 2 us per step.
-    on_before_zero_grad = None  # type: ignore[assignment]
-    on_before_optimizer_step = None  # type: ignore[assignment]
 
     def __init__(self, job: SageMakerJob | None = None) -> None:
         super().__init__()
         self._job = job
         self._record: events.Recorder | None = None
         self._clock: step_clock.StepClock | None = None
-        self._enter: Callable[[int], None] = _nothing
         self._after_backward = step_clock.OPTIMIZER
         self._gpu: GpuTimer | None = None
-        self._reporter: Reporter | None = None
         self._setup_at = 0.0
         self._has_stepped = False
         self._is_first_batch = False
@@ -81,9 +69,7 @@ class StepTimes(UnlistedCallback):
         self._logged = Totals()
         self._pacing = events.Pacing(_STEPS_S)
         self._next_line_at = 0.0
-        self._next_data_at = 0.0
         self._next_metrics_at = 0.0
-        self._hosts: list[HostFigures] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
@@ -94,6 +80,16 @@ class StepTimes(UnlistedCallback):
         """What was measured in this run of the Trainer so far."""
         self._attribute_time()
         return self._totals.copy()
+
+    def write(self, line: events.Line) -> None:
+        """Write a line to the record of the run, if there is one."""
+        if self._record is not None:
+            self._record.append(line)
+
+    def note_wait(self, in_transit: float) -> None:
+        """Say why the wait took so long that ends now; see ``StepClock.note_wait``."""
+        if self._clock is not None:
+            self._clock.note_wait(in_transit)
 
     # ---- the run, from start to end
 
@@ -121,26 +117,18 @@ class StepTimes(UnlistedCallback):
         self._clock = step_clock.StepClock()
         # With manual optimization, the user's code decides what comes next.
         self._after_backward = step_clock.OPTIMIZER if pl_module.automatic_optimization else step_clock.OTHER
-        self._enter = self._clock.enter
-        if trainer.strategy.root_device.type == "cuda":
-            self._gpu = GpuTimer()
-            self._enter = partial(_enter_both, self._clock, self._gpu)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._reporter = next((one for one in callbacks if isinstance(one, Reporter)), None)
+        self._gpu = GpuTimer() if trainer.strategy.root_device.type == "cuda" else None
         now = time.time()
-        self._write(events.Span(now, "startup", self._setup_at, now - self._setup_at))
-        self._write(
+        self.write(events.Span(now, "startup", self._setup_at, now - self._setup_at))
+        self.write(
             events.Loader(
                 now,
-                is_remote=self._reporter is not None,
-                workers=_num_workers(trainer) if self._reporter is None else 0,
+                workers=_num_workers(trainer),
                 cpus=usable_cpus(),
                 ranks_of_host=trainer.num_devices,
                 step=trainer.global_step,
             )
         )
-        if self._reporter is not None:
-            self._reporter.follow(self._clock, lambda: self.totals)
         if trainer.global_step:
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
         self._next_line_at = time.perf_counter() + _STEPS_S
@@ -192,7 +180,6 @@ class StepTimes(UnlistedCallback):
         if now >= self._next_line_at:
             self._next_line_at = self._pacing.next_after(now)
             self._write_steps(trainer)
-            self._write_data(trainer, now)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the metrics of a validation within ``fit``."""
@@ -207,7 +194,6 @@ class StepTimes(UnlistedCallback):
                 self._clock.begin_span("between")
             self._write_steps(trainer)
             self._write_metrics(trainer)
-            self._write_data(trainer, math.inf)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Charge the time from now on to the export of the model."""
@@ -223,14 +209,17 @@ class StepTimes(UnlistedCallback):
         elif stage != "fit":
             now = time.time()
             name = "validation" if stage == "validate" else stage
-            self._write(events.Span(now, name, self._setup_at, now - self._setup_at))
+            self.write(events.Span(now, name, self._setup_at, now - self._setup_at))
         self._end(events.End(time.time(), "succeeded"))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Record the interruption or failure, and close the record."""
-        is_interrupted = isinstance(exception, (TrainingInterrupted, KeyboardInterrupt))
+        # Ranks that Lightning has started exit with 0 after an interruption.
+        is_interrupted = isinstance(exception, KeyboardInterrupt) or (
+            isinstance(exception, SystemExit) and exception.code in (0, INTERRUPTED_EXIT_CODE)
+        )
         text = " ".join(f"{type(exception).__name__}: {exception}".split())[:_MAX_REASON_CHARS]
-        if isinstance(exception, TrainingInterrupted):
+        if is_interrupted:
             text = f"training was interrupted after step {trainer.global_step}"
         self._event("interruption" if is_interrupted else "failure", text)
         if self._clock is not None:
@@ -304,6 +293,12 @@ class StepTimes(UnlistedCallback):
         finally:
             self._end_span(name)
 
+    def _enter(self, part: int) -> None:
+        if self._clock is not None:
+            self._clock.enter(part)
+        if self._gpu is not None:
+            self._gpu.mark(part)
+
     def _begin_fetch(self) -> None:
         clock = self._clock
         if clock is not None:
@@ -346,7 +341,7 @@ class StepTimes(UnlistedCallback):
         self._written = totals
         if not new.num_trained:
             return
-        self._write(
+        self.write(
             events.Steps(
                 t=time.time(),
                 step=trainer.global_step,
@@ -361,26 +356,12 @@ class StepTimes(UnlistedCallback):
         )
         self._clock.longest_s = 0.0
 
-    def _write_data(self, trainer: Trainer, now: float) -> None:
-        """Write the data hosts' figures, on rank 0 of a job that has data hosts, if a line is due."""
-        if self._record is None or self._reporter is None or not trainer.is_global_zero or now < self._next_data_at:
-            return
-        sums = self._reporter.sums()
-        if sums is None:
-            return
-        self._next_data_at = time.perf_counter() + _DATA_S
-        hosts, ranks = sums
-        self._write(events.DataService(time.time(), [asdict(host) for host in hosts], ranks))
-        for what, text in changes(self._hosts, hosts):
-            self._event(what, text)
-        self._hosts = list(hosts)
-
     def _write_metrics(self, trainer: Trainer) -> None:
         if self._record is None or not trainer.is_global_zero:
             return
         values: dict[str, float | None] = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if values:
-            self._write(events.Metrics(time.time(), trainer.global_step, trainer.current_epoch, values))
+            self.write(events.Metrics(time.time(), trainer.global_step, trainer.current_epoch, values))
 
     def _log(self, trainer: Any) -> None:
         totals = self.totals
@@ -401,12 +382,11 @@ class StepTimes(UnlistedCallback):
         while self._end_span("first_batch", "validation", "checkpoint", "export", "between"):
             pass
         self._write_steps(trainer)
-        self._write_data(trainer, math.inf)
         self._attribute_time()
         if self._clock is not None and self._clock.unfinished_s:
             now, seconds = time.time(), self._clock.unfinished_s
-            self._write(events.Span(now, "between", now - seconds, seconds))
-        self._clock, self._enter = None, _nothing
+            self.write(events.Span(now, "between", now - seconds, seconds))
+        self._clock = None
         for remove in self._removals:
             remove()
         self._removals.clear()
@@ -414,7 +394,7 @@ class StepTimes(UnlistedCallback):
     def _end_span(self, *names: str) -> step_clock.OpenSpan | None:
         span = self._clock.end_span(*names) if self._clock is not None else None
         if span is not None:
-            self._write(events.Span(time.time(), span.name, span.began_at, span.seconds))
+            self.write(events.Span(time.time(), span.name, span.began_at, span.seconds))
         return span
 
     def _end_first_batch(self) -> None:
@@ -422,11 +402,7 @@ class StepTimes(UnlistedCallback):
         self._end_span("first_batch")
 
     def _event(self, what: str, text: str) -> None:
-        self._write(events.Event(time.time(), what, text))
-
-    def _write(self, line: events.Line) -> None:
-        if self._record is not None:
-            self._record.append(line)
+        self.write(events.Event(time.time(), what, text))
 
     def _end(self, line: events.End) -> None:
         if self._record is not None:
@@ -453,12 +429,3 @@ def _num_samples(batch: Any) -> int:
         else:
             return 0
     return batch.size(0) if batch.dim() else 0
-
-
-def _nothing(_part: int) -> None:
-    """Do nothing, in place of ``StepClock.enter``, while there is no clock."""
-
-
-def _enter_both(clock: step_clock.StepClock, gpu: GpuTimer, part: int) -> None:
-    clock.enter(part)
-    gpu.mark(part)
