@@ -262,8 +262,8 @@ class Event(Line, frozen=True, tag="event"):
 
     Attributes:
         t: When it happened.
-        what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``slow_request``,
-            ``hang``, ``failure``, ``checkpoint_saved`` or ``resumed``.
+        what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``hang``, ``failure``,
+            ``checkpoint_saved`` or ``resumed``.
         text: The event in words.
     """
 

@@ -46,7 +46,7 @@ _GROWING = tuple(dict.fromkeys(SPANS[name] for name in ("validation", "between",
 # The first figures of data hosts, in which the first batches are, are left out if enough follow.
 _LEAST_LINES = 4
 RUNNING = "no end recorded"
-_USUAL_EVENTS = {"checkpoint_saved", "retry", "slow_request", "succeeded"}
+_USUAL_EVENTS = {"checkpoint_saved", "succeeded"}
 # Events beyond this number cannot be told apart in a picture.
 _MAX_UNUSUAL_EVENTS = 30
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_sm._text import count
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 
 
@@ -33,20 +32,13 @@ def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iter
     """Yield events of data hosts between two moments for the run's record, each as its kind and a text.
 
     Args:
-        before: The hosts at the first moment, with sums since the start; empty before the first one.
+        before: The hosts at the first moment; empty before the first one.
         after: The hosts at the second.
     """
-    known = {host.name: host for host in before}
+    known = {host.name: host.state for host in before}
     for host in after:
-        last = known.get(host.name, HostFigures(host.name))
-        if host.state == "down" and last.state != "down":
+        was = known.get(host.name, "up")
+        if host.state == "down" and was != "down":
             yield "host_lost", f"data host {host.name} is down{f': {host.why}' if host.why else ''}"
-        if host.state == "up" and last.state == "down":
+        if host.state == "up" and was == "down":
             yield "host_back", f"data host {host.name} is back"
-        for what, words, number in (
-            ("retry", "sent again", host.num_retries - last.num_retries),
-            ("slow_request", "also sent to another host", host.num_hedges - last.num_hedges),
-        ):
-            if number > 0:
-                were = "was" if number == 1 else "were"
-                yield what, f"{count(number, 'request')} to {host.name} {were} {words}"
