@@ -39,12 +39,6 @@ class StepClock:
         longest_s: The longest step since it was set to 0.
     """
 
-    # Slots, because each step looks these attributes up some thirty times.
-    __slots__ = (
-        "_current", "_finished", "_in_transit_s", "_last", "_n", "_noted_wait_s", "_now", "_parts", "_samples",
-        "_spans", "_step_s", "_untimed", "_whole", "longest_s",
-    )  # fmt: skip
-
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._last = now()
@@ -55,7 +49,6 @@ class StepClock:
         self._n = 0
         self._untimed = 0
         self._samples = 0
-        self._finished: dict[str, float] = {}
         self._in_transit_s = 0.0
         self._noted_wait_s = 0.0
         # Parts, and time in transit, at the end of the last step.
@@ -79,11 +72,10 @@ class StepClock:
 
     @property
     def totals(self) -> Totals:
-        """The sums of the steps and spans that have ended: anyone may look in mid-step."""
+        """The sums of the steps that have ended: anyone may look in mid-step."""
         parts, in_transit_s = self._whole
         by_name = dict(zip(PARTS, parts, strict=True))
-        spans = dict(self._finished)
-        return Totals(self._n, self._samples, by_name, spans, in_transit_s, num_untimed=self._untimed)
+        return Totals(self._n, self._samples, by_name, in_transit_s, num_untimed=self._untimed)
 
     @property
     def unfinished_s(self) -> float:
@@ -140,9 +132,7 @@ class StepClock:
         if not self._spans or self._spans[-1].name not in names:
             return None
         self.enter(self._current)
-        span = self._spans.pop()
-        self._finished[span.name] = self._finished.get(span.name, 0.0) + span.seconds
-        return span
+        return self._spans.pop()
 
 
 def exposed(host: Mapping[str, float], gpu: Mapping[str, float]) -> dict[str, float]:

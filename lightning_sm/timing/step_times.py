@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -58,12 +58,11 @@ class StepTimes(UnlistedCallback):
         self._gpu: GpuTimer | None = None
         self._setup_at = 0.0
         self._has_stepped = False
-        self._is_first_batch = False
         self._fetch_returns_to = step_clock.OTHER
         self._optimizer_depth = 0
-        self._removals: list[Callable[[], None]] = []
-        # The clock's totals at the last call of _attribute_time, and the totals that resulted from all calls.
-        self._attributed = Totals()
+        self._undo = ExitStack()
+        # The clock's totals at the last look, and what became of them with the GPU's times.
+        self._measured = Totals()
         self._totals = Totals()
         self._written = Totals()
         self._logged = Totals()
@@ -78,8 +77,18 @@ class StepTimes(UnlistedCallback):
     @property
     def totals(self) -> Totals:
         """What was measured in this run of the Trainer so far."""
-        self._attribute_time()
-        return self._totals.copy()
+        if self._clock is None:
+            return self._totals
+        measured = self._clock.totals
+        new = measured.plus(self._measured, -1)
+        self._measured = measured
+        gpu = None if self._gpu is None else self._gpu.read()
+        if gpu is not None:
+            waited_s = max(1e-9, new.parts["data_wait"])
+            new.parts = step_clock.exposed(new.parts, {name: new.num_steps * each_s for name, each_s in gpu.items()})
+            new.in_transit_s *= new.parts["data_wait"] / waited_s
+        self._totals = self._totals.plus(new)
+        return self._totals
 
     def write(self, line: events.Line) -> None:
         """Write a line to the record of the run, if there is one."""
@@ -133,14 +142,12 @@ class StepTimes(UnlistedCallback):
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
         self._next_line_at = time.perf_counter() + _STEPS_S
         self._observe(trainer)
-        self._is_first_batch = True
         self._clock.begin_span("first_batch")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Charge the first batch of an epoch to a span: workers may have to start, so it cannot be fetched ahead."""
         self._end_span("between")
         if self._clock is not None and self._clock.span != "first_batch":
-            self._is_first_batch = True
             self._clock.begin_span("first_batch")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -171,7 +178,7 @@ class StepTimes(UnlistedCallback):
         now = clock.end_step(_num_samples(batch))
         if not self._has_stepped:
             self._has_stepped = True
-            self._end_first_batch()
+            self._end_span("first_batch")
         if trainer.is_last_batch:  # what follows is no part of the next epoch's first step
             clock.begin_span("between")
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -189,7 +196,7 @@ class StepTimes(UnlistedCallback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the metrics of the epoch."""
         if self._clock is not None:
-            self._end_first_batch()  # the epoch had no batch
+            self._end_span("first_batch")  # the epoch had no batch
             if self._clock.span != "between":  # a limit has ended the epoch
                 self._clock.begin_span("between")
             self._write_steps(trainer)
@@ -260,7 +267,8 @@ class StepTimes(UnlistedCallback):
                 continue
             before = optimizer.register_step_pre_hook(partial(self._begin_optimizer, is_automatic))
             after = optimizer.register_step_post_hook(partial(self._end_optimizer, is_automatic))
-            self._removals += [before.remove, after.remove]
+            self._undo.callback(before.remove)
+            self._undo.callback(after.remove)
 
     def _begin_optimizer(self, is_automatic: bool, *_: Any) -> None:
         self._optimizer_depth += 1
@@ -282,7 +290,7 @@ class StepTimes(UnlistedCallback):
             if vars(owner).get(name) is method:
                 delattr(owner, name)
 
-        self._removals.append(restore)
+        self._undo.callback(restore)
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
@@ -309,35 +317,16 @@ class StepTimes(UnlistedCallback):
     def _end_fetch(self) -> None:
         if self._clock is not None:
             self._clock.enter(self._fetch_returns_to)
-            if self._is_first_batch and self._has_stepped:
-                self._end_first_batch()
+            if self._has_stepped:
+                self._end_span("first_batch")
 
     # ---- what is written
-
-    def _attribute_time(self) -> None:
-        """Attribute the time since the last call to the parts of steps."""
-        if self._clock is None:
-            return
-        totals = self._clock.totals
-        delta = totals.since(self._attributed)
-        gpu = self._gpu.read() if self._gpu is not None else None
-        if gpu is not None:
-            on_gpu = {name: delta.num_steps * seconds for name, seconds in gpu.items()}
-            waited_s = max(1e-9, delta.parts["data_wait"])
-            delta.parts = step_clock.exposed(delta.parts, on_gpu)
-            delta.in_transit_s *= delta.parts["data_wait"] / waited_s
-        self._totals.in_transit_s += delta.in_transit_s
-        for name, seconds in delta.parts.items():
-            self._totals.parts[name] += seconds
-        self._totals.num_steps, self._totals.num_untimed = totals.num_steps, totals.num_untimed
-        self._totals.samples, self._totals.spans = totals.samples, totals.spans
-        self._attributed = totals
 
     def _write_steps(self, trainer: Trainer) -> None:
         if self._clock is None or self._record is None:
             return
         totals = self.totals
-        new = totals.since(self._written)
+        new = totals.plus(self._written, -1)
         self._written = totals
         if not new.num_trained:
             return
@@ -365,7 +354,7 @@ class StepTimes(UnlistedCallback):
 
     def _log(self, trainer: Any) -> None:
         totals = self.totals
-        new = totals.since(self._logged)
+        new = totals.plus(self._logged, -1)
         self._logged = totals
         values = {f"time/{name}_ms": 1e3 * seconds / new.num_steps for name, seconds in new.parts.items()}
         values["time/step_ms"] = sum(values.values())
@@ -382,24 +371,18 @@ class StepTimes(UnlistedCallback):
         while self._end_span("first_batch", "validation", "checkpoint", "export", "between"):
             pass
         self._write_steps(trainer)
-        self._attribute_time()
+        self._totals = self.totals
         if self._clock is not None and self._clock.unfinished_s:
             now, seconds = time.time(), self._clock.unfinished_s
             self.write(events.Span(now, "between", now - seconds, seconds))
         self._clock = None
-        for remove in self._removals:
-            remove()
-        self._removals.clear()
+        self._undo.close()
 
     def _end_span(self, *names: str) -> step_clock.OpenSpan | None:
         span = self._clock.end_span(*names) if self._clock is not None else None
         if span is not None:
             self.write(events.Span(time.time(), span.name, span.began_at, span.seconds))
         return span
-
-    def _end_first_batch(self) -> None:
-        self._is_first_batch = False
-        self._end_span("first_batch")
 
     def _event(self, what: str, text: str) -> None:
         self.write(events.Event(time.time(), what, text))

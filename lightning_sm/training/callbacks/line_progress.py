@@ -129,7 +129,7 @@ class LineProgress(UnlistedProgressBar):
         if times is None or not self.is_enabled:
             return {}
         totals = times.totals
-        new = totals.since(self._shown)
+        new = totals.plus(self._shown, -1)
         self._shown = totals
         rates = {"eta_s": self._eta_s(trainer), "memory_bytes": _memory_bytes(trainer.strategy.root_device)}
         if new.step_s == 0:

@@ -179,7 +179,6 @@ def test_what_takes_long_is_found(fit, part):
     assert totals.samples == 5
     assert totals.parts[part] >= 5 * LONG_S
     assert totals.parts[part] == max(totals.parts.values())
-    assert totals.spans["first_batch"] > 0
 
 
 @pytest.mark.parametrize("slow", ["backward", "optimizer"])
@@ -226,7 +225,8 @@ def test_a_validation_and_a_checkpoint_are_no_part_of_steps(fit, job):
             self.log("val_loss", self.line(batch).mean())
 
     totals = fit(Validated(), fast(), fast(), job=job, callbacks=[Saves()])
-    assert totals.spans["validation"] >= 0.6 > totals.wall_s
+    (validation_s,) = [span.seconds for span in lines(job, events.Span) if span.name == "validation"]
+    assert validation_s >= 0.6 > totals.wall_s
     assert {span.name for span in lines(job, events.Span)} >= {"startup", "first_batch", "validation", "checkpoint"}
     (saved,) = [event for event in lines(job, events.Event) if event.what == "checkpoint_saved"]
     assert saved.text == f"step 6 in {job.base_dir / 'model.ckpt'}"
