@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -43,14 +44,8 @@ examples:
 {_PRICES}
 exit codes: 0 the report is written or was shown, 2 it cannot be"""
 COMPARE_EXAMPLES = f"""\
-examples:
-  two recorded runs:
+example:
     lightning-sm compare before/ after/ --prices prices.yaml
-  figures that were measured elsewhere:
-    lightning-sm compare one-host.yaml two-hosts.yaml --price ml.p3.2xlarge=3.825 --price ml.c5.9xlarge=1.836
-
-A file of figures:
-{compare.FIGURES_FORMAT}
 {_PRICES}
 exit codes: 0 the comparison is written, 2 it cannot be"""
 PLAN_EXAMPLES = f"""\
@@ -92,12 +87,11 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``compare`` to the parser of its subcommand."""
     for name in ("a", "b"):
-        parser.add_argument(
-            name, type=Path, metavar=name.upper(), help="folder or output.tar.gz of a run, or a file of figures"
-        )
+        parser.add_argument(name, type=Path, metavar=name.upper(), help="folder or output.tar.gz of a run")
     parser.add_argument(
         "--steps", type=positive_whole_number, help="number of steps of the whole run (default: as many as A had)"
     )
+    parser.add_argument("--json", action="store_true", help="write times and costs as JSON instead of a table")
     _add_prices(parser)
 
 
@@ -172,11 +166,12 @@ def compare_runs(options: argparse.Namespace) -> int:
     """Write a comparison to stdout and return the exit code.
 
     Raises:
-        JobConfigError: A run or a file cannot be read, or a price is missing or wrong.
+        JobConfigError: A run cannot be read, or a price is missing or wrong.
     """
     prices = read_prices(options.prices, options.price)
-    comparison = compare.compare(_measured(options.a), _measured(options.b), prices, options.steps)
-    _print(compare.as_text(comparison, prices))
+    first, second = (Figures(read_run(source)) for source in (options.a, options.b))
+    comparison = compare.compare(first, second, prices, options.steps)
+    _print(json.dumps(compare.as_json(comparison)) if options.json else compare.as_text(comparison, prices))
     return 0
 
 
@@ -195,12 +190,6 @@ def plan_run(options: argparse.Namespace) -> int:
         _LOG.info("job file: %s", options.save)
     _print(sizing.as_text(planned, prices))
     return 0
-
-
-def _measured(source: Path) -> compare.ComparedRun:
-    if source.suffix in (".yaml", ".yml", ".json"):
-        return compare.read_figures(source)
-    return compare.of_run(Figures(read_run(source)))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,6 @@ from lightning_sm.record.events import FOLDER, DataService, End, Event, Loader, 
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report import verdict
-from lightning_sm.report.compare import of_run
 from lightning_sm.report.figures import (
     OTHER,
     RESTARTS,
@@ -308,7 +307,7 @@ def test_a_run_has_the_steps_of_the_training(name):
     )
     assert run.num_steps == last.step - loader.step == 200
     assert (run.pace.num_untimed, run.restarts[0].num_repeated) == (2, 0)
-    assert of_run(run).steps == 200
+    assert run.num_steps == 200
 
 
 @pytest.mark.parametrize("accumulated", [1, 4])
