@@ -173,13 +173,13 @@ class Loader(Line, frozen=True, tag="loader"):
             Those of data hosts, which take their place, are in ``DataService``.
         cpus: Number of CPUs that this rank's process may use, together with the other ranks of the host.
         ranks_of_host: Number of ranks on the host.
-        step: ``trainer.global_step`` when the training begins or resumes.
+        batch: Training batches that are done when the training begins or resumes.
     """
 
     workers: int = 0
     cpus: int = 0
     ranks_of_host: int = 1
-    step: int = 0
+    batch: int = 0
 
 
 class Steps(Line, frozen=True, tag="steps"):

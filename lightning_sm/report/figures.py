@@ -333,20 +333,9 @@ class Figures:
 
     def _num_undone(self, before: ProcessRecord, after: ProcessRecord) -> int:
         """Return the steps of a process that the next one trained again; below 0: steps that no line has."""
-        begun, steps = _last_fit(before)
-        reached = steps[-1].step if steps else begun.step
-        return round((reached - _lines([after], Loader)[0].step) * self._batches_per_step)
-
-    @cached_property
-    def _batches_per_step(self) -> float:
-        """Steps, of a batch each, for one that ``trainer.global_step`` counts: of the optimizer."""
-        batches, counted = 0, 0
-        for record in self.pace_records:
-            if _lines([record], Loader):
-                begun, steps = _last_fit(record)
-                batches += Totals.of(steps).num_trained
-                counted += steps[-1].step - begun.step if steps else 0
-        return batches / counted if counted > 0 else 1.0
+        begun = _lines([before], Loader)[-1]
+        steps = [line for line in before.lines[before.lines.index(begun) :] if isinstance(line, Steps)]
+        return begun.batch + Totals.of(steps).num_trained - _lines([after], Loader)[0].batch
 
     @property
     def on_gpu(self) -> bool:
@@ -579,12 +568,6 @@ def _outcome(records: Sequence[ProcessRecord]) -> tuple[str, str]:
         return RUNNING, ""
     end = min(ranked, key=lambda row: row[:-1])[-1]
     return end.job_outcome or end.outcome, end.reason
-
-
-def _last_fit(record: ProcessRecord) -> tuple[Loader, list[Steps]]:
-    """Return the begin and the steps of the last fit of a process, which has begun at least one."""
-    begun = _lines([record], Loader)[-1]
-    return begun, [line for line in record.lines[record.lines.index(begun) :] if isinstance(line, Steps)]
 
 
 def _stopped_at(record: ProcessRecord) -> float:

@@ -128,6 +128,7 @@ class StepTimes(UnlistedCallback):
         self._after_backward = step_clock.OPTIMIZER if pl_module.automatic_optimization else step_clock.OTHER
         self._gpu = GpuTimer() if trainer.strategy.root_device.type == "cuda" else None
         now = time.time()
+        loop: Any = trainer.fit_loop.epoch_loop
         self.write(events.Span(now, "startup", self._setup_at, now - self._setup_at))
         self.write(
             events.Loader(
@@ -135,7 +136,7 @@ class StepTimes(UnlistedCallback):
                 workers=_num_workers(trainer),
                 cpus=usable_cpus(),
                 ranks_of_host=trainer.num_devices,
-                step=trainer.global_step,
+                batch=loop.batch_progress.total.processed,
             )
         )
         if trainer.global_step:

@@ -261,7 +261,7 @@ def test_a_long_start_is_said_with_its_cost(tmp_path):
 def _attempts(folder, *, gap):
     """Two attempts of 20 s: the second one trains the last 40 of 200 steps again, after 6 s."""
     for attempt, begin, first in ((1, 0.0, 0), (2, 20.0 + gap, 160)):
-        lines = [head(begin, attempt=attempt), Loader(BEGIN + begin + 5, step=first)]
+        lines = [head(begin, attempt=attempt), Loader(BEGIN + begin + 5, batch=first)]
         lines += [
             Span(BEGIN + begin + 5, "startup", BEGIN + begin, 5.0),
             Span(BEGIN + begin + 6, "first_batch", BEGIN + begin + 5, 1.0),
@@ -305,17 +305,15 @@ def test_a_run_has_the_steps_of_the_training(name):
         [line for record in run.main_records for line in record.lines if isinstance(line, kind)]
         for kind in (Loader, Steps)
     )
-    assert run.num_steps == last.step - loader.step == 200
+    assert run.num_steps == last.step - loader.batch == 200
     assert (run.pace.num_untimed, run.restarts[0].num_repeated) == (2, 0)
     assert run.num_steps == 200
 
 
-@pytest.mark.parametrize("accumulated", [1, 4])
-def test_steps_that_are_trained_again_count_once(tmp_path, accumulated):
+def test_steps_that_are_trained_again_count_once(tmp_path):
     """Also where the Trainer counts a step for several batches; what was measured has them twice."""
-    first, second = 80 // accumulated, 40 // accumulated
-    for attempt, begin, resumed, last in ((1, 0.0, 0, first), (2, 100.0, second, second + first)):
-        begun = Loader(BEGIN + begin + 5, step=resumed)
+    for attempt, begin, resumed, last in ((1, 0.0, 0, 20), (2, 100.0, 40, 30)):
+        begun = Loader(BEGIN + begin + 5, batch=resumed)
         line = replace(steps(begin + 20, n=79, step=last), untimed=1)
         write(tmp_path, head(begin, attempt=attempt), begun, line, attempt=attempt)
     run = of(tmp_path)
@@ -329,7 +327,7 @@ def test_a_process_that_waits_for_a_restart_takes_no_time_before_it(tmp_path):
         lines = [
             head(begin + 5),
             Span(BEGIN + begin + 5, "startup", BEGIN, begin + 5),
-            Loader(BEGIN + begin + 5, False),
+            Loader(BEGIN + begin + 5),
         ]
         write(tmp_path, *lines, Span(BEGIN + begin + 6, "first_batch", BEGIN + begin + 5, 1.0))
         write(tmp_path, *(steps(begin + 6 + second, waiting=0.0, step=20 * second) for second in range(1, 11)))
