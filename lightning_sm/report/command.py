@@ -150,8 +150,7 @@ def _write_report(
         raise JobConfigError(f"--name is given {len(names)} times, for {len(sources)} folders of runs.")
     runs = [Figures(replace(run, name=named.get(run.source, run.name))) for run in read_runs(sources, job)]
     for run in runs:  # first, so that a page that takes too long costs no verdict
-        sentences = (verdict.ending(run), verdict.headline(run), verdict.scope(run))
-        _print(f"{run.run.name}: {' '.join(filter(None, sentences))}")
+        _print(f"{run.run.name}: {verdict.ending(run)} {verdict.headline(run)}")
         for change in verdict.changes(run, prices):
             _print(f"- {change}")
     sys.stdout.flush()

@@ -243,12 +243,6 @@ class Figures:
         return sorted(hosts, key=lambda host: (host.role == "data", host.name))
 
     @property
-    def hosts_without_record(self) -> list[str]:
-        """Hosts of the last attempt of which there is no record here."""
-        known = {record.head.host for record in self._latest}
-        return [host.name for host in self.hosts if host.name not in known]
-
-    @property
     def hosts_without_end(self) -> list[str]:
         """Hosts of the last attempt whose records have no end: they were killed, or still ran."""
         ends = {record.head.host: bool(_lines([record], End)) for record in self._latest if record.head.who == LAUNCHER}

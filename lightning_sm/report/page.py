@@ -85,7 +85,7 @@ def _column(run: Figures, prices: Prices) -> dict[str, Any]:
     return {
         "run": run,
         "ending": verdict.ending(run),
-        "headline": " ".join(filter(None, (verdict.headline(run), verdict.scope(run)))),
+        "headline": verdict.headline(run),
         "numbers": list(islice(_numbers(run, prices), _BOXES)),
         "changes": verdict.changes(run, prices),
         "pace_rank": "" if run.pace_rank is None else run.name_of(run.pace_rank),
