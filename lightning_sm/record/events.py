@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import re
 import threading
 import time
@@ -25,7 +24,6 @@ from typing import Any, Union
 import msgspec
 
 from lightning_sm._structs import encode
-from lightning_sm._version import installed_version
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import RECORD_DIR
@@ -58,7 +56,6 @@ SPANS = {
     "test": "test and prediction",
     "predict": "test and prediction",
 }
-_PACKAGES = ("lightning-sm", "torch", "numpy", "pytorch-lightning", "lightning")
 _ENDING = ".jsonl"
 # Such as "algo-1-launcher.jsonl"; names of hosts contain dashes, too.
 _NAME = re.compile(rf".+-(?:{LAUNCHER}|rank-\d+)\.jsonl")
@@ -91,7 +88,6 @@ class FileHead(Line, frozen=True, tag="file"):
         instance_types: Instance type of each group, by its name; None if unknown.
         cpus: Number of CPUs that the process may use.
         gpus: Number of GPUs of the host.
-        packages: Versions of the packages that matter, by name.
         command: The command line of the script, secrets hidden; empty for ranks.
         hyperparameters: Those of the job, secrets hidden; empty for ranks.
     """
@@ -108,7 +104,6 @@ class FileHead(Line, frozen=True, tag="file"):
     instance_types: Mapping[str, str | None] = msgspec.field(default_factory=dict)
     cpus: int = 0
     gpus: int = 0
-    packages: Mapping[str, str] = msgspec.field(default_factory=dict)
     command: Sequence[str] = msgspec.field(default_factory=list)
     hyperparameters: Mapping[str, str] = msgspec.field(default_factory=dict)
 
@@ -442,8 +437,6 @@ def head_of(
         cpus: Number of CPUs that the process may use.
         command: The command line, without secrets.
     """
-    packages = {"python": platform.python_version()}
-    packages |= {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
     return FileHead(
         t=time.time(),
         host=job.current_host,
@@ -458,7 +451,6 @@ def head_of(
         instance_types={group.name: group.instance_type for group in job.groups},
         cpus=cpus,
         gpus=job.num_gpus,
-        packages=packages,
         command=list(command),
         hyperparameters=shown("", job.hyperparameters) if rank is None else {},
     )

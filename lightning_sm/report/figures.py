@@ -456,11 +456,6 @@ class Figures:
         """Those of the last attempt, without secrets, as the job was given them."""
         return dict(next((record.head.hyperparameters for record in self._latest if record.head.hyperparameters), {}))
 
-    @property
-    def packages(self) -> dict[str, str]:
-        """Versions of the packages that matter."""
-        return {name: version for record in self.run.records for name, version in record.head.packages.items()}
-
     @cached_property
     def events(self) -> list[Happening]:
         """What happened, in the order of time. What several hosts say of the same thing is there once for each."""

@@ -47,7 +47,6 @@ def head(t: float = 0.0, host: str = "algo-1", who: str = "rank-0", **values: ob
         "hosts": HOSTS,
         "instance_types": TYPES,
         "cpus": 4,
-        "packages": {"torch": "2.9"},
         "command": () if rank is not None else ("train.py", "--lr=0.1"),
     }
     return FileHead(BEGIN + t, host, who, **(known | values))  # type: ignore[arg-type]
