@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -350,7 +349,7 @@ def from_json(text: str | bytes) -> Line | None:
 
 
 class Recorder:
-    """The writer of this process's file. Any thread may call it.
+    """The writer of this process's file.
 
     A line is written at once, so that it survives even a kill of the process. Nothing is raised, because a job must not
     fail because of its record; an obstacle, such as a full disk, is logged once.
@@ -364,43 +363,28 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
         self._file: int | None = None
         self._has_failed = False
 
     def append(self, line: Line) -> None:
         """Write a line."""
-        with self._lock:
-            if self._has_failed:
-                return
-            try:
-                data = encode(line) + b"\n"
-                if self._file is None:
-                    self._file = self._open()
-                while data:
-                    data = data[os.write(self._file, data) :]
-            except (OSError, ValueError, TypeError) as error:
-                self._has_failed = True
-                logger.warning("The record of this run ends here: %s cannot be written: %s", self.path, error)
-
-    def event(self, what: str, text: str = "") -> None:
-        """Write an event that happens now."""
-        self.append(Event(time.time(), what, text))
+        if self._has_failed:
+            return
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            # The line break comes first: an earlier process may have been killed within a line.
+            os.write(self._file, b"\n" + encode(line))
+        except (OSError, ValueError, TypeError) as error:
+            self._has_failed = True
+            logger.warning("The record of this run ends here: %s cannot be written: %s", self.path, error)
 
     def close(self) -> None:
         """Close the file; a later line reopens it."""
-        with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
-
-    def _open(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":  # an earlier process was killed within a line
-            os.write(file, b"\n")
-        return file
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Recorder:
@@ -456,23 +440,13 @@ def head_of(
     )
 
 
-class Pacing:
-    """The pace of a series of lines: frequent at first, then less and less frequent, so that its file stays small.
+def gap_s(elapsed_s: float, least_s: float) -> float:
+    """Return the seconds until the next line of a series: few at first, then more and more, so that its file stays small.
 
     The service uploads a file of the checkpoint folder as a whole whenever it has changed.
 
     Args:
+        elapsed_s: Seconds since the series began.
         least_s: Seconds between two lines at first.
-        most_s: Seconds between two lines in the end, after 600 times ``most_s``.
     """
-
-    def __init__(self, least_s: float, most_s: float = 30.0) -> None:
-        self._least_s = least_s
-        self._most_s = max(least_s, most_s)
-        self._began_at: float | None = None
-
-    def next_after(self, now: float) -> float:
-        """Return when the next line is due, in the seconds of ``now``."""
-        if self._began_at is None:
-            self._began_at = now
-        return now + min(self._most_s, max(self._least_s, (now - self._began_at) / 600))
+    return min(30.0, max(least_s, elapsed_s / 600))

@@ -66,7 +66,7 @@ class StepTimes(UnlistedCallback):
         self._totals = Totals()
         self._written = Totals()
         self._logged = Totals()
-        self._pacing = events.Pacing(_STEPS_S)
+        self._began = 0.0
         self._next_line_at = 0.0
         self._next_metrics_at = 0.0
 
@@ -141,7 +141,8 @@ class StepTimes(UnlistedCallback):
         )
         if trainer.global_step:
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
-        self._next_line_at = time.perf_counter() + _STEPS_S
+        self._began = time.perf_counter()
+        self._next_line_at = self._began + _STEPS_S
         self._observe(trainer)
         self._clock.begin_span("first_batch")
 
@@ -186,7 +187,7 @@ class StepTimes(UnlistedCallback):
         if every and clock.n and clock.n % every == 0 and trainer.is_global_zero:
             self._log(trainer)
         if now >= self._next_line_at:
-            self._next_line_at = self._pacing.next_after(now)
+            self._next_line_at = now + events.gap_s(now - self._began, _STEPS_S)
             self._write_steps(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
