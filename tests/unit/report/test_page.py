@@ -9,7 +9,6 @@ from lightning_sm.record.events import GpuUse, HostUse, Metrics
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report import page
-from lightning_sm.report.charts import thinned, top_of_steps
 from lightning_sm.report.figures import Figures
 from tests.unit.report.recorded import BEGIN, head, input_bound, steps, use, write
 
@@ -109,12 +108,6 @@ def test_names_with_dollars_can_be_drawn(tmp_path):
     assert "r$_{" in rendered(tmp_path, tmp_path)
 
 
-def test_the_same_record_gives_the_same_page(tmp_path):
-    """Byte for byte: reports can be compared."""
-    folder = input_bound(tmp_path)
-    assert rendered(folder) == rendered(folder)
-
-
 def test_ids_are_unique(tmp_path):
     """Pictures of one page refer to their own hatches and clips only."""
     ids = re.findall(r'<(?:clipPath|pattern|path) id="([^"]+)"', rendered(input_bound(tmp_path)))
@@ -198,27 +191,3 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "_NEEDED", ("matplotlib", "no_such_library"))
     with pytest.raises(page.JobConfigError, match=r"needs no_such_library: pip install 'lightning-sm\[report\]'"):
         rendered(input_bound(tmp_path))
-
-
-@pytest.mark.parametrize("number", [0, 1, 200, 201, 1999])
-def test_long_curves_are_thinned_and_keep_their_end(number):
-    """The last value is what one looks for."""
-    points = [(step, float(step)) for step in range(number)]
-    thin = thinned(points, 200)
-    assert len(thin) == min(number, 200) or 100 <= len(thin) <= 200
-    assert thin[-1:] == points[-1:]
-    assert [step for step, _ in thin] == sorted({step for step, _ in thin})
-
-
-@pytest.mark.parametrize(
-    ("seconds", "top"),
-    [
-        ([0.1] * 39 + [9.0], 0.15),  # a first step
-        ([0.1] * 35 + [0.3] * 5, 0.3),  # a part of the run that was slow
-        ([0.1, 9.0], 9.0),
-        ([0.2], 0.2),
-    ],
-)
-def test_only_a_few_long_steps_are_cut(seconds, top):
-    """The picture of steps is cut above what most of the run stays below, if less than a tenth of it is longer."""
-    assert top_of_steps(seconds) == pytest.approx(top)
