@@ -127,7 +127,7 @@ def main() -> None:
     measured = measure(run(options, first))
     rows = []
     for workers in others:
-        predicted_s = measured.predict_s(workers)
+        predicted_s, _ = measured.predict(workers)
         step_s = run(options, workers).pace.step_s
         error = f"{100 * (predicted_s / step_s - 1):+.1f} %"
         rows.append([workers, f"{1e3 * predicted_s:.1f}", f"{1e3 * step_s:.1f}", error])

@@ -25,8 +25,6 @@ from lightning_sm.report.figures import Figures
 
 # Plan workers to be busy for at most this share of the time, because batches differ.
 _TARGET = 0.9
-# A line of a plan is a number of workers or of hosts; more lines than this help nobody.
-_MAX_LINES = 7
 # Any host's network carries at least 1 Gbit/s, so that the latency of small batches is not taken for its limit.
 _LEAST_BYTES_S = 1e9 / 8
 # A change that saves less of the job is not proposed.
@@ -72,11 +70,6 @@ class MeasuredRun:
         return self.most_per_rank is None
 
     @property
-    def is_bound(self) -> bool:
-        """Whether the work of a step is only known not to be more than ``cost_s``: the workers were never too slow."""
-        return not self.is_remote and self.workers > 0 and self.waiting < NOT_INPUT_BOUND
-
-    @property
     def workers_needed(self) -> int:
         """The number of workers with which training does not wait, with a tenth in reserve."""
         return max(1, math.ceil(self.cost_s / max(1e-9, _TARGET * self.own_s)))
@@ -88,14 +81,15 @@ class MeasuredRun:
             return self.num_ranks * self.most_per_rank
         return _MOST_WORKERS * max(1, self.workers)
 
-    def predict_s(self, workers: int) -> float:
-        """Predict the seconds of a step with another number of workers."""
-        return max(self.own_s, self.cost_s / max(1e-9, workers * self.busy), self.wire_s)
-
-    def limit(self, workers: int) -> str:
-        """Name what limits a step: ``training``, ``workers`` or ``network``."""
-        step_s = self.predict_s(workers)
-        return "training" if step_s <= self.own_s else "network" if step_s <= self.wire_s else "workers"
+    def predict(self, workers: int) -> tuple[float, str]:
+        """Predict the seconds of a step with another number of workers, and what limits it; see ``SizingRow``."""
+        terms = {
+            "training": self.own_s,
+            "network": self.wire_s,
+            "workers": self.cost_s / max(1e-9, workers * self.busy),
+        }
+        limit = max(terms, key=lambda name: terms[name])
+        return terms[limit], limit
 
 
 @dataclass(frozen=True)
@@ -128,8 +122,8 @@ class Sizing:
     Attributes:
         name: Name of the measured run.
         measured: What it says.
-        lines: The measured numbers of workers first, then more, up to the number that removes the waiting, or up to the
-            CPUs that there are.
+        lines: The measured numbers of workers first, then the best, and the largest: that removes the waiting, or uses
+            the CPUs that there are.
         best: The line to choose: the cheapest one. If no prices are given, all hosts count as equally expensive.
         kind: Instance type of the data hosts, if it is not that of the measured run.
         steps: Number of steps of the whole job.
@@ -141,11 +135,6 @@ class Sizing:
     best: SizingRow
     kind: str | None
     steps: int
-
-    @property
-    def has_data_hosts(self) -> bool:
-        """Whether the predictions are for data hosts, and not for workers on the hosts of the trainers."""
-        return self.measured.is_remote or self.kind is not None
 
     @property
     def saved(self) -> float:
@@ -202,12 +191,9 @@ def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | Non
     if measured.waiting < NOT_INPUT_BOUND and kind is None:
         return Sizing(run.run.name, measured, (first,), first, kind, steps)
     numbers = _data_hosts(measured, kind) if measured.is_remote or kind is not None else _loaders(measured)
-    lines = [
-        row(workers, num_hosts, measured.predict_s(workers), measured.limit(workers), kind)
-        for workers, num_hosts in numbers
-    ]
+    lines = [row(workers, num_hosts, *measured.predict(workers), kind) for workers, num_hosts in numbers]
     best = _cheapest(run, first, lines)
-    shown = [line for line in lines if line is best or line.workers in _spread([one.workers for one in lines])]
+    shown = tuple(line for line in lines if line is best or line is lines[-1])
     return Sizing(run.run.name, measured, (first, *shown), best, kind, steps)
 
 
@@ -233,11 +219,9 @@ def advice(planned: Sizing, prices: Prices) -> str:
             f"long as training on it, and to keep up would take {count(measured.workers_needed, 'worker')}, each with "
             "a CPU of its own."
         )
-    equal = (
-        ""
-        if best.cost or not planned.has_data_hosts
-        else " All hosts are taken to cost the same: give their prices (--price)."
-    )
+    has_data_hosts = measured.is_remote or planned.kind is not None
+    equal = " All hosts are taken to cost the same: give their prices (--price)."
+    equal = equal if has_data_hosts and not best.cost else ""
     if len(planned.lines) == 1:
         said.append("Each CPU of these hosts has a worker: data hosts would add some.")
     elif best is first or planned.saved < _WORTH:
@@ -269,10 +253,9 @@ def _proposal(planned: Sizing, prices: Prices) -> str:
 def as_text(planned: Sizing, prices: Prices) -> str:
     """Return the plan for people: a sentence, a table, and what it rests on."""
     measured = planned.measured
-    bound = "at most " if measured.is_bound else ""
     facts = [
         f"Measured in {planned.name}: {step_time(measured.step_s)} a step, {percent(measured.waiting)} of it waiting "
-        f"for data; without waiting {step_time(measured.own_s)}. A step needs {bound}{step_time(measured.cost_s)} of "
+        f"for data; without waiting {step_time(measured.own_s)}. A step needs {step_time(measured.cost_s)} of "
         "work by all workers together.",
     ]
     if planned.kind is not None:
@@ -392,28 +375,17 @@ def _price_per_hour(run: Figures, prices: Prices, kind: str | None, num_data_hos
     return prices.total(trainers + num_data_hosts * [measured[0] if kind is None else (kind, kind)])
 
 
-def _spread(numbers: Sequence[int]) -> set[int]:
-    """Return some of the numbers, with the first and the last."""
-    parts = min(len(numbers), _MAX_LINES) - 1
-    return {numbers[round((len(numbers) - 1) * index / max(1, parts))] for index in range(parts + 1)}
-
-
 def _table(planned: Sizing, prices: Prices) -> str:
-    headers = [
-        "workers" if planned.has_data_hosts else "num_workers",
-        "data hosts" if planned.has_data_hosts else "ranks",
-        "time of a step",
-        "limited by",
-        f"job of {count(planned.steps, 'step')}",
-        "cost",
-    ]
+    job = f"job of {count(planned.steps, 'step')}"
+    headers = ["workers", "num_workers", "data hosts", "time of a step", "limited by", job, "cost"]
     rows = []
     for line in planned.lines:
         mark = " (measured)" if line is planned.lines[0] else " (best)" if line is planned.best else ""
         rows.append(
             [
-                f"{line.workers if planned.has_data_hosts else line.per_rank:,}{mark}",
-                f"{line.num_hosts if planned.has_data_hosts else planned.measured.num_ranks:,}",
+                f"{line.workers:,}{mark}",
+                "" if line.per_rank is None else line.per_rank,
+                line.num_hosts,
                 step_time(line.step_s),
                 line.limit,
                 duration(line.seconds),
