@@ -40,12 +40,14 @@ class Text(HTMLParser):
         self.words.append(data)
 
 
-def test_the_verdict_comes_first_and_then_four_numbers(tmp_path):
+def test_the_verdict_comes_first_and_then_the_numbers(tmp_path):
     """What a phone's first screen shows answers whether it worked, how long, for how much, and how well."""
     text = " ".join(" ".join(Text(rendered(input_bound(tmp_path)).partition("<body")[2]).words).split())
     begin = "job Succeeded after 72 s. Limited by waiting for data (transforms), 48% of the time (34.8 s)."
     assert begin in text
-    numbers = "duration 72 s cost $0.032 steps wait for data 58% best val_acc 0.9"
+    numbers = (
+        "duration 72 s cost $0.032 steps wait for data 58% best val_acc 0.9 samples per second 640 time of a step 50 ms"
+    )
     assert numbers in text
     titles = [
         "Time of a step",
@@ -152,14 +154,13 @@ def test_a_run_without_anything_has_a_page(tmp_path):
     text = " ".join(Text(rendered(tmp_path, prices=Prices())).words)
     assert "The end is not recorded" in text
     assert "No training step is recorded." in text
-    assert " ".join(text.split()).count("outcome no end recorded") == 1
 
 
 def test_the_numbers_are_those_that_say_something_of_this_run(tmp_path):
-    """Without prices, waiting and metrics there is room for others, and none says that there is nothing."""
+    """Without prices, waiting and metrics there are fewer, and none says that there is nothing."""
     write(tmp_path, head(1), *(steps(10 + t, waiting=0.01) for t in range(5)))
     text = " ".join(" ".join(Text(rendered(tmp_path, prices=Prices())).words).split())
-    assert "duration 13 s samples per second 640 time of a step 50 ms outcome no end recorded" in text
+    assert "duration 13 s samples per second 640 time of a step 50 ms Time of a step" in text
     write(tmp_path, Metrics(BEGIN + 15, 100, 0, {"val_acc": 0.9}), Metrics(BEGIN + 16, 110, 0, {"val_acc": 0.8}))
     text = " ".join(" ".join(Text(rendered(tmp_path, prices=Prices())).words).split())
     assert "best val_acc 0.9 (last 0.8) samples per second 640" in text
