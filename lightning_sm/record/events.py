@@ -248,7 +248,7 @@ class DataService(Line, frozen=True, tag="data"):
     """
 
     hosts: Sequence[Mapping[str, Any]] = msgspec.field(default_factory=list)
-    ranks: Mapping[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
+    ranks: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
 
 
 class Event(Line, frozen=True, tag="event"):

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from statistics import fmean
-from typing import Any, TypeVar
-
-from msgspec import structs
+from typing import TypeVar
 
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.record.events import (
@@ -47,11 +45,8 @@ _GROWING = tuple(dict.fromkeys(SPANS[name] for name in ("validation", "between",
 _LEAST_LINES = 4
 RUNNING = "no end recorded"
 _USUAL_EVENTS = {"checkpoint_saved", "succeeded"}
-# Events beyond this number cannot be told apart in a picture.
-_MAX_UNUSUAL_EVENTS = 30
 
 _L = TypeVar("_L", bound=Line)
-_F = TypeVar("_F", RankFigures, HostFigures)
 
 
 @dataclass(frozen=True)
@@ -118,16 +113,6 @@ class HostSummary:
         most = max(self.uses, key=lambda use: use.memory_bytes)
         return most.memory_bytes, most.memory_total_bytes
 
-    @property
-    def received_bytes_s(self) -> float | None:
-        """Mean bytes per second from the network."""
-        return _mean(use.received_bytes_s for use in self.uses)
-
-    @property
-    def sent_bytes_s(self) -> float | None:
-        """Mean bytes per second to the network."""
-        return _mean(use.sent_bytes_s for use in self.uses)
-
 
 @dataclass(frozen=True)
 class TrainingRestart:
@@ -173,11 +158,10 @@ class DataMoment:
 
     @classmethod
     def of(cls, line: DataService) -> DataMoment:
-        """Read a line, which another version may have written. Names of data hosts lose the address behind them."""
-        hosts = [_known_fields(HostFigures, host) for host in line.hosts]
-        short = [structs.replace(host, name=host.name.partition(" (")[0]) for host in hosts]
-        ranks = {name: _known_fields(RankFigures, rank) for name, rank in line.ranks.items()}
-        return cls(line.t, ranks, {host.name: host for host in short})
+        """Read a line. Names of data hosts lose the address behind them."""
+        hosts = [HostFigures(**{**host, "name": host["name"].partition(" (")[0]}) for host in line.hosts]
+        ranks = {name: RankFigures(**rank) for name, rank in line.ranks.items()}
+        return cls(line.t, ranks, {host.name: host for host in hosts})
 
 
 @dataclass(frozen=True)
@@ -237,7 +221,7 @@ class Figures:
                     instance_type=head.instance_types.get(group),
                     cpus=max((one.cpus for one in own), default=0),
                     gpus=max((one.gpus for one in own), default=0),
-                    uses=tuple(_lines([one for one in self.run.records if one.head.host == name], HostUse)),
+                    uses=tuple(lines_of([one for one in self.run.records if one.head.host == name], HostUse)),
                 )
             )
         return sorted(hosts, key=lambda host: (host.role == "data", host.name))
@@ -245,7 +229,7 @@ class Figures:
     @property
     def hosts_without_end(self) -> list[str]:
         """Hosts of the last attempt whose records have no end: they were killed, or still ran."""
-        ends = {record.head.host: bool(_lines([record], End)) for record in self._latest if record.head.who == LAUNCHER}
+        ends = {record.head.host: bool(lines_of([record], End)) for record in self._latest if record.head.who == LAUNCHER}
         return [name for name, has_ended in ends.items() if not has_ended]
 
     @cached_property
@@ -260,7 +244,7 @@ class Figures:
         lines: dict[int, list[Steps]] = defaultdict(list)
         for record in self.run.records:
             if record.head.rank is not None:
-                lines[record.head.rank] += _lines([record], Steps)
+                lines[record.head.rank] += lines_of([record], Steps)
         return {rank: Totals.of(own) for rank, own in sorted(lines.items()) if any(line.n for line in own)}
 
     @property
@@ -304,7 +288,7 @@ class Figures:
     def spans(self) -> dict[str, list[float]]:
         """Seconds of each span of the pace rank and its host, by what people read for it, without those of restarts."""
         spans: dict[str, list[float]] = defaultdict(list)
-        for span in _lines([*self.pace_records, *self._pace_launchers], Span):
+        for span in lines_of([*self.pace_records, *self._pace_launchers], Span):
             # A process that waited for a restart had begun before it.
             if not any(span.begin < restart.until and restart.since < span.t for restart in self.restarts):
                 spans[SPANS.get(span.name, OTHER)].append(span.seconds)
@@ -314,8 +298,8 @@ class Figures:
     def restarts(self) -> list[TrainingRestart]:
         """The starts of the pace rank's training after the first one."""
         restarts = []
-        for before, after in pairwise(record for record in self.pace_records if _lines([record], Loader)):
-            steps, earlier = _lines([after], Steps), _lines([before], Steps)
+        for before, after in pairwise(record for record in self.pace_records if lines_of([record], Loader)):
+            steps, earlier = lines_of([after], Steps), lines_of([before], Steps)
             since = _stopped_at(before)
             until = steps[0].t - steps[0].wall_s if steps else max(line.t for line in after.lines)
             between = (one for one in self.attempts if before.attempt <= one.number <= after.attempt)
@@ -327,14 +311,14 @@ class Figures:
 
     def _num_undone(self, before: ProcessRecord, after: ProcessRecord) -> int:
         """Return the steps of a process that the next one trained again; below 0: steps that no line has."""
-        begun = _lines([before], Loader)[-1]
+        begun = lines_of([before], Loader)[-1]
         steps = [line for line in before.lines[before.lines.index(begun) :] if isinstance(line, Steps)]
-        return begun.batch + Totals.of(steps).num_trained - _lines([after], Loader)[0].batch
+        return begun.batch + Totals.of(steps).num_trained - lines_of([after], Loader)[0].batch
 
     @property
     def on_gpu(self) -> bool:
         """Whether the GPU measured the parts of steps."""
-        return any(line.gpu_parts for line in _lines(self.main_records, Steps))
+        return any(line.gpu_parts for line in lines_of(self.main_records, Steps))
 
     @property
     def fullest_memory(self) -> tuple[str, int, int] | None:
@@ -351,9 +335,9 @@ class Figures:
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole run, of which those that were trained again count once."""
-        trained = [one for one in self.pace_records if any(_lines([one], Loader)) and any(_lines([one], Steps))]
+        trained = [one for one in self.pace_records if any(lines_of([one], Loader)) and any(lines_of([one], Steps))]
         undone = sum(self._num_undone(before, after) for before, after in pairwise(trained))
-        return sum(line.n + line.untimed for line in _lines(self.pace_records, Steps)) - undone
+        return sum(line.n + line.untimed for line in lines_of(self.pace_records, Steps)) - undone
 
     @property
     def samples_per_step(self) -> float | None:
@@ -383,7 +367,7 @@ class Figures:
             # From the last line of the training process to that of its launcher, which may wait for other hosts.
             launchers = [one for one in self._pace_launchers if one.attempt == record.attempt]
             ended = max(line.t for line in record.lines)
-            shares[SHUTDOWN] = max([0.0, *(end.t - ended for end in _lines(launchers, End))])
+            shares[SHUTDOWN] = max([0.0, *(end.t - ended for end in lines_of(launchers, End))])
         shares[WAITING] = self.pace.parts["data_wait"]
         shares[STEPS] = self.pace.wall_s - shares[WAITING]
         shares[OTHER] += max(0.0, self.seconds - math.fsum(shares.values()))
@@ -413,7 +397,7 @@ class Figures:
             record.head.rank: line
             for record in self.run.records
             if record.head.rank is not None
-            for line in _lines([record], Loader)
+            for line in lines_of([record], Loader)
         }
 
     @cached_property
@@ -438,7 +422,7 @@ class Figures:
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for record in self.main_records:
             own: dict[str, list[tuple[int, float]]] = defaultdict(list)
-            for line in _lines([record], Metrics):
+            for line in lines_of([record], Metrics):
                 for name, value in line.values.items():
                     if value is not None:
                         own[name].append((line.step, value))
@@ -472,8 +456,8 @@ class Figures:
 
     @property
     def unusual_events(self) -> list[Happening]:
-        """The first events that do not happen in every job: pictures mark them."""
-        return [event for event in self.events if event.what not in _USUAL_EVENTS][:_MAX_UNUSUAL_EVENTS]
+        """The events that do not happen in every job: pictures mark them."""
+        return [event for event in self.events if event.what not in _USUAL_EVENTS]
 
     def binned_steps(self, number: int) -> list[tuple[float, float, Totals]]:
         """Return the steps over time of the rank that sets the pace.
@@ -487,7 +471,7 @@ class Figures:
         width = max(1e-9, (self.attempts[-1].end - self.begin) / number)
         found = []
         for record in self.pace_records:
-            lines = [line for line in _lines([record], Steps) if line.n]
+            lines = [line for line in lines_of([record], Steps) if line.n]
             for _, own in groupby(lines, key=lambda line: int((line.t - self.begin) / width)):
                 group = list(own)
                 begin = group[0].t - group[0].wall_s - self.begin
@@ -507,7 +491,7 @@ class Figures:
     @cached_property
     def data_moments(self) -> list[list[DataMoment]]:
         """What ranks and data hosts had done at some moments, by life of rank 0, at whose start that was nothing."""
-        lines = [(record, _lines([record], DataService)) for record in self.main_records]
+        lines = [(record, lines_of([record], DataService)) for record in self.main_records]
         return [[DataMoment(record.head.t), *map(DataMoment.of, own)] for record, own in lines if own]
 
     @cached_property
@@ -573,7 +557,8 @@ def _stopped_at(record: ProcessRecord) -> float:
     return max(line.t for line in record.lines)
 
 
-def _lines(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
+def lines_of(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
+    """Return the lines of a kind in some records, in their order."""
     return [line for record in records for line in record.lines if isinstance(line, kind)]
 
 
@@ -585,7 +570,3 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _number(rank: str) -> int:
     """Return the number of a rank from its name in data hosts' figures, such as ``rank 3 on algo-1``."""
     return int(rank.split()[1])
-
-
-def _known_fields(kind: type[_F], values: Mapping[str, Any]) -> _F:
-    return kind(**{name: value for name, value in values.items() if name in kind.__struct_fields__})

@@ -28,7 +28,6 @@ _FILTERS: dict[str, Callable[[Any], str]] = {
     "duration": duration,
     "percent": percent,
     "rate": rate,
-    "size": size,
     "step_time": step_time,
     "memory": lambda used_of: f"{size(used_of[0])} of {size(used_of[1])}",
     "number": "{:.6g}".format,
