@@ -53,7 +53,8 @@ class StepTimes(UnlistedCallback):
         super().__init__()
         self._job = job
         self._record: events.Recorder | None = None
-        self._clock: step_clock.StepClock | None = None
+        self._clock = step_clock.StepClock()
+        self._is_timing = False
         self._after_backward = step_clock.OPTIMIZER
         self._gpu: GpuTimer | None = None
         self._setup_at = 0.0
@@ -68,17 +69,14 @@ class StepTimes(UnlistedCallback):
         self._logged = Totals()
         self._began = 0.0
         self._next_line_at = 0.0
-        self._next_metrics_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
-        return {**vars(StepTimes(self._job))}
+        return vars(StepTimes(self._job))
 
     @property
     def totals(self) -> Totals:
         """What was measured in this run of the Trainer so far."""
-        if self._clock is None:
-            return self._totals
         measured = self._clock.totals
         new = measured.plus(self._measured, -1)
         self._measured = measured
@@ -97,8 +95,7 @@ class StepTimes(UnlistedCallback):
 
     def note_wait(self, in_transit: float) -> None:
         """Say why the wait took so long that ends now; see ``StepClock.note_wait``."""
-        if self._clock is not None:
-            self._clock.note_wait(in_transit)
+        self._clock.note_wait(in_transit)
 
     # ---- the run, from start to end
 
@@ -123,7 +120,7 @@ class StepTimes(UnlistedCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        self._clock = step_clock.StepClock()
+        self._clock, self._is_timing = step_clock.StepClock(), True
         # With manual optimization, the user's code decides what comes next.
         self._after_backward = step_clock.OPTIMIZER if pl_module.automatic_optimization else step_clock.OTHER
         self._gpu = GpuTimer() if trainer.strategy.root_device.type == "cuda" else None
@@ -149,16 +146,15 @@ class StepTimes(UnlistedCallback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Charge the first batch of an epoch to a span: workers may have to start, so it cannot be fetched ahead."""
         self._end_span("between")
-        if self._clock is not None and self._clock.span != "first_batch":
+        if self._clock.span != "first_batch":
             self._clock.begin_span("first_batch")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward pass: the batch is on its device."""
-        if self._clock is not None:
-            self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
-            self._clock.enter(step_clock.FORWARD)
-            if self._gpu is not None:
-                self._gpu.begin_step(step_clock.FORWARD)
+        self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
+        self._clock.enter(step_clock.FORWARD)
+        if self._gpu is not None:
+            self._gpu.begin_step(step_clock.FORWARD)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Begin the backward pass."""
@@ -173,8 +169,6 @@ class StepTimes(UnlistedCallback):
     ) -> None:
         """End the step, and write to the record and to the loggers if they are due."""
         clock = self._clock
-        if clock is None:
-            return
         if self._gpu is not None:
             self._gpu.end_step(step_clock.OTHER)
         now = clock.end_step(_num_samples(batch))
@@ -189,31 +183,30 @@ class StepTimes(UnlistedCallback):
         if now >= self._next_line_at:
             self._next_line_at = now + events.gap_s(now - self._began, _STEPS_S)
             self._write_steps(trainer)
+            self._write_metrics(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the metrics of a validation within ``fit``."""
-        if self._clock is not None and not trainer.sanity_checking:
+        if self._is_timing and not trainer.sanity_checking:
             self._write_metrics(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the metrics of the epoch."""
-        if self._clock is not None:
-            self._end_span("first_batch")  # the epoch had no batch
-            if self._clock.span != "between":  # a limit has ended the epoch
-                self._clock.begin_span("between")
-            self._write_steps(trainer)
-            self._write_metrics(trainer)
+        self._end_span("first_batch")  # the epoch had no batch
+        if self._clock.span != "between":  # a limit has ended the epoch
+            self._clock.begin_span("between")
+        self._write_steps(trainer)
+        self._write_metrics(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Charge the time from now on to the export of the model."""
-        if self._clock is not None:
-            self._end_span("between")
-            self._write_steps(trainer)
-            self._clock.begin_span("export")
+        self._end_span("between")
+        self._write_steps(trainer)
+        self._clock.begin_span("export")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the record."""
-        if self._clock is not None:
+        if self._is_timing:
             self._finish(trainer)
         elif stage != "fit":
             now = time.time()
@@ -231,7 +224,7 @@ class StepTimes(UnlistedCallback):
         if is_interrupted:
             text = f"training was interrupted after step {trainer.global_step}"
         self._event("interruption" if is_interrupted else "failure", text)
-        if self._clock is not None:
+        if self._is_timing:
             self._finish(trainer)
         self._end(events.End(time.time(), "interrupted" if is_interrupted else "failed", reason=text))
 
@@ -296,37 +289,31 @@ class StepTimes(UnlistedCallback):
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
-        if self._clock is not None:
-            self._clock.begin_span(name)
+        self._clock.begin_span(name)
         try:
             yield
         finally:
             self._end_span(name)
 
     def _enter(self, part: int) -> None:
-        if self._clock is not None:
-            self._clock.enter(part)
+        self._clock.enter(part)
         if self._gpu is not None:
             self._gpu.mark(part)
 
     def _begin_fetch(self) -> None:
-        clock = self._clock
-        if clock is not None:
-            # A training_step that takes an iterator fetches its batches itself: return to the part that it was in.
-            self._fetch_returns_to = step_clock.TO_DEVICE if clock.current == step_clock.OTHER else clock.current
-            clock.enter(step_clock.DATA_WAIT)
+        # A training_step that takes an iterator fetches its batches itself: return to the part that it was in.
+        current = self._clock.current
+        self._fetch_returns_to = step_clock.TO_DEVICE if current == step_clock.OTHER else current
+        self._clock.enter(step_clock.DATA_WAIT)
 
     def _end_fetch(self) -> None:
-        if self._clock is not None:
-            self._clock.enter(self._fetch_returns_to)
-            if self._has_stepped:
-                self._end_span("first_batch")
+        self._clock.enter(self._fetch_returns_to)
+        if self._has_stepped:
+            self._end_span("first_batch")
 
     # ---- what is written
 
     def _write_steps(self, trainer: Trainer) -> None:
-        if self._clock is None or self._record is None:
-            return
         totals = self.totals
         new = totals.plus(self._written, -1)
         self._written = totals
@@ -363,25 +350,20 @@ class StepTimes(UnlistedCallback):
         values["time/input_bound"] = new.waiting
         for log in trainer.loggers:
             log.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        now = time.perf_counter()
-        if now >= self._next_metrics_at:  # reading values from a GPU waits for it, which loggers cause anyway
-            self._next_metrics_at = now + _STEPS_S
-            self._write_metrics(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
         """Stop the clock, and write what is left."""
         while self._end_span("first_batch", "validation", "checkpoint", "export", "between"):
             pass
         self._write_steps(trainer)
-        self._totals = self.totals
-        if self._clock is not None and self._clock.unfinished_s:
+        if self._clock.unfinished_s:
             now, seconds = time.time(), self._clock.unfinished_s
             self.write(events.Span(now, "between", now - seconds, seconds))
-        self._clock = None
+        self._is_timing = False
         self._undo.close()
 
     def _end_span(self, *names: str) -> step_clock.OpenSpan | None:
-        span = self._clock.end_span(*names) if self._clock is not None else None
+        span = self._clock.end_span(*names)
         if span is not None:
             self.write(events.Span(time.time(), span.name, span.began_at, span.seconds))
         return span
@@ -390,8 +372,8 @@ class StepTimes(UnlistedCallback):
         self.write(events.Event(time.time(), what, text))
 
     def _end(self, line: events.End) -> None:
+        self.write(line)
         if self._record is not None:
-            self._record.append(line)
             self._record.close()
 
 
@@ -404,13 +386,6 @@ def _num_workers(trainer: Any) -> int:
 
 def _num_samples(batch: Any) -> int:
     """Return the length of the first tensor of a batch; 0 if there is none."""
-    while not isinstance(batch, torch.Tensor):
-        if isinstance(batch, (list, tuple)):
-            if not batch:
-                return 0
-            batch = batch[0]
-        elif isinstance(batch, (dict, Mapping)):  # dict first: the check for Mapping is slower
-            batch = next(iter(batch.values()), None)
-        else:
-            return 0
-    return batch.size(0) if batch.dim() else 0
+    while isinstance(batch, (list, tuple, Mapping)) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return batch.size(0) if isinstance(batch, torch.Tensor) and batch.dim() else 0
