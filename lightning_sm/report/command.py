@@ -32,30 +32,20 @@ instance type or by the name of a group.
 """
 REPORT_EXAMPLES = f"""\
 examples:
-  the run of an emulated job, or of a downloaded one:
-    lightning-sm report outputs/local-20260102-030405-abcd
-    lightning-sm report output.tar.gz -o report.html --price ml.g5.xlarge=1.41
-  two runs side by side, by names of your own:
-    lightning-sm report run-1/ run-2/ --name before --name after -o both.html
-  a timeline of all ranks and hosts for ui.perfetto.dev:
-    lightning-sm report run/ --trace run.json
-  a job that runs now, until it ends:
-    lightning-sm report --live outputs/local-20260102-030405-abcd
+  lightning-sm report output.tar.gz -o report.html --price ml.g5.xlarge=1.41
+  lightning-sm report run-1/ run-2/ --name before --name after -o both.html
+  lightning-sm report --live outputs/local-20260102-030405-abcd
 {_PRICES}
 exit codes: 0 the report is written or was shown, 2 it cannot be"""
 COMPARE_EXAMPLES = f"""\
 example:
-    lightning-sm compare before/ after/ --prices prices.yaml
+  lightning-sm compare before/ after/ --prices prices.yaml
 {_PRICES}
 exit codes: 0 the comparison is written, 2 it cannot be"""
 PLAN_EXAMPLES = f"""\
 examples:
-  how many workers, or data hosts like the measured ones, remove the wait:
-    lightning-sm plan outputs/local-20260102-030405-abcd
-  data hosts of another type, for a job of 20,000 steps:
-    lightning-sm plan run/ --kind ml.c5.4xlarge --steps 20000 --prices prices.yaml
-  the cheapest hosts and workers as a job file:
-    lightning-sm plan run/ --prices prices.yaml --save planned.yaml
+  lightning-sm plan outputs/local-20260102-030405-abcd
+  lightning-sm plan run/ --kind ml.c5.4xlarge --steps 20000 --prices prices.yaml --save planned.yaml
 {_PRICES}
 exit codes: 0 the plan is written, 2 it cannot be"""
 
