@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,23 +82,22 @@ class Picture:
     svg: str
 
 
-def time_shares(runs: Sequence[Figures]) -> Picture:
-    """Draw where the time of each run went, as one bar per run."""
-    texts = []
-    for run in runs:
-        parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in run.shares.items() if seconds > 0)
-        texts.append(f"{run.run.name}: {parts}")
-    return _bars(f"Where the time went. {'; '.join(texts)}.", runs, [run.shares for run in runs])
-
-
-def step_parts(runs: Sequence[Figures]) -> Picture | None:
-    """Draw the mean steps of several runs beside each other; None if none has steps."""
-    timed = [run for run in runs if run.pace.num_steps]
-    if not timed:
-        return None
-    bars = [{part: seconds / run.pace.num_steps for part, seconds in run.pace.parts.items()} for run in timed]
-    label = "; ".join(f"{run.run.name}: {duration(run.pace.step_s)} a step" for run in timed)
-    return _bars(f"Parts of a step. {label}.", timed, bars)
+@mpl.rc_context(_SETTINGS)
+def time_shares(run: Figures) -> Picture:
+    """Draw where the time of a run went, as a bar whose parts follow one another."""
+    figure = Figure(figsize=(_WIDTH, 1.85), layout="constrained")
+    axes = figure.add_subplot()
+    factor, unit = _unit(sum(run.shares.values()))
+    left = 0.0
+    shares = {part: seconds for part, seconds in run.shares.items() if seconds > 0}
+    for part, seconds in shares.items():
+        axes.barh(0, seconds / factor, 0.7, left=left, label=part, linewidth=0.5, **_style(part))
+        left += seconds / factor
+    axes.set_yticks([])
+    axes.margins(x=0)
+    axes.set_xlabel(unit)
+    parts = ", ".join(f"{part} {duration(seconds)}" for part, seconds in shares.items())
+    return _picture(f"Where the time went: {parts}.", figure, axes)
 
 
 @mpl.rc_context(_SETTINGS)
@@ -151,7 +150,7 @@ def host_use(run: Figures) -> Picture | None:
             shares = [((use.t - run.begin) / factor, value(use)) for use in host.uses]
             points = [(t, 100 * share) for t, share in shares if share is not None]
             _curve(axes, points, number, name if points else "")
-        axes.set_title(_plain(f"{host.name} ({host.role})", 40), fontsize=10)
+        axes.set_title(_plain(f"{host.name} ({host.role})"), fontsize=10)
         axes.set_ylim(0, 105)
         axes.set_xlim(0, max(1e-9, (run.attempts[-1].end - run.begin) / factor))
         axes.set_ylabel("% in use")
@@ -163,11 +162,11 @@ def host_use(run: Figures) -> Picture | None:
 
 
 @mpl.rc_context(_SETTINGS)
-def metrics(runs: Sequence[Figures], names: Sequence[str]) -> Picture | None:
+def metrics(run: Figures, names: Sequence[str]) -> Picture | None:
     """Draw the values that the model logged, over steps: a small picture for each metric; None without metrics.
 
     Args:
-        runs: Runs whose curves share a picture.
+        run: The run.
         names: The metrics.
     """
     if not names:
@@ -176,9 +175,8 @@ def metrics(runs: Sequence[Figures], names: Sequence[str]) -> Picture | None:
     figure = Figure(figsize=(_WIDTH, 1.9 * rows + 0.4), layout="constrained")
     for index, name in enumerate(names):
         axes = figure.add_subplot(rows, min(2, len(names)), index + 1)
-        for number, run in enumerate(runs):
-            _curve(axes, run.metrics.get(name, []), number, _plain(run.run.name, 40) if len(runs) > 1 else "")
-        axes.set_title(_plain(name, 40), fontsize=10)
+        _curve(axes, run.metrics[name], 0, "")
+        axes.set_title(_plain(name), fontsize=10)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     return _picture(f"What the model logged, by step: {', '.join(names)}.", figure, figure.axes[0])
@@ -198,27 +196,6 @@ def _curve(axes: Any, points: Sequence[tuple[float, float]], number: int, label:
         linewidth=1.4,
         label=label or None,
     )
-
-
-@mpl.rc_context(_SETTINGS)
-def _bars(label: str, runs: Sequence[Figures], bars: Sequence[Mapping[str, float]]) -> Picture:
-    """Draw a bar for each run, one below the other, whose parts follow one another."""
-    figure = Figure(figsize=(_WIDTH, 1.5 + 0.35 * len(runs)), layout="constrained")
-    axes = figure.add_subplot()
-    factor, unit = _unit(max(sum(bar.values()) for bar in bars))
-    left = [0.0] * len(runs)
-    for part in bars[0]:
-        widths = [bar[part] / factor for bar in bars]
-        if any(widths):
-            text = PARTS.get(part, part)
-            axes.barh(range(len(runs)), widths, 0.7, left=left, label=text, linewidth=0.5, **_style(part))
-            left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    names = [_plain(run.run.name, 28) for run in runs] if len(runs) > 1 else []
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.margins(x=0)
-    axes.set_xlabel(unit)
-    return _picture(label, figure, axes)
 
 
 def _style(part: str) -> dict[str, Any]:
@@ -248,6 +225,6 @@ def _unit(seconds: float) -> tuple[float, str]:
     return (1.0, "seconds") if seconds >= 1 else (1e-3, "ms")
 
 
-def _plain(text: str, most: int) -> str:
+def _plain(text: str) -> str:
     """Return the user's text without Matplotlib's mathematics, and shortened to fit."""
-    return shortened(text, most).replace("$", r"\$")
+    return shortened(text, 40).replace("$", r"\$")

@@ -65,7 +65,6 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         columns=[_column(run, prices) for run in runs],
-        shared=_shared(runs) if len(runs) > 1 else None,
         parts=PARTS,
         prices=prices,
         open_rows=_OPEN_ROWS,
@@ -87,21 +86,9 @@ def _column(run: Figures, prices: Prices) -> dict[str, Any]:
         "pace_rank": "" if run.pace_rank is None else run.name_of(run.pace_rank),
         "metric_names": _metric_names(run),
         "steps": charts.step_times(run),
-        "times": charts.time_shares([run]),
+        "times": charts.time_shares(run),
         "hosts": charts.host_use(run),
-        "metrics": charts.metrics([run], _curves(run)),
-    }
-
-
-def _shared(runs: Sequence[Figures]) -> dict[str, Any]:
-    """Return the pictures that show several runs."""
-    from lightning_sm.report import charts  # noqa: PLC0415 - see above
-
-    names = [name for name in _curves(runs[0]) if all(name in run.metrics for run in runs[1:])]
-    return {
-        "times": charts.time_shares(runs),
-        "steps": charts.step_parts(runs),
-        "metrics": charts.metrics(runs, names),
+        "metrics": charts.metrics(run, _curves(run)),
     }
 
 
