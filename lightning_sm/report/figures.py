@@ -29,7 +29,7 @@ from lightning_sm.record.events import (
 )
 from lightning_sm.record.limits import RankPace
 from lightning_sm.record.runs import ProcessRecord, RunRecord
-from lightning_sm.record.totals import Totals, of_all_ranks, pace_of, samples_per_step, with_longest_wait
+from lightning_sm.record.totals import Totals, pace_of, samples_per_step, with_longest_wait
 
 # The parts of the job's whole time, in the order of pictures and tables.
 WAITING = "waiting for data"
@@ -197,11 +197,6 @@ class Figures:
         """How the last attempt ended."""
         return self.attempts[-1].outcome
 
-    @property
-    def reason(self) -> str:
-        """Why the last attempt has not succeeded."""
-        return self.attempts[-1].reason
-
     @cached_property
     def hosts(self) -> list[HostSummary]:
         """All hosts of the last attempt, also those without a record here. Trainers come first."""
@@ -247,32 +242,27 @@ class Figures:
                 lines[record.head.rank] += lines_of([record], Steps)
         return {rank: Totals.of(own) for rank, own in sorted(lines.items()) if any(line.n for line in own)}
 
-    @property
+    @cached_property
     def pace_rank(self) -> int | None:
         """The rank that sets the pace; None without steps."""
-        return self._pace[0]
+        return pace_of(self.ranks)[0]
 
     @cached_property
     def pace_records(self) -> list[ProcessRecord]:
         """What the rank that sets the pace wrote, over all attempts; the first rank, if there are no steps."""
-        rank = self.pace_rank
-        return self.main_records if rank is None else self._of_rank(rank)
+        return self.main_records if self.pace_rank is None else self._of_rank(self.pace_rank)
 
-    @property
+    @cached_property
     def pace(self) -> Totals:
         """The steps of the rank that sets the pace, which all numbers of a page are about.
 
         Data hosts know how much longer training waits than this rank, for ranks without a record here: the others wait
         for the one that waits in their backward pass.
         """
-        return self._pace[1]
-
-    @cached_property
-    def _pace(self) -> tuple[int | None, Totals]:
         rank, steps = pace_of(self.ranks)
-        shares = {_number(name): known.wait_fraction for name, known in self.data[0].items()}
+        shares = {int(name.split()[1]): known.wait_fraction for name, known in self.data[0].items()}  # "rank 3 on algo-1"
         longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
-        return rank, replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
+        return replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
 
     @cached_property
     def rank_paces(self) -> list[RankPace]:
@@ -353,10 +343,6 @@ class Figures:
     def world_size(self) -> int:
         """Number of ranks, of those without a record, too; 0 if no rank has one."""
         return max((record.head.world_size or 0 for record in self.run.records), default=0)
-
-    def of_all_ranks(self, values: Sequence[float]) -> float:
-        """Return the sum over all ranks; ranks without a value are taken to be like the others."""
-        return of_all_ranks(values, self.world_size)
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -565,8 +551,3 @@ def lines_of(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _number(rank: str) -> int:
-    """Return the number of a rank from its name in data hosts' figures, such as ``rank 3 on algo-1``."""
-    return int(rank.split()[1])

@@ -21,6 +21,7 @@ from lightning_sm.errors import JobConfigError
 from lightning_sm.job.instance_types import num_vcpus
 from lightning_sm.record.limits import MIN_STEPS, NOT_INPUT_BOUND, WORKERS_ARE_BUSY
 from lightning_sm.record.prices import Prices, cost
+from lightning_sm.record.totals import of_all_ranks
 from lightning_sm.report.figures import Figures
 
 # Plan workers to be busy for at most this share of the time, because batches differ.
@@ -273,7 +274,7 @@ def _local(run: Figures, own_s: float) -> MeasuredRun:
     if not loaders:
         raise JobConfigError(f"{run.run.source}: the record does not say how many workers built the batches.")
     step_s, waiting = run.pace.step_s, run.pace.waiting
-    workers = round(run.of_all_ranks([loader.workers for loader in loaders]))
+    workers = round(of_all_ranks([loader.workers for loader in loaders], run.world_size))
     num_ranks = max(1, run.world_size)
     most = min(max(1, loader.cpus // max(1, loader.ranks_of_host)) for loader in loaders)
     # Workers that are too slow work all the time. Without workers, the training process builds its batches between two
@@ -298,8 +299,8 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
         raise JobConfigError(f"{run.run.source}: the record has no data host that was up and had workers.")
     num_ranks = max(1, run.world_size)
     # Each by its own steps: the last figures of some ranks may have come too late.
-    cost_s = run.of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()])
-    num_bytes = run.of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()])
+    cost_s = of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()], run.world_size)
+    num_bytes = of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()], run.world_size)
     # What a rank received while it waited, or batch by batch while workers were slower than the network.
     rates = [rank.num_bytes / rank.seconds for rank in ranks.values() if rank.seconds > 0]
     rates += [rank.num_bytes / rank.transfer_s for rank in ranks.values() if rank.transfer_s > 0]

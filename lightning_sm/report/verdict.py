@@ -24,9 +24,10 @@ def ending(run: Figures) -> str:
         return f"{how}: the job can resume from the checkpoint that it saved."
     if run.outcome == STOPPED:
         return f"{how}, without a checkpoint of the last step."
-    if run.outcome == FAILED and run.reason.strip():
+    reason = run.attempts[-1].reason
+    if run.outcome == FAILED and reason.strip():
         # The error and its place.
-        return f"{how}: {' '.join(run.reason.splitlines()[:2]).rstrip('.')}."
+        return f"{how}: {' '.join(reason.splitlines()[:2]).rstrip('.')}."
     return f"{how}."
 
 
