@@ -63,9 +63,7 @@ class HostRecord:
         Args:
             command: The command line of the script, without secrets; empty if it is not known.
         """
-        head = events.head_of(
-            self._job, events.LAUNCHER, self._record.path, role=self._role.value, cpus=usable_cpus(), command=command
-        )
+        head = events.head_of(self._job, events.LAUNCHER, role=self._role.value, cpus=usable_cpus(), command=command)
         with self._lock:
             self._record.append(head)
             self._has_begun = True

@@ -78,7 +78,6 @@ class FileHead(Line, frozen=True, tag="file"):
         host: Its host.
         who: ``launcher`` or ``rank-<global rank>``.
         job: Name of the job, if it is known.
-        attempt: The attempt, from 1; the service starts another one after an interruption.
         group: Instance group of the host.
         role: ``trainer`` or ``data``.
         rank: Global rank; None for a launcher.
@@ -94,7 +93,6 @@ class FileHead(Line, frozen=True, tag="file"):
     host: str
     who: str
     job: str | None = None
-    attempt: int = 1
     group: str = ""
     role: str = "trainer"
     rank: int | None = None
@@ -186,10 +184,8 @@ class Steps(Line, frozen=True, tag="steps"):
         t: When the last one ended.
         step: ``trainer.global_step`` after it, which counts optimizer steps.
         n: Number of steps.
-        wall_s: Time of all of them together.
-        longest_s: Time of the longest one.
         samples: Number of samples in this rank's batches; 0 if it is unknown.
-        parts: Seconds by part (``PARTS``); their sum is ``wall_s``.
+        parts: Seconds by part (``PARTS``), of all of them together.
         gpu_parts: Whether forward, backward and optimizer were measured on the GPU, every few steps. Else they are the
             time of the host, which only launches the work of a GPU.
         untimed: Number of steps since the line before that are in no other field: the first one of a process.
@@ -197,12 +193,15 @@ class Steps(Line, frozen=True, tag="steps"):
 
     step: int
     n: int
-    wall_s: float
-    longest_s: float
     samples: int = 0
     parts: Mapping[str, float] = msgspec.field(default_factory=dict)
     gpu_parts: bool = False
     untimed: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        """The seconds of all of them together."""
+        return sum(self.parts.values())
 
 
 class Span(Line, frozen=True, tag="span"):
@@ -401,7 +400,6 @@ def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ
 def head_of(
     job: SageMakerJob,
     who: str,
-    path: Path,
     *,
     role: str = "trainer",
     rank: int | None = None,
@@ -414,7 +412,6 @@ def head_of(
     Args:
         job: The job.
         who: As in ``FileHead``.
-        path: The file.
         role: The host's role.
         rank: Global rank.
         world_size: Number of ranks.
@@ -426,7 +423,6 @@ def head_of(
         host=job.current_host,
         who=who,
         job=job.name,
-        attempt=file_attempt(path),
         group=job.current_group.name,
         role=role,
         rank=rank,

@@ -18,7 +18,6 @@ class Totals:
         samples: Number of samples in their batches.
         parts: Seconds by part.
         in_transit_s: The part of ``data_wait`` in which the batch was in transit from a data host.
-        longest_s: The longest step, in sums of lines of a record.
         num_untimed: Number of steps besides, in no other sum: the first one of each process.
     """
 
@@ -26,7 +25,6 @@ class Totals:
     samples: int = 0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     in_transit_s: float = 0.0
-    longest_s: float = 0.0
     num_untimed: int = 0
 
     @classmethod
@@ -37,7 +35,6 @@ class Totals:
             sum(line.n for line in lines),
             sum(line.samples for line in lines),
             {part: math.fsum(line.parts.get(part, 0.0) for line in lines) for part in PARTS},
-            longest_s=max((line.longest_s for line in lines), default=0.0),
             num_untimed=sum(line.untimed for line in lines),
         )
 
@@ -66,7 +63,7 @@ class Totals:
         return sum(self.parts[name] for name in parts) / max(1e-9, self.wall_s)
 
     def plus(self, other: Totals, sign: int = 1) -> Totals:
-        """Return the sums of both, without the longest step; with ``sign=-1`` what was added since ``other``."""
+        """Return the sums of both; with ``sign=-1`` what was added since ``other``."""
         return Totals(
             self.num_steps + sign * other.num_steps,
             self.samples + sign * other.samples,

@@ -107,15 +107,8 @@ class StepTimes(UnlistedCallback):
         if self._job is not None and self._record is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             who = f"rank-{trainer.global_rank}"
             self._record = events.open_record(self._job, who)
-            head = events.head_of(
-                self._job,
-                who,
-                self._record.path,
-                rank=trainer.global_rank,
-                world_size=trainer.world_size,
-                cpus=usable_cpus(),
-            )
-            self._record.append(head)
+            rank, world_size = trainer.global_rank, trainer.world_size
+            self.write(events.head_of(self._job, who, rank=rank, world_size=world_size, cpus=usable_cpus()))
             self._setup_at = psutil.Process().create_time()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -324,15 +317,12 @@ class StepTimes(UnlistedCallback):
                 t=time.time(),
                 step=trainer.global_step,
                 n=new.num_steps,
-                wall_s=new.wall_s,
-                longest_s=self._clock.longest_s,
                 samples=new.samples,
                 parts=new.parts,
                 gpu_parts=self._gpu is not None and self._gpu.read() is not None,
                 untimed=new.num_untimed,
             )
         )
-        self._clock.longest_s = 0.0
 
     def _write_metrics(self, trainer: Trainer) -> None:
         if self._record is None or not trainer.is_global_zero:
@@ -356,9 +346,6 @@ class StepTimes(UnlistedCallback):
         while self._end_span("first_batch", "validation", "checkpoint", "export", "between"):
             pass
         self._write_steps(trainer)
-        if self._clock.unfinished_s:
-            now, seconds = time.time(), self._clock.unfinished_s
-            self.write(events.Span(now, "between", now - seconds, seconds))
         self._is_timing = False
         self._undo.close()
 

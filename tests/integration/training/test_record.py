@@ -89,7 +89,7 @@ def test_every_process_has_a_file(run):
     }
     for (role, who), lines in files.items():
         head, end = lines[0], lines[-1]
-        assert (head.role, head.attempt, len(head.hosts)) == (role, 1, 3)
+        assert (head.role, len(head.hosts)) == (role, 3)
         assert (end.outcome, end.exit_code) == ("succeeded", 0 if who == "launcher" else None)
 
 
@@ -108,14 +108,12 @@ def test_launchers_say_what_they_ran_and_how_busy_it_was(run):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_say_where_their_steps_were(run, rank):
-    """30 batches in each of two epochs, without the first step; parts sum up."""
+    """30 batches in each of two epochs, without the first step."""
     lines = run[1]["trainer", f"rank-{rank}"]
     steps = of_kind(lines, events.Steps)
     assert sum(line.n for line in steps) == 59
     assert sum(line.samples for line in steps) == 59 * 2
     assert steps[-1].step == 60
-    for line in steps:
-        assert sum(line.parts.values()) == pytest.approx(line.wall_s, abs=1e-4)
     (loader,) = of_kind(lines, events.Loader)
     assert loader.ranks_of_host == 1
 

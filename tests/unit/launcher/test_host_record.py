@@ -37,7 +37,7 @@ def test_the_head_comes_first(tmp_path):
         launcher.record.began(["train.py", "--lr=0.1"])
     launcher.record.end(Outcome.of_exit_code(0), JobOutcome(OutcomeKind.SUCCESS), is_saved=False)
     head, span, use, end = launcher.lines()
-    assert (head.command, head.who, head.role, head.attempt) == (["train.py", "--lr=0.1"], "launcher", "trainer", 1)
+    assert (head.command, head.who, head.role) == (["train.py", "--lr=0.1"], "launcher", "trainer")
     assert head.hosts == {"algo-1": "trainers", "algo-2": "data"}
     assert head.instance_types == {"trainers": "ml.g5.xlarge", "data": None}
     assert (span.name, type(use)) == ("preparation", events.HostUse)

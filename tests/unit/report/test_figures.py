@@ -261,7 +261,7 @@ def test_a_long_start_is_said_with_its_cost(tmp_path):
 def _attempts(folder, *, gap):
     """Two attempts of 20 s: the second one trains the last 40 of 200 steps again, after 6 s."""
     for attempt, begin, first in ((1, 0.0, 0), (2, 20.0 + gap, 160)):
-        lines = [head(begin, attempt=attempt), Loader(BEGIN + begin + 5, batch=first)]
+        lines = [head(begin), Loader(BEGIN + begin + 5, batch=first)]
         lines += [
             Span(BEGIN + begin + 5, "startup", BEGIN + begin, 5.0),
             Span(BEGIN + begin + 6, "first_batch", BEGIN + begin + 5, 1.0),
@@ -315,7 +315,7 @@ def test_steps_that_are_trained_again_count_once(tmp_path):
     for attempt, begin, resumed, last in ((1, 0.0, 0, 20), (2, 100.0, 40, 30)):
         begun = Loader(BEGIN + begin + 5, batch=resumed)
         line = replace(steps(begin + 20, n=79, step=last), untimed=1)
-        write(tmp_path, head(begin, attempt=attempt), begun, line, attempt=attempt)
+        write(tmp_path, head(begin), begun, line, attempt=attempt)
     run = of(tmp_path)
     assert (run.num_steps, run.pace.num_trained, run.pace.num_steps) == (120, 160, 158)
     assert run.restarts[0].num_repeated == 40
@@ -341,7 +341,7 @@ def test_a_process_that_waits_for_a_restart_takes_no_time_before_it(tmp_path):
 def test_attempts_that_never_trained_are_part_of_a_restart(tmp_path):
     """A host that dies again before the first step costs as much as one that starts slowly."""
     _attempts(tmp_path, gap=1000.0)
-    write(tmp_path, head(500, who="launcher", attempt=3), use(504), who="launcher", attempt=3)
+    write(tmp_path, head(500, who="launcher"), use(504), who="launcher", attempt=3)
     for path in (tmp_path / FOLDER / "3", tmp_path / FOLDER / "2"):
         path.rename(path.with_name({"3": "2.new", "2": "3"}[path.name]))
     (tmp_path / FOLDER / "2.new").rename(tmp_path / FOLDER / "2")
@@ -381,7 +381,7 @@ def test_the_rank_that_comes_last_to_the_backward_pass_sets_the_pace(tmp_path):
     """What it spends its time on is what limits the others."""
     for rank, forward in ((0, 0.1), (1, 0.7)):
         parts = {"data_wait": 0.0, "forward": forward, "backward": 0.9 - forward}
-        lines = [Steps(BEGIN + 10 + t, 20 * t, 20, 1.0, 0.06, 20, parts) for t in range(5)]
+        lines = [Steps(BEGIN + 10 + t, 20 * t, 20, 20, parts) for t in range(5)]
         write(tmp_path, head(1, who=f"rank-{rank}", world_size=2), *lines, who=f"rank-{rank}")
     run = of(tmp_path)
     assert run.pace.parts["forward"] == pytest.approx(3.5)

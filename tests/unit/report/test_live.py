@@ -70,9 +70,9 @@ def test_only_the_newest_life_of_a_process_counts(job):
     """In another attempt, and of a process that was restarted; what a launcher said at its end is the state."""
     write(job, head(200), Loader(BEGIN + 201), steps(220, step_s=0.5, step=30))
     assert shown(job, 221).steps_per_s == pytest.approx(2.0)
-    write(job, head(300, attempt=2), Loader(BEGIN + 301), attempt=2)
+    write(job, head(300), Loader(BEGIN + 301), attempt=2)
     assert (shown(job, 302).attempt, shown(job, 302).step) == (2, None)
-    write(job, head(300, who="launcher", attempt=2), End(BEGIN + 303, "failed", 1), who="launcher", attempt=2)
+    write(job, head(300, who="launcher"), End(BEGIN + 303, "failed", 1), who="launcher", attempt=2)
     assert shown(job, 304).hosts[0].state == "failed"
 
 
