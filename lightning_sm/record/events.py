@@ -307,7 +307,7 @@ def attempt_folder(job: SageMakerJob, who: str, env: Mapping[str, str] = os.envi
     return folder / str(1 + max(earlier, default=0))
 
 
-def file_attempt(path: Path) -> int:
+def file_attempt(path: PurePath) -> int:
     """Return the attempt to which a file of a record belongs; 0 if its folder does not say."""
     name = path.parent.name
     return int(name) if name.isdecimal() else 0
@@ -328,13 +328,9 @@ def find_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: (file_attempt(path), path.name, str(path)))
 
 
-def read_file(path: Path) -> list[Line]:
-    """Read the lines of a file, skipping malformed ones, such as one that is still being written, or was cut short.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    lines = map(from_json, path.read_bytes().split(b"\n"))
+def read_lines(content: bytes) -> list[Line]:
+    """Read the lines of a file, skipping malformed ones, such as one that is still being written, or was cut short."""
+    lines = map(from_json, content.split(b"\n"))
     return [line for line in lines if line is not None]
 
 

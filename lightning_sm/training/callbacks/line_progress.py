@@ -56,16 +56,12 @@ class LineProgress(UnlistedProgressBar):
         """Log no lines (Lightning calls it on all other ranks)."""
         self.is_enabled = False
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the validations of another run of the Trainer."""
-        super().setup(trainer, pl_module, stage)
-        self._num_validations = 0
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock: the first line comes after ``every_n_seconds``."""
         self._next_line_at = time.monotonic() + self._every_n_seconds
         self._shown = Totals()
         self._began = None
+        self._num_validations = 0
         self._has_validated = False
 
     def on_train_batch_end(

@@ -13,7 +13,7 @@ from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.record.events import DataService, find_files, read_file
+from lightning_sm.record.events import DataService, find_files, read_lines
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
 from lightning_sm.timing.step_times import StepTimes
@@ -74,7 +74,7 @@ def test_everybody_says_the_same_wait(tmp_path, caplog):
     run = Figures(read_run(job.checkpoint_dir))
     assert run.pace.num_steps == 19
     assert run.pace.waiting > 0
-    lines = [line for path in find_files(job.checkpoint_dir) for line in read_file(path)]
+    lines = [line for path in find_files(job.checkpoint_dir) for line in read_lines(path.read_bytes())]
     *_, last = (line for line in lines if isinstance(line, DataService))
     (figures,) = (RankFigures(**values) for values in last.ranks.values())
     assert figures.num_timed == 19

@@ -161,7 +161,7 @@ def job(tmp_path):
 def lines(job, kind):
     """The lines of a kind in the record of rank 0."""
     path = events.record_folder(job) / "1" / "algo-1-rank-0.jsonl"
-    return [line for line in events.read_file(path) if isinstance(line, kind)]
+    return [line for line in events.read_lines(path.read_bytes()) if isinstance(line, kind)]
 
 
 def fast():

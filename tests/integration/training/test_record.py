@@ -68,7 +68,7 @@ def run(tmp_path_factory, jobs):
     groups = ("--group", "trainer=2", "--group", "data=1")
     ended = local(jobs, work, *groups, "--", "train.py", "--api_key=abc", OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    files = {path.stem: events.read_file(path) for path in events.find_files(jobs)}
+    files = {path.stem: events.read_lines(path.read_bytes()) for path in events.find_files(jobs)}
     heads = [lines[0] for lines in files.values()]
     return ended.stdout + ended.stderr, {(head.role, head.who): files[f"{head.host}-{head.who}"] for head in heads}
 

@@ -25,7 +25,7 @@ class Launcher:
 
     def lines(self):
         """What it wrote."""
-        return events.read_file(self.folder / "algo-1-launcher.jsonl")
+        return events.read_lines((self.folder / "algo-1-launcher.jsonl").read_bytes())
 
 
 def test_the_head_comes_first(tmp_path):

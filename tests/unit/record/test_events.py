@@ -49,7 +49,7 @@ def test_every_line_comes_back(tmp_path):
     for line in LINES:
         recorder.append(line)
     recorder.close()
-    read = events.read_file(path)
+    read = events.read_lines(path.read_bytes())
     assert [type(line) for line in read] == [type(line) for line in LINES]
     assert read == LINES
     assert read[1] == LINES[1]
@@ -62,10 +62,10 @@ def test_a_torn_line_is_left_out(tmp_path):
     Recorder(path).append(LINES[0])
     with path.open("a") as file:
         file.write('\n{"kind":"steps","t":3.0,"st')
-    assert events.read_file(path) == LINES[:1]
+    assert events.read_lines(path.read_bytes()) == LINES[:1]
     recorder = Recorder(path)
     recorder.append(LINES[4])
-    assert events.read_file(path) == [LINES[0], LINES[4]]
+    assert events.read_lines(path.read_bytes()) == [LINES[0], LINES[4]]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_any_text_stays_on_its_line(tmp_path):
     recorder.append(events.Event(1.0, "failure", "a\u2028b\nc"))
     recorder.append(events.Event(2.0, "failure", "\udcff"))
     recorder.close()
-    texts = [line.text for line in events.read_file(recorder.path)]
+    texts = [line.text for line in events.read_lines(recorder.path.read_bytes())]
     assert texts == ["a\u2028b\nc", "\\udcff"]
 
 
