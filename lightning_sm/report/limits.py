@@ -13,7 +13,6 @@ from lightning_sm.record.limits import (
     MIN_SECONDS,
     MIN_STEPS,
     NOT_INPUT_BOUND,
-    WORKERS_ARE_BUSY,
     WORTH_SHOWING,
     WaitCause,
     slow_rank,
@@ -132,13 +131,7 @@ def cause_of_wait(run: Figures) -> WaitCause | None:
         text = f"{waits}: the training process builds its batches itself."
         return WaitCause("the training process builds its own batches", text, "Set num_workers of the DataLoader.")
     text = f"{waits}: the workers of the loader ({workers} for each rank) are too slow."
-    busy = max((host.cpu for host in run.hosts if host.role == "trainer" and host.cpu is not None), default=0.0)
-    change = "Set a larger num_workers of the DataLoader."
-    if busy:
-        text += f" The host's CPUs are {percent(busy)} busy."
-    if busy >= WORKERS_ARE_BUSY:
-        change = "More workers need more CPUs, such as those of data hosts."
-    return WaitCause("transforms", text, change)
+    return WaitCause("transforms", text, "Set a larger num_workers of the DataLoader, if the host has idle CPUs.")
 
 
 def _of_waiting(run: Figures, advice: str) -> Limit:
