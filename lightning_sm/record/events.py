@@ -47,9 +47,9 @@ PARTS = {
 SPANS = {
     "preparation": "start-up",
     "startup": "start-up",
-    "first_batch": "first batches",
+    "first_batch": "first step",
     "validation": "validation",
-    "between": "ends of epochs",
+    "between": "between epochs",
     "checkpoint": "checkpoints",
     "export": "model export",
     "test": "test and prediction",
@@ -210,9 +210,9 @@ class Span(Line, frozen=True, tag="span"):
     Attributes:
         t: When it ended.
         name: ``startup`` (from the start of the process until the training begins), ``first_batch`` (until the first
-            batch of an epoch arrives; in the first epoch, until its first step has ended, which may compile),
-            ``validation``, ``checkpoint``, ``export``, ``test``, ``predict``, ``between`` (after the last step, such as
-            the end of an epoch); from launchers, ``preparation`` (code and requirements).
+            step has ended, which may start workers and compile), ``between`` (from the last step of an epoch until the
+            first batch of the next one), ``validation``, ``checkpoint``, ``export``, ``test``, ``predict``; from
+            launchers, ``preparation`` (code and requirements).
         begin: When it began, in the same seconds as ``t``.
         seconds: How long it took, without other spans inside it.
     """
@@ -433,9 +433,9 @@ def head_of(
 
 
 def gap_s(elapsed_s: float, least_s: float) -> float:
-    """Return the seconds until the next line of a series: few at first, then more and more, so that its file stays small.
+    """Return the seconds until the next line of a series: few at first, then more and more.
 
-    The service uploads a file of the checkpoint folder as a whole whenever it has changed.
+    So its file stays small: the service uploads a file of the checkpoint folder as a whole whenever it has changed.
 
     Args:
         elapsed_s: Seconds since the series began.

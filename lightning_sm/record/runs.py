@@ -78,8 +78,8 @@ def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord
         for record in found:
             records[record.head.job or source.absolute().name].append((str(source), record))
     if job is not None and job not in records:
-        known = ", ".join(sorted(records))
-        raise JobConfigError(f"There is no record of the job {job} in {', '.join(map(str, sources))}, only of: {known}.")
+        where, known = ", ".join(map(str, sources)), ", ".join(sorted(records))
+        raise JobConfigError(f"There is no record of the job {job} in {where}, only of: {known}.")
     runs = [_run(name, found) for name, found in records.items() if job in (None, name)]
     return sorted(runs, key=lambda run: min(record.head.t for record in run.records))
 

@@ -40,7 +40,7 @@ OTHER = "not measured"
 _START, _FIRST, *_LATER = dict.fromkeys(SPANS.values())
 SHARES = (_START, _FIRST, STEPS, WAITING, *_LATER, RESTARTS, SHUTDOWN, OTHER)
 # What a training does again and again.
-_GROWING = tuple(dict.fromkeys(SPANS[name] for name in ("validation", "between", "checkpoint")))
+_GROWING = ("validation", "between epochs", "checkpoints")
 # The first figures of data hosts, in which the first batches are, are left out if enough follow.
 _LEAST_LINES = 4
 RUNNING = "no end recorded"
@@ -224,8 +224,8 @@ class Figures:
     @property
     def hosts_without_end(self) -> list[str]:
         """Hosts of the last attempt whose records have no end: they were killed, or still ran."""
-        ends = {record.head.host: bool(lines_of([record], End)) for record in self._latest if record.head.who == LAUNCHER}
-        return [name for name, has_ended in ends.items() if not has_ended]
+        launchers = {record.head.host: record for record in self._latest if record.head.who == LAUNCHER}
+        return [name for name, record in launchers.items() if not lines_of([record], End)]
 
     @cached_property
     def main_records(self) -> list[ProcessRecord]:
@@ -260,7 +260,8 @@ class Figures:
         for the one that waits in their backward pass.
         """
         rank, steps = pace_of(self.ranks)
-        shares = {int(name.split()[1]): known.wait_fraction for name, known in self.data[0].items()}  # "rank 3 on algo-1"
+        # By number of the rank, from a name such as "rank 3 on algo-1".
+        shares = {int(name.split()[1]): known.wait_fraction for name, known in self.data[0].items()}
         longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
         return replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
 
@@ -367,8 +368,7 @@ class Figures:
     @property
     def growing_step_s(self) -> float:
         """Seconds outside the steps for each step: of what a training twice as long has twice as much."""
-        later = math.fsum(self.spans.get(_FIRST, ())[1:])  # the first batches of the epochs after the first one
-        return (later + math.fsum(self.shares[name] for name in _GROWING)) / max(1, self.pace.num_trained)
+        return math.fsum(self.shares[name] for name in _GROWING) / max(1, self.pace.num_trained)
 
     @property
     def fixed_s(self) -> float:

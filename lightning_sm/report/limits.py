@@ -52,9 +52,9 @@ _OWN = ("to_device", "forward", "other")
 _SPANS = {
     "validation": "Validate less often (check_val_every_n_epoch, val_check_interval), or on less data.",
     "checkpoints": "Save less often (every_n_train_steps, train_time_interval), or less.",
-    "first batches": "Keep a local loader's workers between epochs (persistent_workers=True), or compile less.",
+    "first step": "Start fewer workers, or compile less.",
     "model export": "Export a smaller model, or only its weights.",
-    "ends of epochs": "Look at what callbacks and loggers do at the end of an epoch.",
+    "between epochs": "Keep a local loader's workers (persistent_workers=True), and look at what callbacks do there.",
 }
 # By part of a step: the limit, whether it is the work of the training itself, and what to change.
 _PARTS = {

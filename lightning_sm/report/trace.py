@@ -59,7 +59,8 @@ def _of_process(record: ProcessRecord, pid: int, begin: float) -> Iterator[dict[
             case Steps(n=n) if n:
                 parts = {part: round(1e3 * seconds / n, 3) for part, seconds in line.parts.items()}
                 began = line.t - line.wall_s
-                yield slice_of(_STEPS, began, line.wall_s, f"{count(n, 'step')} to {line.step}", {"ms of a step": parts})
+                name = f"{count(n, 'step')} to {line.step}"
+                yield slice_of(_STEPS, began, line.wall_s, name, {"ms of a step": parts})
                 yield event("C", began, "ms of a step", parts)
             case Span():
                 yield slice_of(_SPANS, line.begin, line.t - line.begin, line.name, {"own seconds": line.seconds})

@@ -31,8 +31,8 @@ class StepTimes(UnlistedCallback):
     A step is one training batch. Its parts are waiting for data, the transfer to the device (with the batch's hooks),
     forward (with zeroing the gradients), backward (with the exchange of gradients, which overlaps with it), optimizer
     (with gradient clipping), and everything else: callbacks, logging, and code that no hook sets apart, such as that
-    between the steps of several optimizers. The parts add up to the elapsed time. Start-up, the first batch of each
-    epoch, validations and checkpoints are spans of their own.
+    between the steps of several optimizers. The parts add up to the elapsed time. Start-up, the first step, the time
+    between epochs, validations and checkpoints are spans of their own.
 
     On a CUDA device, forward, backward and optimizer are the device's own times, measured in every tenth step without
     waiting for the device. Waiting for data while the device is still busy does not count as waiting.
@@ -136,12 +136,6 @@ class StepTimes(UnlistedCallback):
         self._observe(trainer)
         self._clock.begin_span("first_batch")
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Charge the first batch of an epoch to a span: workers may have to start, so it cannot be fetched ahead."""
-        self._end_span("between")
-        if self._clock.span != "first_batch":
-            self._clock.begin_span("first_batch")
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward pass: the batch is on its device."""
         self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
@@ -168,7 +162,7 @@ class StepTimes(UnlistedCallback):
         if not self._has_stepped:
             self._has_stepped = True
             self._end_span("first_batch")
-        if trainer.is_last_batch:  # what follows is no part of the next epoch's first step
+        if trainer.is_last_batch:  # workers may have to start, so the next epoch's first batch cannot be fetched ahead
             clock.begin_span("between")
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and clock.n and clock.n % every == 0 and trainer.is_global_zero:
@@ -185,15 +179,14 @@ class StepTimes(UnlistedCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the metrics of the epoch."""
-        self._end_span("first_batch")  # the epoch had no batch
-        if self._clock.span != "between":  # a limit has ended the epoch
+        if not self._clock.span:  # a limit has ended the epoch
             self._clock.begin_span("between")
         self._write_steps(trainer)
         self._write_metrics(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Charge the time from now on to the export of the model."""
-        self._end_span("between")
+        self._end_span("first_batch", "between")
         self._write_steps(trainer)
         self._clock.begin_span("export")
 
@@ -301,8 +294,7 @@ class StepTimes(UnlistedCallback):
 
     def _end_fetch(self) -> None:
         self._clock.enter(self._fetch_returns_to)
-        if self._has_stepped:
-            self._end_span("first_batch")
+        self._end_span("between")
 
     # ---- what is written
 

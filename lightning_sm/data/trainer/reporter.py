@@ -60,7 +60,7 @@ class Reporter:
         self._by_rank: dict[str, RankFigures] = {}
 
     def begin_run(self) -> None:
-        """Keep what was measured in the last run of a Trainer, whose clock starts again, and leave it out of reports."""
+        """Keep what was measured in the last run of a Trainer, whose clock starts again; reports leave it out."""
         self._counted = self._figures()
         self._times = None
         self._reported = None

@@ -30,7 +30,7 @@ class LineProgress(UnlistedProgressBar):
     - ``validation`` is only in the first line after each validation, which sets it apart from later lines that repeat
       the metrics. It counts those of this run of the Trainer.
     - ``steps_per_s`` (training batches) and ``data_wait`` cover the time since the last line, without validations,
-      checkpoints and first batches; ``samples_per_s`` counts all ranks. They need ``StepTimes``, which every job has.
+      checkpoints and the time between epochs; ``samples_per_s`` counts all ranks. They need ``StepTimes``.
     - ``eta`` is the time left at this rate, validations included.
     - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, the memory of its process, in 10^9 bytes.
 

@@ -130,7 +130,7 @@ def test_the_record_of_rank_0_says_why_training_waited(run):
 
 def test_the_end_of_an_epoch_is_part_of_no_step(jobs):
     """What the script does there is said apart."""
-    assert Figures(read_run(jobs)).shares["ends of epochs"] >= 1.0
+    assert Figures(read_run(jobs)).shares["between epochs"] >= 1.0
 
 
 def test_report_and_plan_read_what_was_recorded(run, jobs):

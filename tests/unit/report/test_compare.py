@@ -112,11 +112,11 @@ def test_what_a_training_does_again_and_again_grows_with_its_steps(tmp_path):
     assert re.search("^outside the steps +21 s +21 s", as_text(comparison, Prices()), re.MULTILINE)
 
 
-def test_first_batches_grow_with_the_epochs_and_not_with_the_first_one(tmp_path):
-    """The first one starts workers and compiles; those of later epochs are as many as there are epochs."""
+def test_what_is_between_epochs_grows_with_their_number(tmp_path):
+    """The first step starts workers and compiles once."""
     lines = [head(0), Loader(BEGIN + 5), Span(BEGIN + 10, "first_batch", BEGIN + 5, 5.0)]
     for epoch in range(1, 4):
-        lines += [steps(10.0 + 10 * epoch, n=100), Span(BEGIN + 11 + 10 * epoch, "first_batch", BEGIN, 1.0)]
+        lines += [steps(10.0 + 10 * epoch, n=100), Span(BEGIN + 11 + 10 * epoch, "between", BEGIN, 1.0)]
     write(tmp_path, *lines)
     assert 300 * Figures(read_run(tmp_path)).growing_step_s == pytest.approx(3.0)
 

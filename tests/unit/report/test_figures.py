@@ -36,7 +36,7 @@ def test_the_time_of_a_job_is_told_apart(tmp_path):
     found = {name: round(seconds, 1) for name, seconds in run.shares.items() if seconds}
     assert found == {
         "start-up": 5,
-        "first batches": 4,
+        "first step": 4,
         STEPS: 25.2,
         WAITING: 34.8,
         "validation": 1,
@@ -277,7 +277,7 @@ def test_restarts_cost_their_starts_and_the_steps_that_are_trained_again(tmp_pat
     (restart,) = run.restarts
     assert restart.num_repeated == 40
     assert restart.seconds == run.shares[RESTARTS] == pytest.approx(6.0)
-    assert run.spans == {"start-up": [5.0], "first batches": [1.0]}
+    assert run.spans == {"start-up": [5.0], "first step": [1.0]}
     assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=0.1)
     (limit,) = [limit for limit in limits(run) if limit.name == "restarts"]
     assert limit.seconds == pytest.approx(6.0 + 40 * 0.05)
@@ -334,7 +334,7 @@ def test_a_process_that_waits_for_a_restart_takes_no_time_before_it(tmp_path):
     run = of(tmp_path)
     (restart,) = run.restarts
     assert (restart.seconds, restart.num_repeated) == (pytest.approx(26.0 - 16.0), 200)
-    assert run.spans == {"start-up": [5.0], "first batches": [1.0]}
+    assert run.spans == {"start-up": [5.0], "first step": [1.0]}
     assert sum(run.shares.values()) == pytest.approx(run.seconds) == pytest.approx(36.0)
 
 
@@ -369,9 +369,9 @@ def test_what_an_interruption_costs_belongs_together():
     assert restart.seconds == pytest.approx(ending_s + starting_s, abs=0.01)
     assert {name: len(spans) for name, spans in run.spans.items()} == {
         "start-up": 2,  # of the training process, and of its launcher
-        "first batches": 1,
+        "first step": 1,
         "checkpoints": 1,  # at the end
-        "ends of epochs": 2,
+        "between epochs": 2,
         "model export": 1,
     }
     assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=0.1)
