@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -31,7 +32,7 @@ class LineProgress(UnlistedProgressBar):
       the metrics. It counts those of this run of the Trainer.
     - ``steps_per_s`` (training batches) and ``data_wait`` cover the time since the last line, without validations,
       checkpoints and the time between epochs; ``samples_per_s`` counts all ranks. They need ``StepTimes``.
-    - ``eta`` is the time left at this rate, validations included.
+    - ``eta`` is the time left at this rate, validations included, if ``max_epochs`` ends the training.
     - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, the memory of its process, in 10^9 bytes.
 
     Args:
@@ -46,7 +47,7 @@ class LineProgress(UnlistedProgressBar):
         self._shown = Totals()
         self._num_validations = 0
         self._has_validated = False  # since the last line
-        self._began: tuple[float, list[tuple[int, int]]] | None = None  # when the first batch ended, and progress then
+        self._began: tuple[float, int] | None = None  # when the first batch ended, and batches until then
 
     def enable(self) -> None:
         """Log lines (Lightning calls it on rank 0)."""
@@ -70,7 +71,7 @@ class LineProgress(UnlistedProgressBar):
         """Log a line if the last one is long enough ago."""
         now = time.monotonic()
         if self._began is None:
-            self._began = now, _progress(trainer)
+            self._began = now, _num_done(trainer)
         if now >= self._next_line_at:
             self._log(trainer, self._batch(trainer, batch_idx + 1), **self._rates(trainer))
 
@@ -136,25 +137,17 @@ class LineProgress(UnlistedProgressBar):
         return rates | {"steps_per_s": 1 / new.step_s, "samples_per_s": samples_per_s, "data_wait": new.waiting}
 
     def _eta_s(self, trainer: Any) -> float | None:
-        """Return the seconds until the training reaches its first limit; None if that is unknown, or not yet known."""
-        if self._began is None:
+        """Return the seconds until the last batch of all epochs, at the rate since the first one; None if unknown."""
+        num_batches = (trainer.max_epochs or 0) * trainer.num_training_batches
+        if self._began is None or trainer.max_steps > 0 or not 0 < num_batches < math.inf:
             return None
         began_at, before = self._began
-        elapsed_s = time.monotonic() - began_at
-        left = [
-            max(0, total - done) * elapsed_s / (done - done_before)
-            for (done, total), (done_before, _) in zip(_progress(trainer), before, strict=True)
-            if done > done_before
-        ]
-        return min(left, default=None)
+        done = _num_done(trainer)
+        return (num_batches - done) * (time.monotonic() - began_at) / (done - before) if done > before else None
 
 
-def _progress(trainer: Any) -> list[tuple[int, int]]:
-    """Return (done, limit) for each limit of the training: batches, and optimizer steps."""
-    done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-    batches = (trainer.max_epochs or 0) * trainer.num_training_batches  # inf for a stream
-    limits = [(done, batches)] if 0 < batches < float("inf") else []
-    return limits + ([(trainer.global_step, trainer.max_steps)] if trainer.max_steps > 0 else [])
+def _num_done(trainer: Any) -> int:
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def _memory_bytes(device: torch.device) -> int:
