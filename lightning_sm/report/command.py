@@ -172,10 +172,9 @@ def plan_run(options: argparse.Namespace) -> int:
         OutputDirectoryError: The new job file exists or cannot be written.
     """
     prices = read_prices(options.prices, options.price)
-    run = Figures(read_run(options.run, options.job))
-    planned = sizing.plan(run, prices, options.kind, options.steps)
+    planned = sizing.plan(Figures(read_run(options.run, options.job)), prices, options.kind, options.steps)
     if options.save is not None:
-        write_new(options.save, job_of_plan(run, planned, prices))
+        write_new(options.save, job_of_plan(planned, prices))
         _LOG.info("job file: %s", options.save)
     _print(sizing.as_text(planned, prices))
     return 0

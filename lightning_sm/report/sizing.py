@@ -36,11 +36,9 @@ _MOST_WORKERS = 10
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The measurements of a run's input: the time of a step, after the first batches.
+    """The measurements of a run's input.
 
     Attributes:
-        step_s: Seconds of a step.
-        waiting: Share of it in which training waited for data.
         own_s: ``t0``: seconds of a step without waiting, the larger of the host's and the GPU's work.
         cost_s: ``c``: seconds of work of all workers for one step of all ranks.
         workers: Number of workers of all ranks or data hosts.
@@ -53,8 +51,6 @@ class MeasuredRun:
         reason: Why more workers would not help; empty if they would, or if none are needed.
     """
 
-    step_s: float
-    waiting: float
     own_s: float
     cost_s: float
     workers: int
@@ -121,8 +117,8 @@ class Sizing:
     """The changes that other numbers of workers would bring.
 
     Attributes:
-        name: Name of the measured run.
-        measured: What it says.
+        run: The measured run.
+        measured: What it says of its input.
         lines: The measured numbers of workers first, then the best, and the largest: that removes the waiting, or uses
             the CPUs that there are.
         best: The line to choose: the cheapest one. If no prices are given, all hosts count as equally expensive.
@@ -130,7 +126,7 @@ class Sizing:
         steps: Number of steps of the whole job.
     """
 
-    name: str
+    run: Figures
     measured: MeasuredRun
     lines: tuple[SizingRow, ...]
     best: SizingRow
@@ -187,24 +183,24 @@ def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | Non
         amount = None if price is None else cost(price, seconds)
         return SizingRow(workers, per_rank, num_hosts, step_s, limit, seconds, amount)
 
-    limit = "training" if measured.waiting < NOT_INPUT_BOUND else "workers"
-    first = row(measured.workers, measured.num_hosts, measured.step_s, limit, None)
-    if measured.waiting < NOT_INPUT_BOUND and kind is None:
-        return Sizing(run.run.name, measured, (first,), first, kind, steps)
+    limit = "training" if run.pace.waiting < NOT_INPUT_BOUND else "workers"
+    first = row(measured.workers, measured.num_hosts, run.pace.step_s, limit, None)
+    if run.pace.waiting < NOT_INPUT_BOUND and kind is None:
+        return Sizing(run, measured, (first,), first, kind, steps)
     numbers = _data_hosts(measured, kind) if measured.is_remote or kind is not None else _loaders(measured)
     lines = [row(workers, num_hosts, *measured.predict(workers), kind) for workers, num_hosts in numbers]
     best = _cheapest(run, first, lines)
     shown = tuple(line for line in lines if line is best or line is lines[-1])
-    return Sizing(run.run.name, measured, (first, *shown), best, kind, steps)
+    return Sizing(run, measured, (first, *shown), best, kind, steps)
 
 
 def sentence(planned: Sizing, prices: Prices) -> str:
     """Return the plan in a few sentences."""
-    measured = planned.measured
-    waits = f"Training waits {percent(measured.waiting)} of the time for data"
-    if measured.waiting < NOT_INPUT_BOUND and len(planned.lines) == 1:
+    waiting = planned.run.pace.waiting
+    waits = f"Training waits {percent(waiting)} of the time for data"
+    if waiting < NOT_INPUT_BOUND and len(planned.lines) == 1:
         return f"{waits}: more workers would change nothing worth mentioning."
-    return f"{waits}. {measured.reason or advice(planned, prices)}"
+    return f"{waits}. {planned.measured.reason or advice(planned, prices)}"
 
 
 def advice(planned: Sizing, prices: Prices) -> str:
@@ -253,9 +249,9 @@ def _proposal(planned: Sizing, prices: Prices) -> str:
 
 def as_text(planned: Sizing, prices: Prices) -> str:
     """Return the plan for people: a sentence, a table, and what it rests on."""
-    measured = planned.measured
+    measured, run = planned.measured, planned.run
     facts = [
-        f"Measured in {planned.name}: {step_time(measured.step_s)} a step, {percent(measured.waiting)} of it waiting "
+        f"Measured in {run.run.name}: {step_time(run.pace.step_s)} a step, {percent(run.pace.waiting)} of it waiting "
         f"for data; without waiting {step_time(measured.own_s)}. A step needs {step_time(measured.cost_s)} of "
         "work by all workers together.",
     ]
@@ -281,8 +277,6 @@ def _local(run: Figures, own_s: float) -> MeasuredRun:
     # steps. Workers that are never too slow need at most the time of the steps.
     work_s = min(workers, num_ranks * most) * (own_s if waiting < NOT_INPUT_BOUND else step_s)
     return MeasuredRun(
-        step_s,
-        waiting,
         own_s,
         cost_s=work_s if workers else waiting * step_s * num_ranks,
         workers=workers,
@@ -313,8 +307,6 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
             "them are not the answer: look at the network, at a slow host, and at data_service.window_batches."
         )
     return MeasuredRun(
-        run.pace.step_s,
-        run.pace.waiting,
         own_s,
         cost_s,
         workers,

@@ -241,17 +241,17 @@ def test_a_run_that_says_nothing_is_refused(tmp_path):
 )
 def test_the_model_predicts_measured_steps(workers, measured_ms):
     """Steps of 15 ms with 16 samples of 6 ms, as they were measured with a prototype: within 4 %."""
-    measured = MeasuredRun(step_s=0.099, waiting=0.8, own_s=0.015, cost_s=16 * 0.006, workers=1)
+    measured = MeasuredRun(own_s=0.015, cost_s=16 * 0.006, workers=1)
     assert 1e3 * measured.predict(workers)[0] == pytest.approx(measured_ms, rel=0.04)
 
 
 def test_the_largest_term_is_the_limit():
     """Workers, then the network, then training itself; and workers have a tenth in reserve."""
-    measured = MeasuredRun(step_s=0.5, waiting=0.8, own_s=0.1, cost_s=1.0, workers=2, wire_s=0.2)
+    measured = MeasuredRun(own_s=0.1, cost_s=1.0, workers=2, wire_s=0.2)
     assert [measured.predict(workers)[1] for workers in (2, 5, 100)] == ["workers", "network", "network"]
     assert measured.workers_needed == 12
-    assert MeasuredRun(0.5, 0.8, 0.1, 0.0, 2).workers_needed == 1
-    assert MeasuredRun(0.5, 0.8, 0.1, 1.0, 2).predict(100) == (0.1, "training")
+    assert MeasuredRun(0.1, 0.0, 2).workers_needed == 1
+    assert MeasuredRun(0.1, 1.0, 2).predict(100) == (0.1, "training")
 
 
 def test_the_table_says_what_it_rests_on(tmp_path):
