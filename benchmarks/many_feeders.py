@@ -68,7 +68,6 @@ _FIGURES = RankFigures(
     num_steps=123_456,
     num_timed=123_455,
     num_bytes=123_456 << 20,
-    first_wait_s=12.3456,
     wait_s=1234.5678,
     transfer_wait_s=123.4567,
     busy_s=12345.6789,

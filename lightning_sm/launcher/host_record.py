@@ -57,9 +57,7 @@ class HostRecord:
         Args:
             command: The command line of the script, without secrets; empty if it is not known.
         """
-        head = events.head_of(
-            self._job, events.LAUNCHER, self._record.path, role=self._role.value, cpus=usable_cpus(), command=command
-        )
+        head = events.head_of(self._job, events.LAUNCHER, role=self._role.value, cpus=usable_cpus(), command=command)
         with self._lock:
             if not self._has_begun:
                 self._record.append(head)
@@ -122,8 +120,11 @@ class HostRecord:
 
     def _run(self) -> None:
         meter = HostMeter(is_machine_shared=self._job.shares_machine)
-        pacing = events.Pacing(_USE_S)
-        while not self._closing.wait(pacing.next_after(time.monotonic()) - time.monotonic()):
+        began = time.monotonic()
+        due = began + _USE_S
+        while not self._closing.wait(due - time.monotonic()):
+            now = time.monotonic()
+            due = now + events.gap_s(now - began, _USE_S)
             self._write(meter.measure())
         # So that even a host that stops before the first line is due has one.
         self._write(meter.measure())

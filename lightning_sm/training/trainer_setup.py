@@ -11,6 +11,7 @@ from typing import Any
 from lightning_sm._lightning import Callback, ClusterEnvironment, MultiProcessingLauncher, Trainer
 from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.timing.step_times import StepTimes
 from lightning_sm.training.callbacks.failing_rank import FailingRank
 from lightning_sm.training.callbacks.heartbeat import Heartbeat
 from lightning_sm.training.callbacks.line_progress import own_progress
@@ -18,7 +19,6 @@ from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.mid_epoch import MidEpoch
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
-from lightning_sm.training.callbacks.step_times import StepTimes
 from lightning_sm.training.checkpoints.durable_io import make_durable
 from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.sharded import install_shard_hooks

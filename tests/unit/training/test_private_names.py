@@ -80,7 +80,7 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader"],
-        ["data/trainer/remote_loader.py", "training/callbacks/step_times.py"],
+        ["data/trainer/remote_loader.py", "timing/step_times.py"],
     ),
     (
         f"{DISTRIBUTION}.loops.evaluation_loop:_EvaluationLoop",
@@ -90,12 +90,12 @@ LIGHTNING = [
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
         ["_batches_that_stepped"],
-        ["data/trainer/reporter.py", "training/callbacks/step_times.py"],
+        ["data/trainer/reporter.py", "timing/step_times.py"],
     ),
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
         ["_on_before_fetch", "_on_after_fetch"],
-        ["training/callbacks/step_times.py"],
+        ["timing/step_times.py"],
     ),
     (
         f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
@@ -214,6 +214,7 @@ def test_the_table_is_complete():
     """
     files = [
         PACKAGE / "_lightning.py",
+        *(PACKAGE / "timing").rglob("*.py"),
         *(PACKAGE / "training").rglob("*.py"),
         *(PACKAGE / "data").rglob("trainer/*.py"),
     ]
