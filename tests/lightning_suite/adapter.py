@@ -85,7 +85,7 @@ def _on_data_host(_data_host: DataHost, record_property: Callable[[str, object],
         for name in _METHODS:
             monkeypatch.setattr(Trainer, name, connection.method(name))
         yield
-    connection.close("the test has ended", is_success=True)
+    connection.close()
     record_property(PROPERTY, connection.num_runs)
     for (cls, name), original in _ORIGINALS.items():
         if original is not None:

@@ -180,14 +180,14 @@ class HostLink:
         if stream is not None:
             stream.call.send(message)
 
-    def finish(self, outcome: str, *, is_success: bool) -> None:
-        """Tell the host how the training ended, and close the connection."""
+    def finish(self) -> None:
+        """Tell the host that the training has ended, and close the connection."""
         self._closed.set()
         self._nudge.set()
         with self._beating:
             pass
         try:
-            self._unary(FinishRequest(self._client.client, outcome, is_success), _FINISH_TIMEOUT_S)
+            self._unary(FinishRequest(self._client.client), _FINISH_TIMEOUT_S)
         except CallError as error:
             logger.debug("Could not notify data host %s that the training ended: %s", self.name, error)
         self._break_stream()

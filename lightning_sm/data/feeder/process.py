@@ -75,7 +75,7 @@ class Feeder:
             selector.register(self._releases, selectors.EVENT_READ, self._take_releases)
             # EOF on the socket is not enough: a fork of the training process may hold its end open.
             parent = os.pidfd_open(os.getppid())
-            selector.register(parent, selectors.EVENT_READ, lambda: self._finish("the training process exited"))
+            selector.register(parent, selectors.EVENT_READ, self._finish)
             while self._is_running:
                 with self._lock:
                     wakeup = self._scheduler.next_wakeup(time.monotonic())
@@ -92,7 +92,7 @@ class Feeder:
     def _receive(self) -> None:
         self._handle(self._trainer.pending())
         if self._trainer.is_at_end:
-            self._finish("the training process exited")
+            self._finish()
 
     def _handle(self, messages: list[Message]) -> None:
         for message in messages:
@@ -108,7 +108,7 @@ class Feeder:
                 case kinds.ShareFigures():
                     self.figures = message.figures
                 case kinds.Finish():
-                    self._finish(message.outcome, is_success=message.is_success)
+                    self._finish()
                 case kinds.OpenSource(opening):
                     with self._lock:
                         self._openings.open(opening)
@@ -174,12 +174,12 @@ class Feeder:
         buffer.free.extend(run.slot for run in buffer.ready.values())
         self._send_requests()
 
-    def _finish(self, outcome: str, *, is_success: bool = False) -> None:
+    def _finish(self) -> None:
         if not self._is_running:
             return
         self._is_running = False
         with ThreadPoolExecutor(max(1, len(self._links))) as pool:
-            list(pool.map(lambda link: link.finish(outcome, is_success=is_success), self._links.values()))
+            list(pool.map(HostLink.finish, self._links.values()))
 
     # Messages to the training process
 

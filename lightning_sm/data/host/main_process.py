@@ -80,9 +80,6 @@ class _WorkerProcess:
 class MainProcess:
     """The data host: serves the trainers from the current process until the trainers have finished.
 
-    The host fails if it could not open the last source and training failed, too. A training that succeeded did not need
-    that source.
-
     Args:
         settings: Address, workers, limits, credentials.
         listening: Called with the address once trainers can connect.
@@ -109,9 +106,6 @@ class MainProcess:
         self._outcome: host_messages.Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
-        # Why the last source could not be opened, if so: trainers cannot continue without it.
-        self._problem: Problem | None = None
-        self._training_succeeded = False
 
     @world_of_one()
     def serve(self, until: MessageSocket | None = None) -> None:
@@ -121,8 +115,7 @@ class MainProcess:
             until: The socket, if any.
 
         Raises:
-            DataServiceError: The host cannot serve: its address is taken, no trainer connected, or the user's hooks
-                failed.
+            DataServiceError: The host cannot serve: its address is taken, or no trainer connected.
         """
         if until is not None:
             self._selector.register(until, selectors.EVENT_READ, self._on_owner_closed)
@@ -142,9 +135,6 @@ class MainProcess:
         except _Terminated:
             outcome = self._outcome or host_messages.Finished("the job was stopped before it served anything")
         finally:
-            # SIGTERM follows soon after the trainers have finished: read outcomes that came before it.
-            if wait([self._server.fileno()], 0.0):
-                self._note_outcomes(self._server.pending())
             self._close()
             # Ignored until the process is gone. The interpreter takes a second to exit, and restores default handlers:
             # a signal of the ending job in this second must not change the exit code.
@@ -155,10 +145,6 @@ class MainProcess:
             waker.close()
         if outcome.is_error:
             raise DataServiceError(outcome.reason)
-        # An owner (``until``) has the error already: it is raised on the trainers in the owner's process.
-        problem = self._problem
-        if until is None and problem is not None and not self._training_succeeded:
-            raise problem.exception(self._settings.name)
         logger.info("Data host done: %s.", outcome.reason)
 
     def _wait_for_outcome(self) -> host_messages.Finished:
@@ -205,9 +191,7 @@ class MainProcess:
 
     def _on_server_messages(self) -> None:
         server = self._server
-        messages = server.pending()
-        self._note_outcomes(messages)  # before the hooks that other messages run: SIGTERM may interrupt these
-        for message in messages:
+        for message in server.pending():
             match message:
                 case host_messages.Listening(address):
                     # If the server process restarts, trainers must find it at the same address.
@@ -229,11 +213,6 @@ class MainProcess:
                     self._outcome = message
         if server.is_at_end:
             self._selector.unregister(server)
-
-    def _note_outcomes(self, messages: list[Message]) -> None:
-        """Remember whether any trainer succeeded, for ``serve``, which decides whether this host has failed."""
-        if host_messages.TrainerFinished(is_success=True) in messages:
-            self._training_succeeded = True
 
     def _on_server_exit(self, process: subprocess.Popen[bytes], status: int) -> None:
         process.returncode = status
@@ -269,7 +248,6 @@ class MainProcess:
         problem = outcome if isinstance(outcome, Problem) else None
         if problem is not None:
             logger.warning("%s failed; trainers get the error: %s", problem.where, first_line(problem.text))
-        self._problem = problem
         result = outcome if isinstance(outcome, CallResult) else None
         self._send(host_messages.StartedWorkers(opening.name, problem, result))
 

@@ -145,12 +145,6 @@ class JobEnds(Message, frozen=True):
     """No more trainers will connect."""
 
 
-class TrainerFinished(Message, frozen=True):
-    """To the main process: the training of a rank has ended."""
-
-    is_success: bool
-
-
 # Between the server process and a worker
 
 

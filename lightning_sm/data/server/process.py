@@ -38,8 +38,6 @@ _Parsed = TypeVar("_Parsed")
 # A call that waits for the user's setup() answers "not yet" after this time, so that the trainer can log it.
 _CALL_TIMEOUT_S = 5.0
 
-_MAX_OUTCOME_CHARS = 1000
-
 # The main process keeps this many sources that no rank wants now: it may want them again.
 _NUM_SPARE = 3
 
@@ -220,16 +218,13 @@ class ServerProcess:
     def _finish(self, request: bytes, context: Any) -> bytes:
         last = _parse(calls.FinishRequest.parse, request, context)
         client = last.client
-        problem = "" if last.is_success else last.outcome[:_MAX_OUTCOME_CHARS]
         with self._leasing:
             if not self._leases.has(client):
                 context.abort(
                     grpc.StatusCode.NOT_FOUND,
                     f"{client} has sent no heartbeat to data host {self._settings.name}, which does not wait for it",
                 )
-            # Before the answer: as soon as the trainer has it, the trainer may exit, and this host may get SIGTERM.
-            self._send(host_messages.TrainerFinished(last.is_success))
-            self._leases.finish(client, problem, time.monotonic())
+            self._leases.finish(client, time.monotonic())
             self._figures.pop(client, None)
             self._hosts.pop(client, None)
         return b"{}"

@@ -155,7 +155,7 @@ class ServiceConnection:
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = trainer is not None and trainer.local_rank != 0
         self._feeder = FeederClient(Configure(self.addresses, credentials, client, is_quiet=is_quiet))
-        weakref.finalize(self, self._feeder.close, "the process ended", is_success=True)
+        weakref.finalize(self, self._feeder.close)
 
     def host_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
         """Return the names of the data hosts' input channels, once the first of them has run the script.
@@ -199,18 +199,13 @@ class ServiceConnection:
         """Unlock the memory of a pool when the connection closes."""
         self._pools.add(pool)
 
-    def close(self, outcome: str, *, is_success: bool) -> None:
-        """Disconnect this rank, and stop its feeder process.
-
-        Args:
-            outcome: How the training ended, for the logs of the data hosts.
-            is_success: Whether it had all the batches that it needed.
-        """
+    def close(self) -> None:
+        """Disconnect this rank, and stop its feeder process."""
         for pool in self._pools:
             pool.close()
         self._pools.clear()
         if self._feeder is not None:
-            self._feeder.close(outcome, is_success=is_success)
+            self._feeder.close()
             self._feeder = None
 
     def default_window(self) -> int:

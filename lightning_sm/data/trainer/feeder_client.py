@@ -255,17 +255,12 @@ class FeederClient:
             lines.append(f"  waiting for batch {one.waiting_for}: {where}; {one.ready} buffered")
         return "\n".join(lines)
 
-    def close(self, outcome: str, *, is_success: bool) -> None:
-        """Notify the data hosts of how the training ended, and stop the feeder.
-
-        Args:
-            outcome: How the training ended, for the logs of the data hosts.
-            is_success: Whether it had all the batches that it needed.
-        """
+    def close(self) -> None:
+        """Notify the data hosts that the training has ended, and stop the feeder."""
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
-            self._socket.send(kinds.Finish(outcome, is_success))
+            self._socket.send(kinds.Finish())
         except OSError:
             logger.debug("The feeder process has already exited.")
         self._socket.close()
