@@ -22,7 +22,6 @@ from multiprocessing.connection import wait
 
 from lightning_sm.data.host.source_builder import builder_of
 from lightning_sm.data.host.sources import Sources
-from lightning_sm.data.host.spawned_worker import SpawnedSource
 from lightning_sm.data.host.worker import Builder, WorkerPlace, run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import world_of_one
@@ -34,7 +33,7 @@ from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.settings import HostSettings
-from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.errors import DataServiceError
 from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
@@ -68,13 +67,11 @@ class _WorkerProcess:
         pid: Its process.
         place: Its opening, and its number on the host.
         notes: Its notes.
-        is_fork: Whether it is a fork of this process.
     """
 
     pid: int
     place: tuple[str, int]
     notes: WorkerNotes
-    is_fork: bool
 
 
 class MainProcess:
@@ -96,8 +93,6 @@ class MainProcess:
         self._num_workers_started = 0
         self._num_streams = 0
         self._failed_starts: Counter[tuple[str, int]] = Counter()  # in a row
-        # By opening; for workers that are no forks.
-        self._pickled: dict[str, SpawnedSource] = {}
         self._sources = Sources()
         self._scheduler = sched.scheduler(time.monotonic)
         self._server: MessageSocket  # of the newest server process
@@ -240,11 +235,7 @@ class MainProcess:
         finally:
             self._in_hook = False
         if outcome is None:
-            try:
-                self._start_workers(opening.name)
-            except DataSettingsError as error:  # of a source for new processes that cannot be pickled
-                self._sources.openings.pop(opening.name)
-                outcome = Problem.of(error, "starting the workers")
+            self._start_workers(opening.name)
         problem = outcome if isinstance(outcome, Problem) else None
         if problem is not None:
             logger.warning("%s failed; trainers get the error: %s", problem.where, first_line(problem.text))
@@ -262,22 +253,14 @@ class MainProcess:
     # Workers
 
     def _start_workers(self, opening: str) -> None:
-        """Start workers. Those of other openings keep their caches and open files, and wait.
-
-        Raises:
-            DataSettingsError: The source needs new processes, and cannot be pickled.
-        """
+        """Start workers. Those of other openings keep their caches and open files, and wait."""
         self._forget_places()
-        if opening not in self._pickled and (spawned := self._spawned(opening)) is not None:
-            self._pickled[opening] = spawned
         for number in self._worker_numbers(opening):
             self._start_worker(opening, number)
 
     def _forget_places(self) -> None:
         """Forget the workers of what is no longer open."""
         self._current_ids = {place: worker for place, worker in self._current_ids.items() if self._is_open(place[0])}
-        for opening in [opening for opening in self._pickled if not self._is_open(opening)]:
-            self._pickled.pop(opening).close()
 
     def _is_open(self, opening: str) -> bool:
         return opening in self._sources.openings
@@ -289,34 +272,17 @@ class MainProcess:
         self._num_streams += 1
         return (self._settings.workers - 1 + self._num_streams,)
 
-    def _spawned(self, opening: str) -> SpawnedSource | None:
-        """Return what starts workers that are no forks; None: they are forks.
-
-        Raises:
-            DataSettingsError: The source cannot be pickled.
-        """
-        source = self._sources.source(opening)
-        if source.start_method == "fork":
-            return None
-        memory, stream = self._sources.descriptor(opening), self._sources.openings[opening].stream
-        return SpawnedSource(source, memory, stream, self._host_name, self._settings.workers)
-
     def _builder(self, opening: str, number: int) -> Builder:
         place = WorkerPlace(self._host_name, number, self._settings.workers)
-        return builder_of(self._sources.source(opening), self._sources.openings[opening].stream, place)
+        what = self._sources.openings[opening]
+        return builder_of(self._sources.source(what.source), what.stream, place)
 
     def _start_worker(self, opening: str, number: int) -> None:
         self._num_workers_started += 1
         worker_id = self._num_workers_started
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
         notes = WorkerNotes()
-        pickled = self._pickled.get(opening)
-        process: subprocess.Popen[bytes] | None = None
-        if pickled is None:
-            pid, sock = self._fork_worker(opening, number, ring, notes)
-        else:
-            process, sock = pickled.start_worker(number, ring, notes)
-            pid = process.pid
+        pid, sock = self._fork_worker(opening, number, ring, notes)
         self._send(
             host_messages.NewWorker(
                 worker=worker_id,
@@ -329,16 +295,9 @@ class MainProcess:
         )
         sock.close()
         ring.close()
-        notes.close_descriptor()
-        self._workers[worker_id] = _WorkerProcess(pid, (opening, number), notes, is_fork=pickled is None)
+        self._workers[worker_id] = _WorkerProcess(pid, (opening, number), notes)
         self._current_ids[opening, number] = worker_id
-
-        def on_exit(status: int) -> None:
-            if process is not None:
-                process.returncode = status
-            self._on_worker_exit(worker_id, status)
-
-        self._watch(pid, on_exit)
+        self._watch(pid, partial(self._on_worker_exit, worker_id))
 
     @property
     def _host_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Pickles objects into snapshots: sources for the data hosts and for spawned workers, and results of hooks."""
+"""Pickles objects into snapshots: sources for the data hosts, and results of hooks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A worker of a data host: runs the user's dataset, transforms and collate function, one batch after the other.
 
-Workers are forked from the data host's main process, as ``DataLoader`` forks its own, unless the loader wants others
-(see ``spawned_worker``). The main process never loads gRPC and has no threads of its own, so forking it is safe. Forks
-share the dataset's memory, need no pickling, and start within milliseconds.
+Workers are forked from the data host's main process, as ``DataLoader`` forks its own. That never loads gRPC and has no
+threads of its own, so forking it is safe. Forks share the dataset's memory and start within milliseconds. With
+``multiprocessing_context="spawn"``, each unpickles the dataset itself, so that what this starts is its own.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     builder: Builder | None = None
     problem = Failure("", "")
     longest_s = 0.0
-    where = "the import of the script and the dataset in a new process"
+    where = "unpickling the dataset"
     try:
         loaded = load()
         where = "worker_init_fn"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import field
 
 from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.openings import CallResult, Opening, StreamWorker
+from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.data.settings import HostSettings
 
@@ -102,30 +100,6 @@ class NewWorker(Message, frozen=True):
     num_slots: int
     slot_bytes: int
     fds: tuple[int, ...]
-
-
-class StartWorker(Message, frozen=True):
-    """To a worker that is no fork: what it works on.
-
-    Attributes:
-        host: Name of the data host.
-        number: Its number on the host.
-        num_workers: Workers on the host.
-        num_slots: Slots of its ring.
-        slot_bytes: Capacity of a slot.
-        preparation: What multiprocessing tells a process that it spawns: how to import the script.
-        fds: Its ring, its notes, and the snapshot of the source.
-        stream: The worker of a stream that it is, if any.
-    """
-
-    host: str
-    number: int
-    num_workers: int
-    num_slots: int
-    slot_bytes: int
-    preparation: dict[str, Any]
-    fds: tuple[int, ...]
-    stream: StreamWorker | None = None
 
 
 class WorkerLost(Message, frozen=True):

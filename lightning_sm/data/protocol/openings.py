@@ -42,6 +42,7 @@ class Opening(Struct, frozen=True):
             build any batch.
         is_call: Whether the source is a call of a hook, and needs no workers.
         is_alone: Whether one data host opens it for all.
+        is_spawned: Whether each worker unpickles the source, rather than the process that forks them.
     """
 
     name: Name
@@ -49,6 +50,7 @@ class Opening(Struct, frozen=True):
     stream: StreamWorker | None = None
     is_call: bool = False
     is_alone: bool = False
+    is_spawned: bool = False
 
 
 class CallResult(Struct, frozen=True):

@@ -308,9 +308,9 @@ class _StreamWorkers:
         self.num_workers = num_workers
         rank, world_size, number = source.rank, source.world_size, next(_NUMBERS)
         self._openings = [
-            Opening(
+            source.opening(
+                pickled,
                 f"{pickled.digest}/{rank}/{number}/{worker}",
-                pickled.digest,
                 StreamWorker(rank, world_size, worker, num_workers, seed),
             )
             for worker in range(num_workers)

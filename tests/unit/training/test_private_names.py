@@ -155,7 +155,6 @@ OF_OTHERS = {
     "data/host/rank_reads.py": {"_getframe"},  # Python
     "data/host/trainer_view.py": {"_getframe"},  # Python
     "data/host/world.py": {"_world"},  # torch
-    "data/host/spawned_worker.py": {"_inheriting"},  # multiprocessing's Process
     "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
     "data/trainer/remote_iterator.py": {  # torch's DataLoader
         *("_BaseDataLoaderIter", "_DatasetKind", "_base_seed", "_dataset_kind", "_next_index", "_num_workers"),

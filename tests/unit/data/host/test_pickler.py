@@ -68,7 +68,7 @@ def test_a_model_in_a_loader_keeps_its_trainer():
     model = attached(Model(Model()))
     model.trainer.fit_loop.epoch_progress.current.completed = 7
     loader = travelled(DataLoader(range(3), collate_fn=model.collate))
-    again = travelled(loader)  # from a data host to a spawned worker
+    again = travelled(loader)  # from a data host
     for arrived in (loader, again):
         assert arrived.collate_fn([1]) == ([1], 7)
         assert isinstance(arrived.collate_fn.__self__.part.trainer, TrainerView)
