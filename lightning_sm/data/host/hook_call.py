@@ -151,13 +151,10 @@ class HookCalls:
             else:
                 self._world.show(0, call.trainer.world_size)
                 try:
-                    with datamodule.trainer.noting_reads() as reads:
-                        returned = getattr(datamodule, call.hook)(**call.arguments)
+                    returned = getattr(datamodule, call.hook)(**call.arguments)
                 finally:
                     self._world.show(0, 1)
-                loaders = loaders_in(returned)
-                if not loaders or not all(map(distributed_samplers, loaders)):
-                    reads.check(str(call))
+                _check_ranks(call, datamodule.trainer, returned)
         seconds = time.monotonic() - began
         logger.log(logging.INFO if seconds >= _SLOW_HOOK_S else logging.DEBUG, "%s took %.1f s", call, seconds)
         return returned
@@ -170,6 +167,18 @@ class HookCalls:
             forget_parts(name)
         needed = set(self._runs.values())
         self._datamodules = {run: each for run, each in self._datamodules.items() if run in needed}
+
+
+def _check_ranks(call: HookCall, trainer: TrainerView, returned: Any) -> None:
+    """Check that a hook has left the split over the ranks to samplers."""
+    loaders = loaders_in(returned)
+    if trainer.splits_by_rank() and not (loaders and all(map(distributed_samplers, loaders))):
+        raise DataSettingsError(
+            f"{call} reads self.trainer.global_rank and self.trainer.world_size, as if to split the data by rank. But "
+            "with data_service.hooks=data it runs on a data host, once for all ranks: the parts of all ranks but 0 "
+            "would be lost. Let it return loaders over all of the data, which Lightning splits, or with a "
+            "DistributedSampler. Or set data_service.hooks=trainers, if the trainers have the data."
+        )
 
 
 def set_attribute(datamodule: Any, name: str, value: Any) -> None:
