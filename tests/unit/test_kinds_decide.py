@@ -34,7 +34,7 @@ _EXCEPTIONS = {
         "_BANNER.search(line.text)": "as above",
         "_HOST.findall(reason)": _SERVICE,
     },
-    "data/protocol/probe.py": {"first.startswith(REFUSED)": "a message of the protocol"},
+    "data/protocol/probe.py": {"sock.recv(len(REFUSED)) != REFUSED": "a message of the protocol"},
     "data/server/peers.py": {"text.partition('%')": "the zone of an address"},
     "emulator/faults.py": {
         "_PATTERNS[kind].fullmatch(text, len(name))": _SETTING,
