@@ -241,9 +241,11 @@ class HostLink:
         with self._lock:
             wanted = list(self._openings.values())
             num_losses = self._num_losses
+            calls_to_know = [one.name for one in wanted if one.is_call and one.name not in self._open_sources]
             if wanted == self._told and self._open_sources.issuperset(self._openings):
                 return
-        answer = self._unary(openings.OpeningsRequest(self._client.client, wanted), _CALL_TIMEOUT_S)
+        request = openings.OpeningsRequest(self._client.client, wanted, calls_to_know)
+        answer = self._unary(request, _CALL_TIMEOUT_S)
         reply = decode(openings.OpeningsReply, answer, "answer to OpenSources")
         if reply.missing:
             self._send_snapshots(reply.missing)
@@ -251,26 +253,16 @@ class HostLink:
             if self._num_losses != num_losses:
                 return
             self._told = wanted
-            new = [
-                self._openings[name] for name in reply.open if name in self._openings and name not in self._open_sources
-            ]
-        results = {opening.name: self._result(opening.name) for opening in new if opening.is_call}
-        with self._lock:
-            if self._num_losses != num_losses:
-                return
-            self._open_sources.update(opening.name for opening in new)
-        for opening in new:
-            self._owner.link_opened_source(self, opening.name, results.get(opening.name))
+            opened = {name for name in reply.open if name not in calls_to_know or name in reply.results}
+            new = (opened & self._openings.keys()) - self._open_sources
+            self._open_sources |= new
+        for name in sorted(new):
+            self._owner.link_opened_source(self, name, reply.results.get(name))
         for name, problem in reply.problems.items():
             self._owner.link_opened_source(self, name, problem)
         self._period_s = _FAILED_PERIOD_S if reply.problems else self._usual_period_s
         if not reply.problems and not self._open_sources.issuperset(self._openings):
             self._nudge.set()
-
-    def _result(self, call: str) -> openings.CallResult:
-        request = openings.ResultRequest(call)
-        answer = self._channel.stream(request.NAME, [request.encode()], _SNAPSHOT_TIMEOUT_S)
-        return decode(openings.CallResult, answer, f"result of {call}")
 
     def _send_snapshots(self, digests: list[str]) -> None:
         """Send the sources that the host needs."""

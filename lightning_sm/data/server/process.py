@@ -20,8 +20,8 @@ from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.openings import OpeningsRequest, ResultRequest
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, snapshot_hash
+from lightning_sm.data.protocol.openings import OpeningsRequest
+from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.data.server.leases import Leases
 from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.openings import Openings
@@ -74,7 +74,6 @@ class ServerProcess:
         self._peers = TrustedPeers(settings)
         self._handlers = {
             "OpenSources": grpc.unary_unary_rpc_method_handler(self._open_sources),
-            "Result": grpc.unary_stream_rpc_method_handler(self._result),
             "Load": grpc.stream_unary_rpc_method_handler(self._load),
             "Fetch": self._fetch.handler(),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
@@ -142,15 +141,6 @@ class ServerProcess:
             if not self._leases.has(wanted.client):
                 context.abort(grpc.StatusCode.NOT_FOUND, f"{wanted.client} has sent no heartbeat")
         return self._openings.open(wanted, _CALL_TIMEOUT_S).encode()
-
-    def _result(self, request: bytes, context: Any) -> Iterator[bytes]:
-        wanted = _parse(ResultRequest.parse, request, context)
-        result = self._openings.result(wanted.call)
-        if result is None:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"{wanted.call} is not open")
-            return
-        encoded = result.encode()
-        yield from (encoded[start : start + CHUNK_BYTES] for start in range(0, len(encoded), CHUNK_BYTES))
 
     def _load(self, requests: Iterator[bytes], context: Any) -> bytes:
         """Take a pickled source, and give it to the main process, which runs code of it."""

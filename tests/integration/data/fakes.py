@@ -137,7 +137,7 @@ def begin(channel: grpc.Channel, name: str, requests: Iterator[bytes], **limits:
             yield proof(known, "confirmation", nonce, challenge).encode()
         yield from requests
 
-    if name in ("Result", "Fetch"):
+    if name == "Fetch":
         call = channel.stream_stream(method(name))(all_requests(), **limits)
     elif name == "Load":
         call = channel.stream_unary(method(name)).future(all_requests(), **limits)

@@ -188,8 +188,8 @@ def stranger(address, metadata, body=b"{}"):
     """Return code and text of each method's answer to somebody with a gRPC client of his own."""
     answers = {}
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
-        for name in ("OpenSources", "Result", "Load", "Fetch", "Heartbeat", "Status", "Finish", "Stop"):
-            if name in ("Result", "Load", "Fetch"):
+        for name in ("OpenSources", "Load", "Fetch", "Heartbeat", "Status", "Finish", "Stop"):
+            if name in ("Load", "Fetch"):
                 call = channel.stream_stream(method(name))(iter([body]), metadata=metadata, timeout=20)
             else:
                 call = channel.unary_unary(method(name)).future(body, metadata=metadata, timeout=20)
