@@ -14,9 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from lightning_sm.data.feeder.answer import InFlightRange, Piece
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
-from lightning_sm.data.feeder.iterator_buffer import IteratorBuffer
+from lightning_sm.data.feeder.iterator_buffer import InFlightRange, IteratorBuffer
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.source_openings import SourceOpenings
 from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
@@ -259,7 +258,9 @@ class Feeder:
             except WireError as error:
                 raise _about(request, error) from error
 
-    def link_piece(self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int) -> Piece | None:
+    def link_piece(
+        self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int
+    ) -> InFlightRange | None:
         """Return where a piece of a batch goes."""
         with self._lock:
             request = self._scheduler.request(request_id, link.address)
@@ -274,15 +275,10 @@ class Feeder:
                 raise _about(request, error) from error
 
     def _piece_ended(
-        self,
-        request: StepRequest,
-        buffer: IteratorBuffer,
-        answer: InFlightRange,
-        piece: Piece,
-        is_complete: bool,
+        self, request: StepRequest, buffer: IteratorBuffer, answer: InFlightRange, is_complete: bool
     ) -> None:
         with self._lock:
-            buffer.end_piece(answer, piece, is_complete=is_complete)
+            buffer.end_piece(answer, is_complete=is_complete)
             if answer.is_dropped:
                 self._send_requests()
             elif answer.is_complete:
