@@ -18,7 +18,7 @@ class Serve(Message, frozen=True):
 
     Attributes:
         settings: How to serve.
-        imports: Modules that will be needed, and that the process imports at once.
+        imports: Modules that will be needed.
         snapshots: Digests of the sources that the main process has, the newest last.
     """
 
