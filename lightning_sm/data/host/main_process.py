@@ -46,11 +46,6 @@ _SLOTS_PER_WORKER = 2
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 
-# After this many deaths in a row without a trainer's request for workers, the server process is not restarted. One that
-# has served for some time may be a victim of a lack of memory, and counts from one again.
-_MAX_SERVER_STARTS = 5
-_SERVED_LONG_S = 60.0
-
 # Time for the server process to finish the batches that it is sending, and to notify the trainers.
 _STOP_TIMEOUT_S = 5.0
 
@@ -96,8 +91,7 @@ class MainProcess:
         self._sources = Sources()
         self._scheduler = sched.scheduler(time.monotonic)
         self._server: MessageSocket  # of the newest server process
-        self._server_starts = 0
-        self._server_started = 0.0
+        self._has_listened = False  # a server process
         self._outcome: host_messages.Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
@@ -174,8 +168,6 @@ class MainProcess:
     # The server process
 
     def _start_server(self) -> None:
-        self._server_starts += 1
-        self._server_started = time.monotonic()
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, lambda status: self._on_server_exit(process, status))
         self._server.send(host_messages.Serve(self._settings, snapshots=self._sources.snapshots))
@@ -191,11 +183,11 @@ class MainProcess:
                 case host_messages.Listening(address):
                     # If the server process restarts, trainers must find it at the same address.
                     self._settings = replace(self._settings, address=address)
+                    self._has_listened = True
                     self._listening(address)
                 case host_messages.NewSnapshot(digest, kept, (fd,)):
                     self._sources.take(digest, fd, kept)
                 case host_messages.StartWorkers(opening):
-                    self._server_starts = 0
                     self._open_source(opening)
                 case host_messages.KeepOpenings(names):
                     self._sources.keep(names)
@@ -214,12 +206,8 @@ class MainProcess:
         if self._outcome is not None:
             return
         how = describe_exit(status)
-        if time.monotonic() - self._server_started >= _SERVED_LONG_S:
-            self._server_starts = 0
-        if self._server_starts >= _MAX_SERVER_STARTS:
-            reason = (
-                f"The data host's gRPC server {how}, {self._server_starts} times in a row. See the log lines above."
-            )
+        if not self._has_listened:
+            reason = f"The data host's gRPC server {how} before it listened. See the log lines above."
             self._outcome = host_messages.Finished(reason, is_error=True)
             return
         logger.warning("The data host's gRPC server %s. Restarting it.", how)
