@@ -48,9 +48,9 @@ class DataHost:
 
     Its processes import torch and Lightning, which takes as long as in the script.
 
-    It accepts connections from its own machine, and from ``settings.trust``. Without a token or a job's secret, it sets
+    It accepts connections from its own machine, and from ``settings.trust``. Without a job's secret, it sets
     ``LIGHTNING_SM_JOB_SECRET`` to random characters in this process, where a ``RemoteDataModule``, and ranks that this
-    process starts, find it. A training in another terminal needs the same ``LIGHTNING_SM_JOB_SECRET`` or token.
+    process starts, find it. A training in another terminal needs the same ``LIGHTNING_SM_JOB_SECRET``.
 
     Args:
         address: Where to listen: ``host:port`` (port 0: any free port), or ``unix:path``.
@@ -71,8 +71,7 @@ class DataHost:
         name: str = "",
     ) -> None:
         settings = settings or DataServiceSettings()
-        if settings.token is None:
-            _ensure_secret()
+        _ensure_secret()
         self.address = address
         self._settings = HostSettings(
             address=address,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import ssl
 import threading
-from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from functools import partial
 from secrets import token_hex
@@ -141,10 +140,7 @@ class GrpcChannel:
         headers += [("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "grpc-lightning-sm")]
         if timeout_s is not None:  # at most 8 digits
             headers.append(("grpc-timeout", f"{min(99_999_999, max(1, int(1000 * timeout_s)))}m"))
-        for key, value in metadata(self._credentials, name, nonce):
-            text = b64encode(value).decode() if isinstance(value, bytes) else value
-            headers.append((key, text))
-        return headers
+        return headers + metadata(self._credentials, name, nonce)
 
 
 def _confirm(credentials: Credentials, nonce: str, headers: Mapping[bytes, bytes]) -> bytes:

@@ -126,5 +126,5 @@ def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> Non
         return
     raise DataHostMismatchError(
         f"{why}. A data host serves one run at a time: wait until the others have ended, or start data hosts for "
-        "each run, with a data_service.token of its own."
+        "each run, with a secret of its own."
     )

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from secrets import token_hex
 from typing import Any
 
@@ -101,7 +102,7 @@ class Impostor(grpc_transport.Guard):
     """
 
     def __init__(self, token: str | None = None, only: str | None = None) -> None:
-        super().__init__(credentials(token=token), "fake")
+        super().__init__(replace(credentials(), token=token or ""), "fake")
         self.called: set[str] = set()
         self._proves = token is not None
         self._only = only

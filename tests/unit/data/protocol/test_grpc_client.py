@@ -267,7 +267,7 @@ def test_a_recorded_call_that_brings_pickles_cannot_be_repeated(tls, monkeypatch
 def test_a_proof_is_that_of_one_side_and_one_method(tls):
     """What a data host sends, and what a trainer sends with another call, gets nobody in."""
     known, nonce = tls["without TLS"], "of the trainer"
-    version, job, number, right = metadata(known, "List", nonce)
+    version, number, right = metadata(known, "List", nonce)
     for wrong in (
         proof(known, "data host", method("List"), nonce),
         proof(known, "trainer", method("Status"), nonce),
@@ -276,9 +276,9 @@ def test_a_proof_is_that_of_one_side_and_one_method(tls):
         "",
     ):
         with serving(known, List=echo) as address:
-            status = recorded(address, "List", metadata=[version, job, number, (PROOF_KEY, wrong)])
+            status = recorded(address, "List", metadata=[version, number, (PROOF_KEY, wrong)])
             assert status is grpc.StatusCode.UNAUTHENTICATED
-            assert recorded(address, "List", metadata=[version, job, number, right]) is grpc.StatusCode.OK
+            assert recorded(address, "List", metadata=[version, number, right]) is grpc.StatusCode.OK
 
 
 def test_as_many_calls_as_the_server_allows_share_a_connection(tls):
