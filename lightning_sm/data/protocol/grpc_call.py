@@ -8,12 +8,15 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lightning_sm.data.protocol.frames import MAX_HEADER_BYTES
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus, error_in
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
 from lightning_sm.errors import WireError
+
+if TYPE_CHECKING:
+    from lightning_sm.data.protocol.h2_connection import Http2Connection
 
 # Room for the largest header and the first piece, and for small answers that are sent in the same message.
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + CHUNK_BYTES + (1 << 20)
@@ -38,16 +41,6 @@ class MessageReceiver(Protocol):
 
     def end(self, error: Exception | None) -> None:
         """Note that the call has ended, with status OK if ``error`` is None, and that memory is no longer used."""
-
-
-class Transport(Protocol):
-    """The connection of a call."""
-
-    def send(self, call: Call, message: bytes) -> None:
-        """Send a request, soon."""
-
-    def cancel(self, call: Call) -> None:
-        """End the call on both sides, soon."""
 
 
 class Call:
@@ -81,7 +74,7 @@ class Call:
     ) -> None:
         self.headers = headers
         self.receiver = receiver
-        self.transport: Transport | None = None
+        self.transport: Http2Connection | None = None
         self.stream_id = 0
         self.has_sent_all = False
         self.has_received = False
