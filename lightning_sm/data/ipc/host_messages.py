@@ -139,10 +139,12 @@ class BuiltRange(Struct, frozen=True, tag=True):
     Attributes:
         num_bytes: How many bytes of the slot are batches.
         produce_s: Seconds that the worker took.
+        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
     num_bytes: int
     produce_s: float
+    encoded_batches: bytes
 
 
 class BuildAnswer(Message, frozen=True):
@@ -151,9 +153,7 @@ class BuildAnswer(Message, frozen=True):
     Attributes:
         slot: Its slot.
         outcome: The batches, or why there are none.
-        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
     slot: int
     outcome: BuiltRange | Failure | StreamEnd
-    encoded_batches: bytes = b""
