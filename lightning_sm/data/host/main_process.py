@@ -24,7 +24,7 @@ from lightning_sm.data.host.source_builder import builder_of
 from lightning_sm.data.host.sources import Sources
 from lightning_sm.data.host.worker import Builder, WorkerPlace, run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
-from lightning_sm.data.host.world import world_of_one
+from lightning_sm.data.host.world import show_world_of_one
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
@@ -96,7 +96,6 @@ class MainProcess:
         self._in_hook = False
         self._job_is_ending = False
 
-    @world_of_one()
     def serve(self, until: MessageSocket | None = None) -> None:
         """Serve until the trainers have finished, until SIGTERM, or until the other end of a socket is closed.
 
@@ -106,6 +105,7 @@ class MainProcess:
         Raises:
             DataServiceError: The host cannot serve: its address is taken, or no trainer connected.
         """
+        show_world_of_one()
         if until is not None:
             self._selector.register(until, selectors.EVENT_READ, self._on_owner_closed)
         self._start_server()

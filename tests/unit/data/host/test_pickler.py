@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm.data.host.pickler import Attributes, pickle_object
-from lightning_sm.data.host.snapshot import load_object
+from lightning_sm.data.host.snapshot import load_from_trainers
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
@@ -34,7 +34,7 @@ def travelled(value):
     fd = pickled.write()
     assert os.fstat(fd).st_size == pickled.num_bytes
     try:
-        return load_object(fd)
+        return load_from_trainers(fd, "an object")
     finally:
         os.close(fd)
 
@@ -160,7 +160,7 @@ def test_memory_is_writable_and_aligned_and_belongs_to_the_copy():
     array, tensor = np.arange(20_000), torch.arange(20_000.0)
     pickled = pickled_of((array, tensor))
     fd = pickled.write()
-    first, second = (load_object(fd) for _ in range(2))
+    first, second = (load_from_trainers(fd, "an object") for _ in range(2))
     os.close(fd)
     first[0][0] = first[1][0] = -1
     assert (second[0][0], second[1][0], array[0]) == (0, 0, 0)
