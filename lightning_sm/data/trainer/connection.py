@@ -5,19 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
+from itertools import cycle
 from typing import Any, ClassVar
 
 from lightning_sm.data.ipc.feeder_messages import Configure
-from lightning_sm.data.protocol.calls import HeartbeatRequest
+from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport
+from lightning_sm.data.protocol.grpc_client import GrpcChannel
+from lightning_sm.data.protocol.grpc_status import CallError
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.host_channels import host_channels
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.data.trainer.slots import SlotPool
-from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.errors import (
+    DataHostMismatchError,
+    DataHostUnreachableError,
+    DataServiceError,
+    DataSettingsError,
+)
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.topology import Topology
@@ -27,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 # The name of a job that does not state its own.
 UNNAMED_JOB = "unnamed"
+
+_CALL_TIMEOUT_S = 5.0
+_PAUSE_S = 0.5
 
 
 class ServiceConnection:
@@ -166,14 +178,37 @@ class ServiceConnection:
             is_quiet: Whether another rank of this host logs what all of them would.
 
         Raises:
-            DataServiceError: No data host answered in time, or they refuse this rank.
+            DataHostUnreachableError: No data host answered in time.
+            DataHostMismatchError: They refuse this rank.
         """
         if self._host_channels is None:
             self._host_channels = DATA_CHANNELS.read(os.environ)
         if self._host_channels is None:
-            credentials, timeout_s = Credentials.of(self.settings, self.job), self.settings.startup_timeout_s
-            self._host_channels = host_channels(self.addresses, credentials, timeout_s, is_quiet=is_quiet)
+            self._host_channels = self._ask_for_channels(is_quiet=is_quiet)
         return self._host_channels
+
+    def _ask_for_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
+        """Ask one data host after the other for its channels, until one answers: it has run the script."""
+        credentials, timeout_s = Credentials.of(self.settings, self.job), self.settings.startup_timeout_s
+        deadline = time.monotonic() + timeout_s
+        with ExitStack() as stack:
+            channels = [(one, stack.enter_context(closing(GrpcChannel(one, credentials)))) for one in self.addresses]
+            for number, (address, channel) in enumerate(cycle(channels), start=1):
+                try:
+                    return tuple(HostReport.parse(channel.unary("Status", b"", _CALL_TIMEOUT_S)).channels)
+                except CallError as error:
+                    why = f"data host at {address}: {error}"
+                    if error.is_final:
+                        raise DataHostMismatchError(why) from error
+                if time.monotonic() >= deadline:
+                    break
+                if number == len(channels) and not is_quiet:
+                    logger.info("Waiting for the data hosts to run the script, to ask for their channels: %s", why)
+                time.sleep(_PAUSE_S)
+        raise DataHostUnreachableError(
+            f"No data host has said within {timeout_s:.0f} s (data_service.startup_timeout_s) which channels it has "
+            f"({why}). See the logs of the data hosts."
+        )
 
     def runs_hooks(self, *, is_quiet: bool) -> bool:
         """Return whether the data hosts run the hooks of DataModules.
