@@ -236,13 +236,12 @@ class HostLink:
 
     def _send_snapshots(self, digests: list[str]) -> None:
         """Send the sources that the host needs."""
-        found = {digest: self._owner.snapshot(digest) for digest in digests}
-        if not found or None in found.values():
-            self._set_state(LinkState.OPENING, "the dataset that it needs was closed meanwhile")
-            return
-        for digest, snapshot in found.items():
-            if snapshot is not None:
-                self._send_snapshot(digest, *snapshot)
+        for digest in digests:
+            snapshot = self._owner.snapshot(digest)
+            if snapshot is None:
+                self._set_state(LinkState.OPENING, "the dataset that it needs was closed meanwhile")
+                return
+            self._send_snapshot(digest, *snapshot)
         self._nudge.set()
 
     def _send_snapshot(self, digest: str, fd: int, num_bytes: int) -> None:

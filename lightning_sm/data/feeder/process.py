@@ -218,7 +218,6 @@ class Feeder:
         """Send the host's requests to others."""
         with self._lock:
             self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is LinkState.SILENT))
-            self._openings.host_lost(link)
         self._send_requests()
 
     def snapshot(self, digest: str) -> tuple[int, int] | None:
