@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 # Interval of log lines during a long wait.
 _REPORT_PERIOD_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
-# How soon a slot is released that a GPU has read, while the training waits for a batch.
-_SLOT_POLL_S = 0.002
 
 
 _OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfPass | kinds.Failed
@@ -192,19 +190,17 @@ class FeederClient:
             self._discard(inbox.popleft())
 
     @_one_thread_at_a_time
-    def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> _OfPass:
+    def next(self, pass_id: int, timeout_s: float) -> _OfPass:
         """Wait for the next batches of a pass, or its end.
 
         Args:
             pass_id: Number of the pass.
             timeout_s: Timeout in seconds.
-            poll: Releases slots. While it returns True it is called again every few milliseconds: a batch that waits
-                for a slot cannot arrive before.
 
         Raises:
             DataServiceError: The batch failed, or did not arrive in time.
         """
-        if self._wait(self._has(pass_id), timeout_s, "a batch", logging.WARNING, pass_id=pass_id, poll=poll):
+        if self._wait(self._has(pass_id), timeout_s, "a batch", logging.WARNING, pass_id=pass_id):
             return self._inboxes[pass_id].popleft()
         end = (
             f"within {timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
@@ -301,7 +297,6 @@ class FeederClient:
         level: int,
         *,
         pass_id: int | None = None,
-        poll: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Receive messages until a condition holds, and return whether it does in time. Log what a long wait is for.
 
@@ -316,8 +311,7 @@ class FeederClient:
         report_at = time.monotonic() + _REPORT_PERIOD_S
         while not is_ready():
             self._raise_error(pass_id)
-            wait_s = min(report_at, deadline) - time.monotonic()
-            if self._receive(min(wait_s, _SLOT_POLL_S) if poll() else wait_s):
+            if self._receive(min(report_at, deadline) - time.monotonic()):
                 continue
             now = time.monotonic()
             if now >= deadline:
