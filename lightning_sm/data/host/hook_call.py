@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +18,6 @@ from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.host.world import RankWorld
 from lightning_sm.data.protocol.openings import CallResult
 from lightning_sm.errors import DataSettingsError
-
-logger = logging.getLogger(__name__)
-
-# A hook that takes longer gets a line in the log.
-_SLOW_HOOK_S = 10.0
 
 # An order of a million samples, as a sampler may hold it, has 8 MB.
 _MAX_RESULT_BYTES = 20_000_000
@@ -134,7 +127,6 @@ class HookCalls:
 
     def _returned(self, datamodule: Any, call: HookCall) -> Any:
         """Call the hook, in the world of rank 0."""
-        began = time.monotonic()
         if call.datamodule is None and datamodule.trainer is not None and call.trainer is not None:
             datamodule.trainer.update(call.trainer)  # what the hooks have made refers to this view
         else:
@@ -143,16 +135,13 @@ class HookCalls:
         # Lightning makes some loaders again, from the arguments of their classes.
         with replace_dunder_methods(DataLoader, "dataset"), replace_dunder_methods(BatchSampler):
             if call.trainer is None:
+                return getattr(datamodule, call.hook)(**call.arguments)
+            self._world.show(0, call.trainer.world_size)
+            try:
                 returned = getattr(datamodule, call.hook)(**call.arguments)
-            else:
-                self._world.show(0, call.trainer.world_size)
-                try:
-                    returned = getattr(datamodule, call.hook)(**call.arguments)
-                finally:
-                    self._world.show(0, 1)
-                _check_ranks(call, datamodule.trainer, returned)
-        seconds = time.monotonic() - began
-        logger.log(logging.INFO if seconds >= _SLOW_HOOK_S else logging.DEBUG, "%s took %.1f s", call, seconds)
+            finally:
+                self._world.show(0, 1)
+        _check_ranks(call, datamodule.trainer, returned)
         return returned
 
     def keep(self, names: Iterable[str]) -> None:

@@ -116,15 +116,10 @@ class Leases:
 
 def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> None:
     """Check that a trainer can belong to the training of those that hold leases, given with their world sizes."""
-    connected = listed(sorted(others), _MAX_NAMES)
-    if others and world_size not in others.values():
-        why = f"{client} belongs to a run with world size {world_size}, but {connected} to one with "
-        why += "world size " + " and ".join(str(size) for size in sorted(set(others.values())))
-    elif len(others) >= world_size:
-        why = f"{client} is one too many for a run with world size {world_size}; already connected: {connected}"
-    else:
+    if not others or (world_size in others.values() and len(others) < world_size):
         return
+    connected = listed([f"{other} (world size {size})" for other, size in sorted(others.items())], _MAX_NAMES)
     raise DataHostMismatchError(
-        f"{why}. A data host serves one run at a time: wait until the others have ended, or start data hosts for "
-        "each run, with a secret of its own."
+        f"{client} (world size {world_size}) is one too many; already connected: {connected}. A data host serves one "
+        "run at a time: wait until the others have ended, or start data hosts for each run, with a secret of its own."
     )

@@ -123,10 +123,10 @@ def test_a_newcomer_must_belong_to_the_training_that_runs():
     for rank in range(2):
         leases.heartbeat(f"rank {rank}", 2, now=1.0)
     with pytest.raises(
-        DataHostMismatchError, match="rank 2 is one too many for a run with world size 2; already connected"
+        DataHostMismatchError, match=r"rank 2 \(world size 2\) is one too many; already connected: rank 0"
     ):
         leases.heartbeat("rank 2", 2, now=2.0)
-    expected = r"world size 8, but rank 0, rank 1 to one with world size 2\. A data host serves"
+    expected = r"world size 8\) is one too many; already connected: rank 0 \(world size 2\), rank 1 .* A data host"
     with pytest.raises(DataHostMismatchError, match=expected):
         leases.heartbeat("rank 2", 8, now=2.0)
     leases.finish("rank 1", now=3.0)
@@ -142,7 +142,7 @@ def test_a_rank_may_train_in_a_smaller_group_later():
         leases.heartbeat(f"rank {rank}", 4, now=1.0)
     leases.heartbeat("rank 0", 1, now=2.0)
     leases.heartbeat("rank 1", 4, now=2.0)
-    with pytest.raises(DataHostMismatchError, match="rank 0 on b is one too many for a run with world size 1"):
+    with pytest.raises(DataHostMismatchError, match=r"rank 0 on b \(world size 1\) is one too many"):
         leases.heartbeat("rank 0 on b", 1, now=2.0)
 
 
@@ -151,7 +151,7 @@ def test_a_refusal_names_four_ranks():
     leases = Leases(None, None, now=0.0)
     for rank in range(5):
         leases.heartbeat(f"rank {rank}", 5, now=1.0)
-    with pytest.raises(DataHostMismatchError, match=r"connected: rank 0, rank 1, rank 2, rank 3, \.\.\. \(5 in all\)"):
+    with pytest.raises(DataHostMismatchError, match=r"connected: rank 0 .*, rank 3 .*, \.\.\. \(5 in all\)"):
         leases.heartbeat("rank 5", 5, now=2.0)
 
 
