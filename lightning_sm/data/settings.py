@@ -62,8 +62,8 @@ class DataServiceSettings:
             too (mutual TLS), and may connect from any address.
 
     Raises:
-        DataSettingsError: A value is out of range, an entry of trust is not valid, or only one of tls_certificate and
-            tls_key is set.
+        DataSettingsError: A value is out of range, an entry of trust is not valid, or only some of the TLS files that
+            belong together are set.
     """
 
     hooks: Hooks = "auto"
@@ -100,10 +100,10 @@ class DataServiceSettings:
             )
         for entry in self.trust or ():
             _check_trusted(entry)
-        if (self.tls_certificate is None) != (self.tls_key is None):
+        if (self.tls_certificate is None) != (self.tls_key is None) or (self.tls_authority and not self.tls_key):
             raise DataSettingsError(
                 f"data_service.tls_certificate={self.tls_certificate} and data_service.tls_key={self.tls_key} go "
-                "together: set both, or neither."
+                f"together, and data_service.tls_authority={self.tls_authority} needs both."
             )
 
 

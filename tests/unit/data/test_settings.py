@@ -22,6 +22,7 @@ from lightning_sm.job.variables import JOB_SECRET
         ),
         ({"trust": ["10.0.0.1:7000"]}, r"trust has '10.0.0.1:7000' .* without a port"),
         ({"tls_key": "key.pem"}, r"tls_certificate=None and data_service.tls_key=key.pem go together"),
+        ({"tls_authority": "authority.pem"}, r"tls_authority=authority.pem needs both"),
     ],
 )
 def test_wrong_settings_are_named(wrong, message):
