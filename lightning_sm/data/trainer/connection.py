@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import cycle
 from typing import Any, ClassVar
 
@@ -134,7 +135,8 @@ class ServiceConnection:
 
     def __reduce__(self) -> Any:
         """Pickle what does not belong to this process."""
-        return _rebuild, (self.addresses, self.settings, self.job, self.is_of_job, self._channels)
+        make = partial(ServiceConnection, is_of_job=self.is_of_job, channels=self._channels)
+        return make, (self.addresses, self.settings, self.job)
 
     @property
     def feeder(self) -> FeederClient:
@@ -239,9 +241,3 @@ class ServiceConnection:
         known = [host.workers for host in self.feeder.snapshot().hosts if host.workers]
         workers = sum(known) * len(self.addresses) // max(1, len(known))
         return default_window(workers, self._num_ranks)
-
-
-def _rebuild(
-    addresses: list[str], settings: DataServiceSettings, job: str, is_of_job: bool, channels: frozenset[str]
-) -> ServiceConnection:
-    return ServiceConnection(addresses, settings, job, is_of_job=is_of_job, channels=channels)
