@@ -221,7 +221,7 @@ class Feeders:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(client.pid, signal.SIGKILL)
         for client in self._clients:
-            client.close("the benchmark is over", is_success=True)
+            client.close()
 
     def _start(self, ranks: Sequence[int], num_ranks: int, credentials: Credentials) -> None:
         """Start some, and wait until they have opened the source, so that not all imports compete for the cores."""

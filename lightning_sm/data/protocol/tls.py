@@ -17,6 +17,16 @@ _NOT_SIGNED = (
     "the data host's certificate is not signed by data_service.tls_authority or, without one, is not "
     "data_service.tls_certificate"
 )
+_NO_CERTIFICATE = (
+    "the data host requires a certificate that its data_service.tls_authority signed. Set the same "
+    "data_service.tls_authority on all hosts, and certificates that it signed"
+)
+# Of what OpenSSL calls the error of a handshake.
+_MISMATCHES = {
+    "WRONG_VERSION_NUMBER": "the data host does not use TLS, but this trainer has data_service.tls_certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": _NO_CERTIFICATE,
+    "TLSV1_ALERT_UNKNOWN_CA": _NO_CERTIFICATE,
+}
 # openssl/x509_vfy.h: X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
 _OTHER_NAME_CODES = (62, 64)
 
@@ -41,18 +51,12 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
     """Read the TLS files; None if TLS is off.
 
     Raises:
-        DataSettingsError: A file cannot be read or is not a PEM file of its kind, key and certificate do not match, or
-            one of them is not set although another file is.
+        DataSettingsError: A file cannot be read or is not a PEM file of its kind, or key and certificate do not match.
     """
     certificate = credentials.tls_certificate
     key = credentials.tls_key
     authority = credentials.tls_authority
     if certificate is None or key is None:
-        if (certificate, key, authority) != (None, None, None):
-            raise DataSettingsError(
-                f"TLS needs both data_service.tls_certificate (now {certificate}) and data_service.tls_key (now {key})."
-                f" data_service.tls_authority (now {authority}) is only for mutual TLS."
-            )
         return None
     files = TlsFiles(
         _certificates(certificate, "tls_certificate"),
@@ -65,7 +69,7 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
     except OSError as error:
         raise DataSettingsError(
             f"{key} (data_service.tls_key) is not the private key, in PEM and without a password, of {certificate} "
-            f"(data_service.tls_certificate): {_reason(error)}."
+            f"(data_service.tls_certificate): {error}."
         ) from error
     return files
 
@@ -92,18 +96,10 @@ def client_context(credentials: Credentials) -> ssl.SSLContext | None:
 
 def certificate_hint(error: BaseException | None) -> str:
     """Return why a first connection with this error can never succeed; "" if a retry may."""
-    if not isinstance(error, ssl.SSLCertVerificationError):
-        return ""
-    return f": {_OTHER_NAME if error.verify_code in _OTHER_NAME_CODES else _NOT_SIGNED}."
-
-
-def settings_text(credentials: Credentials) -> str:
-    """Return which TLS files are set, for messages."""
-    if credentials.tls_certificate is None:
-        return "no data_service.tls_certificate"
-    authority = credentials.tls_authority
-    rest = "no data_service.tls_authority" if authority is None else f"data_service.tls_authority={authority}"
-    return f"data_service.tls_certificate={credentials.tls_certificate} and {rest}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f": {_OTHER_NAME if error.verify_code in _OTHER_NAME_CODES else _NOT_SIGNED}."
+    mismatch = _MISMATCHES.get(getattr(error, "reason", ""))
+    return f": {mismatch}." if mismatch else ""
 
 
 def _certificates(path: str, setting: str) -> bytes:
@@ -112,7 +108,7 @@ def _certificates(path: str, setting: str) -> bytes:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise DataSettingsError(
-            f"{path} (data_service.{setting}) does not contain a PEM certificate: {_reason(error)}."
+            f"{path} (data_service.{setting}) does not contain a PEM certificate: {error}."
         ) from error
     return content
 
@@ -121,8 +117,4 @@ def _read(path: str, setting: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise DataSettingsError(f"{path} (data_service.{setting}) cannot be read: {_reason(error)}.") from error
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise DataSettingsError(f"{path} (data_service.{setting}) cannot be read: {error}.") from error

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sm.data.host.pickler import PickledObject, pickle_object
 from lightning_sm.data.host.source import WorkerSource
-from lightning_sm.data.protocol.openings import Opening
+from lightning_sm.data.protocol.openings import Opening, StreamWorker
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.remote_iterator import IteratorPosition, RemoteIterator
@@ -40,20 +40,13 @@ _TO_DATA_HOSTS = (
 # Names of the hooks that make the loaders of a stage, by Lightning's name of the stage.
 HOOKS = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
-# Hooks of the DataModule, of the LightningModule and of the strategy that get batches before they are on the device.
-_COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
-
 
 class RemoteDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose workers are on data hosts; made by ``remote_loader``."""
 
-    # Of the class that ``remote_loader`` makes; pickling reads the second one.
+    # Of the class that ``remote_loader`` makes; the pickler of data hosts reads the second one.
     _remote: LoaderSource
     users_class: type[DataLoader[Any]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as the user's loader: the source belongs to this process."""
-        return object.__new__, (self.users_class,), {**vars(self), "_iterator": None}
 
     def _get_iterator(self) -> Any:
         source = self._remote
@@ -92,7 +85,7 @@ class LoaderSource:
         self._slots: SlotPool | None = None
         self._digest = ""
         self._close: Callable[[], object] | None = None
-        self._is_pinned = False
+        self._is_spawned = False
 
     def limit(self, loader: DataLoader[Any]) -> float:
         """Return how many batches the Trainer reads at most; infinite if there is no limit. Call it at the first one.
@@ -141,8 +134,8 @@ class LoaderSource:
         connection.open(self.trainer)
         if self._feeder is not connection.feeder:  # a connection ends with an exception, and begins again
             self._feeder, self._slots, self._digest, self._close = connection.feeder, None, "", None
-        self._is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
+        self._is_spawned = source.is_spawned
         began = time.monotonic()
         pickled = pickle_object(
             source,
@@ -162,6 +155,10 @@ class LoaderSource:
             )
         return pickled
 
+    def opening(self, pickled: PickledObject, name: str, stream: StreamWorker | None = None) -> Opening:
+        """Return an opening of what ``pickled`` has returned."""
+        return Opening(name, pickled.digest, stream, is_spawned=self._is_spawned)
+
     def open(self, pickled: PickledObject, owner: object) -> Opening:
         """Let data hosts start the workers of an indexed dataset, and wait for them.
 
@@ -172,7 +169,7 @@ class LoaderSource:
         Raises:
             DataServiceError: No data host can, or none did in time.
         """
-        feeder, opening = self.connection.feeder, Opening(pickled.digest, pickled.digest)
+        feeder, opening = self.connection.feeder, self.opening(pickled, pickled.digest)
         feeder.open_source(opening, pickled, owner)
         if pickled.digest != self._digest:
             close, self._close = self._close, feeder.open_source(opening, pickled, self)
@@ -197,14 +194,8 @@ class LoaderSource:
         """The memory for batches."""
         if self._slots is None:
             settings = self.connection.settings
-            self._slots = SlotPool(
-                self.connection.feeder,
-                self.name,
-                self.window_batches,
-                settings.max_batch_bytes,
-                is_pinned=self._is_pinned,
-            )
-            self.connection.add_slots(self._slots)
+            max_bytes = settings.max_batch_bytes
+            self._slots = SlotPool(self.connection.feeder, self.name, self.window_batches, max_bytes)
         return self._slots
 
     @property
@@ -237,19 +228,6 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
     remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
     remote.__dict__.update(loader.__dict__)
     return remote
-
-
-def _copies_batches(trainer: Any) -> bool:
-    """Return whether the user's own code copies batches to GPUs, on streams that page-locked slots do not know of."""
-    owners = (trainer.datamodule, trainer.lightning_module, trainer.strategy)
-    return any(_overrides(owner, hook) for owner in owners for hook in _COPYING_HOOKS)
-
-
-def _overrides(own: Any, hook: str) -> bool:
-    """Return whether an object of Lightning has a hook of the user's: neither Lightning's own nor ours."""
-    method = getattr(type(own), hook, None)
-    known = ("lightning", "pytorch_lightning", "lightning_sm")
-    return method is not None and method.__module__.partition(".")[0] not in known
 
 
 def _why_local(own: type) -> str:

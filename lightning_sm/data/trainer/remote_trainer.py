@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_sm._unlisted import UnlistedCallback
-from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.host_hooks import run_hooks_on_data_hosts
 from lightning_sm.data.trainer.remote_loader import HOOKS, LoaderSource, remote_loader
@@ -41,14 +40,13 @@ class DataHostLoaders(UnlistedCallback):
         self.connection.reporter.end_epoch(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Disconnect from the data hosts, which fail if they could not open what the training needed."""
-        outcome = f"{type(exception).__name__}: {first_line(str(exception))}"
-        self.connection.close(outcome, is_success=False)
+        """Disconnect from the data hosts: after an exception Lightning does not call ``teardown``."""
+        self.connection.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Disconnect from the data hosts, unless they are those of a job, which may have more to do."""
         if self.connection.closes_on_teardown:
-            self.connection.close("finished", is_success=True)
+            self.connection.close()
 
 
 class _ProcessLoader:

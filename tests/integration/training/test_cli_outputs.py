@@ -112,12 +112,11 @@ class TestModel:
             f"--model.credentials={secret}",
             "--model.token={dim: 3}",
             "--model.options={a: [{password: S3CR3T, port: 3}], tokenizer: bert}",
-            "--data_service.token=S3CR3T",
             "--trainer.logger=CSVLogger",
             f"--trainer.logger.save_dir={tmp_path / 'logs'}",
             model=HubModel,
         )
-        assert cli.model.given[0] == cli.data_service.token == "S3CR3T"
+        assert cli.model.given[0] == "S3CR3T"
         assert str(cli.model.given[1]) == str(secret)
         assert cli.model.given[3]["a"] == [{"password": "S3CR3T", "port": 3}]
         config = yaml.safe_load((host.model_dir / "config.yaml").read_text())["model"]
