@@ -1,4 +1,4 @@
-"""The preparation of a training process: clean variables, marked errors, the table of hosts, a clean exit."""
+"""The preparation of a training process: clean variables, the table of hosts, the reason of a failure, a clean exit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from lightning_sm.job.rank_starter import RankStarter, host_variables, stray_var
 from lightning_sm.job.variables import RANK_ZERO_PID
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.group_exit import leave_at_exit, stay_at_exit
-from lightning_sm.training.known_warnings import hide_known_warnings
-from lightning_sm.training.rank_marks import mark_errors
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
 
     - shows the log lines of ``lightning_sm``, and the table of hosts once Lightning has asked for ranks;
     - removes rank variables that neither SageMaker nor the launcher has set, with a warning;
-    - tells Lightning's log the rank, and marks uncaught exceptions and warnings with it;
+    - tells Lightning's log the rank;
     - tells the launcher of the exception that ends this process;
     - points NCCL and Gloo at the job's network interface;
     - sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would, while Lightning runs;
@@ -84,8 +82,6 @@ class PreparedProcess:
         show_log_lines()
         self._undo.callback(setattr, rank_zero_only, "rank", rank_zero_only.rank)  # type: ignore[attr-defined]
         self._report_failures()
-        self._undo.callback(mark_errors(lambda: rank_of_several(self._environment)))
-        self._undo.callback(hide_known_warnings())
         self._remove_stray_variables()
         self._export_interface()
         leave_at_exit()
@@ -137,7 +133,6 @@ class PreparedProcess:
             world_size: The number of all processes.
         """
         if self._pid != os.getpid():
-            hide_known_warnings()
             self._report_failures()
         self.announce(environment, world_size // environment.num_nodes)
         # Not before Lightning has started the other local ranks, which would inherit the rank of this process.

@@ -36,7 +36,6 @@ LIGHTNING = [
         ["_callback_metrics"],
         ["training/callbacks/mid_epoch.py"],
     ),
-    (f"{DISTRIBUTION}.utilities", ["_pytree"], ["training/known_warnings.py"]),
     (
         f"{DISTRIBUTION}.plugins.io.wrapper:_WrappingCheckpointIO",
         ["_checkpoint_io"],
