@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.job.uploads import files_of
-from lightning_sm.training.checkpoints.fits import Fit, MadeTrainer, model_size
+from lightning_sm.training.checkpoints.fits import Fit
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts
 from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.searches import save_searched
@@ -104,8 +105,7 @@ class SpotCheckpoint(Checkpoint):
         self._check_every_s = check_every_s
         self._keep = max(2, keep)
         self._job = SageMakerJob.from_environment()
-        self._trainer = MadeTrainer.here()
-        self._fit = Fit(self._trainer, number=0, model="")
+        self._fit = Fit.before_first()
         self._owner = os.getpid()
         self._process: OwnProcess | None = None
         self._is_fit = True
@@ -128,7 +128,7 @@ class SpotCheckpoint(Checkpoint):
         self._is_fit = stage == "fit"
         self._run = _Run.TRAINING if self._is_fit else _Run.EVALUATION
         if self._is_fit:
-            self._fit = Fit(self._trainer, self._fit.number + 1, model_size(pl_module))
+            self._fit = replace(self._fit, number=self._fit.number + 1)
             if self._job is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 for address in object_stores(trainer):
                     logger.warning(

@@ -13,7 +13,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import files_of, is_ignored
-from lightning_sm.training.checkpoints.fits import Fit, StatedFit, are_of_fit, is_unknown_here
+from lightning_sm.training.checkpoints.fits import Fit, may_resume
 from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint, inert_pickle
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def job_facts(job: SageMakerJob, fit: Fit, *, is_ending: bool = False, is_interr
         is_ending: Whether a callback such as ``EarlyStopping`` has ended the fit.
         is_interruption: Whether it is saved because of an interruption, after all hooks of its step.
     """
-    facts = {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri, "fit": fit.saved()}
+    facts = {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri, "fit": asdict(fit)}
     marks = {"is_ending": is_ending, "is_interruption": is_interruption}
     return {**facts, **{name: True for name, is_set in marks.items() if is_set}}
 
@@ -139,6 +139,17 @@ class FoundCheckpoint:
     job: Mapping[str, Any] | None = None
     fault: str | None = None
     host: int = 0
+
+    @property
+    def job_name(self) -> str | None:
+        """The name of that job, if it is known."""
+        name: str | None = (self.job or {}).get("name")
+        return name
+
+    @property
+    def fit(self) -> Fit | None:
+        """Which of the fits of that job's script it is from, if it says so."""
+        return Fit.of((self.job or {}).get("fit"))
 
 
 class _UnusableError(Exception):
@@ -381,23 +392,15 @@ def _checked(reading: FoundCheckpoint, job: SageMakerJob | None) -> FoundCheckpo
     return reading if fault is None else replace(reading, fault=fault, progress=())
 
 
-def _of_fit(readings: Sequence[FoundCheckpoint], fit: Fit, job: SageMakerJob | None) -> list[FoundCheckpoint]:
-    """Return the readings without those of the script's other fits."""
-    stated = []
-    for reading in readings:
-        facts = reading.job or {}
-        stated.append(StatedFit(reading.path, facts.get("name"), Fit.of(facts.get("fit"))))
-    of_fit = are_of_fit(stated, fit, None if job is None else job.name)
-    unknown = [one for one, is_own in zip(stated, of_fit, strict=True) if not is_own and is_unknown_here(one.fit)]
-    if unknown and not any(one.fit is not None and is_own for one, is_own in zip(stated, of_fit, strict=True)):
-        logger.warning(
-            "%s starts from the beginning: it has no checkpoint. %s is from %s, which this attempt of the script has "
-            "not made.",
-            fit,
-            unknown[-1].path,
-            unknown[-1].fit,
-        )
-    return [reading for reading, is_own in zip(readings, of_fit, strict=True) if is_own]
+def _of_fit(readings: Sequence[FoundCheckpoint], own: Fit, job: SageMakerJob | None) -> list[FoundCheckpoint]:
+    """Return the readings without those of the script's other fits; one that states no fit is of any."""
+    kept = []
+    for one in readings:
+        of_job = [other.fit for other in readings if other.job_name == one.job_name and other.fit is not None]
+        is_own_job = job is not None and one.job_name == job.name is not None
+        if one.fit is None or may_resume(own, one.fit, of_job, is_own_job=is_own_job):
+            kept.append(one)
+    return kept
 
 
 def _brief(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.training.checkpoints import newest as newest_module
-from lightning_sm.training.checkpoints.fits import Fit, MadeTrainer
+from lightning_sm.training.checkpoints.fits import Fit
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint
 from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint
 from tests.fakes.small_app import SmallData, SmallModel, make_trainer
@@ -47,7 +47,7 @@ def a_job(name="job-1", uri="s3://bucket/ck"):
 
 def a_fit(place="train.py:10", *, order=1, number=1):
     """A fit of the first Trainer that is made at a place."""
-    return Fit(MadeTrainer(place, 1, order), number, "Net")
+    return Fit(place, 1, order, number)
 
 
 def train(folder, max_epochs=2, **arguments):
@@ -545,7 +545,7 @@ def test_a_link_inside_stands_for_its_file(tmp_path, warnings_of):
 
 def test_facts_of_a_job_go_into_checkpoints():
     """They are the job's name, its S3 address and the fit, which can be loaded with weights_only."""
-    fit = {"trainer": {"place": "train.py:10", "repeat": 1, "order": 1}, "number": 2, "model": "Net"}
+    fit = {"place": "train.py:10", "repeat": 1, "order": 1, "number": 2}
     expected = {"name": "job-1", "checkpoint_s3_uri": "s3://bucket/ck", "fit": fit}
     assert job_facts(a_job(), a_fit(number=2)) == expected
     assert job_facts(a_job(None, None), a_fit(number=2)) == {**expected, "name": None, "checkpoint_s3_uri": None}
@@ -559,7 +559,7 @@ def test_only_checkpoints_of_the_same_fit_are_taken(tmp_path, warnings_of):
     assert warnings_of() == []
     assert newest_path(tmp_path, a_job(), fit=a_fit(number=2)) is None
     unknown = save(tmp_path / "unknown.ckpt", step=3)
-    save(tmp_path / "strange.ckpt", step=4, facts={**job_facts(a_job(), a_fit()), "fit": {"trainer": 5}})
+    save(tmp_path / "strange.ckpt", step=4, facts={**job_facts(a_job(), a_fit()), "fit": {"place": 5}})
     assert newest_path(tmp_path, a_job(), fit=a_fit()) == tmp_path / "strange.ckpt"
     (tmp_path / "strange.ckpt").unlink()
     assert newest_path(tmp_path, a_job(), fit=a_fit()) == unknown
