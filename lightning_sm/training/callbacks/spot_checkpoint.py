@@ -127,24 +127,16 @@ class SpotCheckpoint(Checkpoint):
         self._owner = os.getpid()
         self._is_fit = stage == "fit"
         self._run = _Run.TRAINING if self._is_fit else _Run.EVALUATION
-        if self._is_fit:
-            self._fit = replace(self._fit, number=self._fit.number + 1)
-            if self._job is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                for address in object_stores(trainer):
-                    logger.warning(
-                        "No attempt of the job resumes from %s, the dirpath of a callback. Leave dirpath out: "
-                        "checkpoints then go to the job's checkpoint folder, which SageMaker uploads.",
-                        address,
-                    )
-                folder = self._job.checkpoint_dir or self._dirpath
-                # A host's output folder starts empty, and its name differs between hosts: nothing resumes from it.
-                if not folder.is_relative_to(self._job.host_output_dir):
-                    CheckpointLoader.of(trainer, self._job).resume_from_latest(folder, self._fit)
         # Lightning kills rank 0 of a host when another local rank exits with a code other than 0, and the parent of
         # workers (ddp_spawn) raises an error: exit with 0 there.
         self._is_worker = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
         is_child = self._is_worker or RankStart.detect(os.environ, os.getppid()).launcher is RankStarter.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
+        self._handle_signals(trainer)
+        if self._is_fit:
+            self._resume(trainer)
+
+    def _handle_signals(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             logger.warning("SpotCheckpoint is inactive: only the main thread handles signals. Run the Trainer there.")
             return
@@ -156,6 +148,22 @@ class SpotCheckpoint(Checkpoint):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         # Lightning runs this method before our SIGTERM handler. Its own version makes a collective call.
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
+
+    def _resume(self, trainer: Any) -> None:
+        """Let the fit that begins resume from the latest checkpoint of its own, if a later attempt can find one."""
+        self._fit = replace(self._fit, number=self._fit.number + 1)
+        if self._job is None or trainer.fast_dev_run:
+            return
+        for address in object_stores(trainer):
+            logger.warning(
+                "No attempt of the job resumes from %s, the dirpath of a callback. Leave dirpath out: checkpoints then "
+                "go to the job's checkpoint folder, which SageMaker uploads.",
+                address,
+            )
+        folder = self._job.checkpoint_dir or self._dirpath
+        # A host's output folder starts empty, and its name differs between hosts: nothing resumes from it.
+        if not folder.is_relative_to(self._job.host_output_dir):
+            CheckpointLoader.of(trainer, self._job).resume_from_latest(folder, self._fit)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         if os.getpid() != self._owner:

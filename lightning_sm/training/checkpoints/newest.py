@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import files_of, is_ignored
 from lightning_sm.training.checkpoints.fits import Fit, may_resume
@@ -60,10 +61,9 @@ def newest_checkpoint(
     job: SageMakerJob | None = None,
     *,
     fit: Fit | None = None,
-    is_own: bool = False,
     gather: Gather = lambda own: [own],
 ) -> FoundCheckpoint | None:
-    """Find the valid checkpoint with the most progress.
+    """Find the valid checkpoint with the most progress; those of ``job`` itself come before those of earlier jobs.
 
     Candidates are files, and folders of torch.distributed.checkpoint and DeepSpeed, that are named ``*.ckpt`` at any
     depth and are neither hidden nor unfinished. Hosts with the same files find the same checkpoint. A warning names
@@ -78,30 +78,24 @@ def newest_checkpoint(
         job: The current job. Checkpoints of another job with another S3 address, which a warm pool may leave behind,
             are invalid. None accepts checkpoints of any job.
         fit: Which of the script's fits is to resume; checkpoints of other fits do not count. None accepts all.
-        is_own: Whether to accept only checkpoints of ``job`` itself, from an earlier attempt.
         gather: Returns a value of this host and of all others that call this function at the same time, in the order
             of hosts: the hosts then judge all their files together. By default, this host has all files.
 
     Returns:
-        The checkpoint; None if there is no valid one.
-
-    Raises:
-        CheckpointError: It is unclear which fit a checkpoint is of.
+        The checkpoint, which may have a ``doubt``; None if there is no valid one.
     """
     paths = [] if folder is None else sorted(_candidates(Path(folder)))
     sizes = _joined(gather({str(path): _sizes(path) for path in paths if path.is_dir()}))
     own = [_read(path, partial(_contents, path, job, sizes.get(str(path), {}))) for path in paths]
     readings = _best_of_each([replace(one, host=host) for host, found in enumerate(gather(own)) for one in found])
-    if is_own:
-        readings = [one for one in readings if one.job is not None and job is not None and one.job["name"] == job.name]
     readings = [_checked(reading, job) for reading in readings]
     if fit is not None:
         readings = _of_fit(readings, fit, job)
-    best = _best(readings)
+    best = _best(readings, job)
     # Every host compares its own copy: one that is damaged would count as equal to the others.
     while best is not None and (damage := next(filter(None, gather(_damage(best.path))), None)) is not None:
         readings = [replace(one, fault=damage) if one is best else one for one in readings]
-        best = _best(readings)
+        best = _best(readings, job)
     for reading in readings:
         if reading.fault is None:
             continue
@@ -111,13 +105,13 @@ def newest_checkpoint(
             step = best.progress[0]
             logger.warning("%s %s. Using %s of step %d instead.", reading.path, reading.fault, best.path, step)
     if readings and best is None:
-        logger.warning("No checkpoint in %s is valid: training starts from the beginning.", folder)
+        logger.warning("No checkpoint in %s is valid.", folder)
     return best
 
 
-def _best(readings: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
+def _best(readings: Sequence[FoundCheckpoint], job: SageMakerJob | None) -> FoundCheckpoint | None:
     valid = [reading for reading in readings if reading.fault is None]
-    return max(valid, key=lambda one: one.progress, default=None)
+    return max(valid, key=lambda one: (one.is_of(job), one.progress), default=None)
 
 
 @dataclass(frozen=True)
@@ -130,6 +124,7 @@ class FoundCheckpoint:
         progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
         job: Its ``job_facts``, which identify the job that wrote it; None if it has none.
         fault: Why training cannot resume from it; None if it is valid.
+        doubt: Why it is unclear whether it is of the fit that is to resume; None if that is clear.
         host: Number of the host that has read it, in the order of hosts.
     """
 
@@ -138,6 +133,7 @@ class FoundCheckpoint:
     progress: tuple[int, ...] = ()
     job: Mapping[str, Any] | None = None
     fault: str | None = None
+    doubt: str | None = None
     host: int = 0
 
     @property
@@ -145,6 +141,10 @@ class FoundCheckpoint:
         """The name of that job, if it is known."""
         name: str | None = (self.job or {}).get("name")
         return name
+
+    def is_of(self, job: SageMakerJob | None) -> bool:
+        """Return whether an attempt of this job wrote it."""
+        return job is not None and self.job is not None and self.job_name == job.name
 
     @property
     def fit(self) -> Fit | None:
@@ -398,8 +398,11 @@ def _of_fit(readings: Sequence[FoundCheckpoint], own: Fit, job: SageMakerJob | N
     for one in readings:
         of_job = [other.fit for other in readings if other.job_name == one.job_name and other.fit is not None]
         is_own_job = job is not None and one.job_name == job.name is not None
-        if one.fit is None or may_resume(own, one.fit, of_job, is_own_job=is_own_job):
-            kept.append(one)
+        try:
+            if one.fit is None or may_resume(own, one.fit, of_job, is_own_job=is_own_job):
+                kept.append(one)
+        except CheckpointError as error:
+            kept.append(replace(one, doubt=str(error)))
     return kept
 
 

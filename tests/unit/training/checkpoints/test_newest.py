@@ -29,7 +29,7 @@ from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_
 from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint
 from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
-_BEGINNING = "training starts from the beginning"
+_BEGINNING = "is valid"
 
 
 def newest_path(*args, **options):
@@ -562,18 +562,19 @@ def test_only_checkpoints_of_the_same_fit_are_taken(tmp_path, warnings_of):
     save(tmp_path / "strange.ckpt", step=4, facts={**job_facts(a_job(), a_fit()), "fit": {"place": 5}})
     assert newest_path(tmp_path, a_job(), fit=a_fit()) == tmp_path / "strange.ckpt"
     (tmp_path / "strange.ckpt").unlink()
+    assert newest_path(tmp_path, a_job(), fit=a_fit()) == first
+    first.unlink()
     assert newest_path(tmp_path, a_job(), fit=a_fit()) == unknown
 
 
-def test_own_checkpoints_are_those_of_the_same_job(tmp_path, warnings_of):
-    """Whoever asks for the job's own checkpoints hears nothing of others, not even of invalid ones."""
-    save(tmp_path / "old.ckpt", step=4)
-    save(tmp_path / "before.ckpt", step=3, facts=job_facts(a_job("job-0"), a_fit()))
-    (tmp_path / "broken.ckpt").write_bytes(b"")
-    assert newest_path(tmp_path, a_job(), is_own=True) is None
+def test_a_checkpoint_of_the_same_job_comes_first(tmp_path):
+    """Others may have more progress: an earlier job at the same address, or a job that says nothing of itself."""
+    before = save(tmp_path / "before.ckpt", step=4, facts=job_facts(a_job("job-0"), a_fit()))
+    save(tmp_path / "old.ckpt", step=3)
+    assert not newest_checkpoint(tmp_path, a_job()).is_of(a_job())
     own = save(tmp_path / "own.ckpt", step=1, facts=job_facts(a_job(), a_fit()))
-    assert newest_path(tmp_path, a_job(), is_own=True) == own
-    assert warnings_of() == []
+    assert newest_checkpoint(tmp_path, a_job()).is_of(a_job())
+    assert (newest_path(tmp_path, a_job()), newest_path(tmp_path)) == (own, before)
 
 
 @pytest.mark.parametrize(
