@@ -82,8 +82,8 @@ class CheckpointLoader:
             if trainer.is_global_zero:
                 instead = "" if checkpoint_path is None else f" It takes precedence over ckpt_path={checkpoint_path}."
                 logger.info("Resuming from %s, the latest valid checkpoint of the job.%s", chosen.path, instead)
-            # Load as newest_checkpoint did. Lightning 2.5 has no such parameter, and loads all files with False.
-            if chosen.has_objects and "weights_only" in inspect.signature(self._load).parameters:
+            # What states its job may hold objects. Lightning 2.5 has no such parameter, and loads all files with False.
+            if chosen.job is not None and "weights_only" in inspect.signature(self._load).parameters:
                 options["weights_only"] = False
             explain_misfit(connector, str(chosen.path))
             self._load_on_all_hosts(str(chosen.path), options, chosen.host)
