@@ -9,7 +9,7 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,11 @@ from lightning_sm._lightning import (
     rank_zero_only,
 )
 from lightning_sm._unlisted import UnlistedCallback
-from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import files_of
 from lightning_sm.job.variables import MODEL, Model
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
-from lightning_sm.training.checkpoints.durable_io import LARGER_VOLUME, first_line, free_space, is_disk_full
+from lightning_sm.training.checkpoints.durable_io import disk_errors_explained
 from lightning_sm.training.checkpoints.sharded import gather_weights, has_index, holders, lacks_shards, remove_folder
 from lightning_sm.training.rank_barrier import wait_for_all_ranks
 
@@ -119,7 +118,8 @@ class JobOutputs(UnlistedCallback):
         """Export the best model."""
         if self._model is Model.NONE:
             return
-        with self._full_disk_explained():
+        less = f" If it is full, {MODEL.name}={Model.WEIGHTS.value} needs less." if self._model is Model.FULL else ""
+        with disk_errors_explained("model", self._model_dir, f"The checkpoints are intact.{less}"):
             held = self._export(trainer)
         wait_for_all_ranks("export the model")
         if held is not None and trainer.local_rank == 0:
@@ -143,19 +143,6 @@ class JobOutputs(UnlistedCallback):
             name = MODEL_CHECKPOINT if self._model is Model.FULL else MODEL_STATE_DICT
             logger.info("model: %s (from %s)", self._model_dir / name, source)
         return held
-
-    @contextmanager
-    def _full_disk_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            if isinstance(error, CheckpointError) or not is_disk_full(error):
-                raise
-            less = f", or set {MODEL.name}={Model.WEIGHTS.value}" if self._model is Model.FULL else ""
-            raise CheckpointError(
-                f"The model was not written to {self._model_dir}: {first_line(error)}. {free_space(self._model_dir)}. "
-                f"To keep it, {LARGER_VOLUME}{less}. The checkpoints are intact."
-            ) from error
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Export the best model so far if the job is stopped and its checkpoint is saved, without collective calls.
