@@ -238,7 +238,7 @@ class TestModel:
         caplog.set_level("INFO", "lightning_sm")
         fit(host, *argument, trainer_defaults={"plugins": [FolderIO()]}, save_config_callback=None)
         assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
-        assert "pytorch_lightning.utilities.consolidate_checkpoint" in caplog.text
+        assert "dcp_to_torch model.ckpt model.pt" in caplog.text
 
     def test_a_deepspeed_checkpoint_is_exported_with_its_subfolder(self, host, caplog):
         """All its files, with the command that makes plain weights of them."""

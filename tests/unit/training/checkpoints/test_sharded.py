@@ -9,7 +9,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.checkpoints.durable_io import make_durable
-from lightning_sm.training.checkpoints.sharded import holders, install_shard_hooks
+from lightning_sm.training.checkpoints.sharded import install_shard_hooks
 
 
 @pytest.fixture
@@ -116,11 +116,3 @@ def test_an_exported_model_keeps_its_shards(tmp_path, strategy_of, monkeypatch):
     monkeypatch.setattr(ModelParallelStrategy, "save_checkpoint", save)
     strategy_of(0, 0).save_checkpoint({"global_step": 2}, str(last))
     assert (tmp_path / "model").read_bytes() == b"a shard of rank 8"
-
-
-def test_the_files_of_the_services_agent_are_not_part_of_a_checkpoint(tmp_path):
-    """They lie beside each shard, and would be exported with the model."""
-    path = sharded(tmp_path, "1.ckpt")
-    for ending in ("uploading", "uploaded", "ignore"):
-        (path / f"__8_0.distcp.sagemaker-{ending}").touch()
-    assert holders(path) == {"__8_0.distcp": 0}
