@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         GradientAccumulationScheduler,
         LearningRateFinder,
         ModelCheckpoint,
-        OnExceptionCheckpoint,
         ProgressBar,
         StochasticWeightAveraging,
         WeightAveraging,
@@ -74,7 +73,7 @@ else:
     _NAMES = {
         DISTRIBUTION: "Callback LightningDataModule LightningModule Trainer",
         f"{DISTRIBUTION}.callbacks": "BatchSizeFinder Checkpoint GradientAccumulationScheduler LearningRateFinder "
-        "ModelCheckpoint OnExceptionCheckpoint ProgressBar StochasticWeightAveraging WeightAveraging",
+        "ModelCheckpoint ProgressBar StochasticWeightAveraging WeightAveraging",
         f"{DISTRIBUTION}.cli": "ArgsType LightningArgumentParser LightningCLI",
         f"{DISTRIBUTION}.loggers": "CSVLogger TensorBoardLogger WandbLogger",
         f"{DISTRIBUTION}.loggers.logger": "DummyLogger",

@@ -41,11 +41,7 @@ LIGHTNING = [
         ["_checkpoint_io"],
         ["training/checkpoints/durable_io.py"],
     ),
-    (
-        f"{DISTRIBUTION}:Trainer",
-        ["_checkpoint_connector"],
-        ["training/callbacks/failing_rank.py", "training/checkpoints/resume.py"],
-    ),
+    (f"{DISTRIBUTION}:Trainer", ["_checkpoint_connector"], ["training/checkpoints/resume.py"]),
     (
         f"{DISTRIBUTION}.trainer.connectors.checkpoint_connector:_CheckpointConnector",
         ["_ckpt_path", "_loaded_checkpoint"],
