@@ -57,7 +57,7 @@ class CheckpointLoader:
         allow_searches(self._trainer)
         found = None
         leaders = HostLeaders(self._trainer)
-        if leaders.takes_part:
+        if leaders.is_leader:
             found = newest_checkpoint(folder, self._job, fit=fit, gather=leaders.gather)
         self._chosen = self._trainer.strategy.broadcast(found)
         if self._chosen is not None:
