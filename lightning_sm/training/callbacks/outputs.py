@@ -120,7 +120,7 @@ class JobOutputs(UnlistedCallback):
                 best = trainer.strategy.broadcast(str(self._incoming(MODEL_CHECKPOINT)))
                 trainer.save_checkpoint(best)  # a collective call for sharded strategies
             self._export(trainer, best)
-        wait_for_all_ranks("export the model")
+        wait_for_all_ranks()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Export the best model so far if the job is stopped and its checkpoint is saved, without collective calls.

@@ -120,10 +120,10 @@ def on_every_host(trainer: Any, path: Any, folder: Path, holder: int = 0) -> Ite
     try:
         if leaders.is_leader:
             transfer.receive_files()
-        wait_for_all_ranks("receive the checkpoint")
+        wait_for_all_ranks()
         with _fetched_shards(transfer):
             yield type(path)(transfer.view)
-        wait_for_all_ranks("load the checkpoint")
+        wait_for_all_ranks()
     finally:
         transfer.remove()
 
@@ -249,7 +249,7 @@ def _fetched_shards(transfer: _Transfer) -> Iterator[None]:
             needed = of_all_ranks({(place.relative_path, place.offset, place.length) for place in places})
             if transfer.leaders.is_leader:
                 transfer.fetch(transfer.leaders.by_host(needed))
-            wait_for_all_ranks("receive shards of the checkpoint")
+            wait_for_all_ranks()
         return read(reader, plan, planner)
 
     FileSystemReader.read_data = fetch_and_read  # type: ignore[assignment,method-assign]
