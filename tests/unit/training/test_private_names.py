@@ -158,7 +158,7 @@ OF_OTHERS = {
     },
     "data/trainer/remote_loader.py": {"_iterator"},  # the same
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
-    "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch
+    "training/checkpoints/kept_state.py": {"_local_tensor"},  # torch
     "training/rank_barrier.py": {"_get_default_store"},  # torch
     "training/strategies/pipeline/effects.py": {  # torchmetrics
         *("_computed", "_defaults", "_forward_cache", "_update_count"),
