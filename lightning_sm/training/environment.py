@@ -16,7 +16,6 @@ from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import RANK_ZERO_PID
 from lightning_sm.training import cluster_checks
 from lightning_sm.training.mpi_host import main_host_of_mpi
 
@@ -41,8 +40,8 @@ class SageMakerEnvironment(ClusterEnvironment):
         prepare_process(environment)
         Trainer(plugins=[environment], num_nodes=environment.num_nodes)
 
-    ``prepare_process`` sets what the process needs besides its ranks. Without it, ranks are the same, but rank
-    variables of unknown origin are an error instead of being removed.
+    ``prepare_process`` sets what the process needs besides its ranks. It also removes rank variables of unknown origin,
+    which Lightning would believe without it.
 
     Every trainer process must build one. In an mpirun script that uses mpi4py, the constructor makes a collective call:
     rank 0 tells the others its host. If a property made it on first read, it would hang when only some ranks read it.
@@ -90,7 +89,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         # torchrun's port comes first: its agent already listens there.
         self._main_port = self.start.main_port or main_port or self.topology.main_port
         self._resolve_timeout_s = resolve_timeout_s
-        cluster_checks.check_launcher(self.start, job, self.topology)
+        cluster_checks.check_launcher(self.start, self.topology)
         self.main_host = main_host_of_mpi(self.start, job, self.topology) if is_mpi else self.topology.main_host
         self.listener: RunListener | None = None
         self._global_rank: int | None = None
@@ -121,8 +120,7 @@ class SageMakerEnvironment(ClusterEnvironment):
     def creates_processes_externally(self) -> bool:
         """Whether the local ranks are already running: another launcher or Lightning itself started them.
 
-        Lightning sets ``LOCAL_RANK`` when it starts them; a stray one was removed by ``prepare_process``, or is an
-        error of ``set_world_size``, which Lightning calls before it starts any.
+        Lightning sets ``LOCAL_RANK`` when it starts them; ``prepare_process`` removes a stray one.
         """
         return self.start.launcher is not RankStarter.PLAIN or "LOCAL_RANK" in os.environ
 
@@ -165,13 +163,9 @@ class SageMakerEnvironment(ClusterEnvironment):
             size: ``num_nodes`` x ``devices``.
 
         Raises:
-            TopologyError: The size contradicts the trainer hosts, the launcher or a variable of unknown origin; the
-                message has the table of hosts.
+            TopologyError: The size contradicts the trainer hosts or the launcher; the message has the table of hosts.
         """
         cluster_checks.check_world_size(self, size, self._global_rank)
-        # Later, and in processes that Lightning starts, such variables are Lightning's own.
-        if self._world_size is None and self.listener is None and RANK_ZERO_PID.read(os.environ) != os.getpid():
-            cluster_checks.check_variables(self, size, os.environ)
         self._world_size = size
         if self.listener is not None:
             self.listener.begin_run(self, size)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sm._lightning import Callback, ClusterEnvironment, MultiProcessingLauncher, Trainer
+from lightning_sm._lightning import Callback, ClusterEnvironment, Trainer
 from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.callbacks.failing_rank import FailingRank
@@ -22,7 +22,6 @@ from lightning_sm.training.callbacks.step_times import StepTimes
 from lightning_sm.training.checkpoints.durable_io import make_durable
 from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.sharded import install_shard_hooks
-from lightning_sm.training.cluster_checks import check_launcher_of_ranks
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.loggers import continue_runs
 from lightning_sm.training.process import prepare_process
@@ -82,8 +81,7 @@ class TrainerSetup:
         """Add what needs the finished Trainer.
 
         Raises:
-            TopologyError: The Trainer, which a function of the user's made, did not get the cluster environment; or its
-                strategy would start local ranks that have been started.
+            TopologyError: The Trainer, which a function of the user's made, did not get the cluster environment.
         """
         used = getattr(trainer.strategy, "cluster_environment", None)
         if self._environment.num_nodes > 1 and not isinstance(used, SageMakerEnvironment):
@@ -107,8 +105,6 @@ class TrainerSetup:
             callbacks.append(SpotCheckpoint(self._job.checkpoint_dir or self._job.host_output_dir / "checkpoints"))
         # Only now is an environment of the user's own known.
         environment = used if isinstance(used, SageMakerEnvironment) else self._environment
-        starts_ranks = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
-        check_launcher_of_ranks(environment, starts_ranks=starts_ranks)
         prepare_process(environment).announce(environment, trainer.num_devices)
 
     def _with_environment(self, plugins: Sequence[Any], strategy: Any) -> list[Any]:
