@@ -26,7 +26,6 @@ from lightning_sm._lightning import (
     Trainer,
     WeightAveraging,
 )
-from lightning_sm.errors import CheckpointError
 from lightning_sm.job.control_folder import OwnProcess, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.failure_file import report_failures
@@ -44,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # SIGUSR2 from our launcher; SIGTERM from launchers that know no other (torchrun, mpirun, the stock toolkit).
 STOP_SIGNALS = (GENTLE_SIGNAL, signal.SIGTERM)
+# Target time between two exchanges of flags, in seconds; slow steps make it longer.
+_CHECK_EVERY_S = 1.0
 _NAME = re.compile(r"interrupted-epoch=(?P<epoch>\d+)-step=(?P<step>\d+)\.ckpt")
 
 
@@ -92,18 +93,14 @@ class SpotCheckpoint(Checkpoint):
 
     Args:
         dirpath: Folder for the checkpoint.
-        check_every_s: Target time between two exchanges of flags, in seconds; slow steps make it longer.
-        keep: Number of checkpoints of this callback to keep. At least 2: the latest may not be fully uploaded.
 
     Attributes:
         saved: The checkpoint of the interruption, once all ranks have saved it.
     """
 
-    def __init__(self, dirpath: str | Path, check_every_s: float = 1.0, keep: int = 2) -> None:
+    def __init__(self, dirpath: str | Path) -> None:
         super().__init__()
         self._dirpath = Path(dirpath)
-        self._check_every_s = check_every_s
-        self._keep = max(2, keep)
         self._job = SageMakerJob.from_environment()
         self._fit = Fit.before_first()
         self._owner = os.getpid()
@@ -189,19 +186,7 @@ class SpotCheckpoint(Checkpoint):
             os.write(2, f"{signal.Signals(signum).name}: {self._run.value}\n".encode())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that all ranks start at the same step, and correct how Lightning resumes before an epoch's first batch.
-
-        Raises:
-            CheckpointError: They do not.
-        """
-        own = (trainer.current_epoch, trainer.global_step)
-        main = trainer.strategy.broadcast(own)
-        (num_different,) = self._sums(trainer, own != main)
-        if num_different > 0:
-            raise CheckpointError(
-                f"Rank {trainer.global_rank} starts at epoch {own[0]}, step {own[1]}, but rank 0 at epoch {main[0]}, "
-                f"step {main[1]}. The file that ckpt_path names differs between the hosts: copy one to all of them."
-            )
+        """Correct how Lightning resumes before an epoch's first batch."""
         epoch_loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop.restarted_mid_epoch and epoch_loop.batch_progress.current.ready == 0:
             epoch_loop.restarting = False  # else Lightning continues as after a step: it validates, or ends the epoch
@@ -275,7 +260,7 @@ class SpotCheckpoint(Checkpoint):
         """Exchange flags if it is time, and if any rank was signalled, save a checkpoint and exit."""
         num_signalled = float(self._signalled_at is not None)
         if trainer.world_size > 1:
-            pace = self._paces.setdefault(moment, Pace(self._check_every_s, trainer.world_size))
+            pace = self._paces.setdefault(moment, Pace(_CHECK_EVERY_S, trainer.world_size))
             if not pace.tick():
                 return
             num_signalled, sum_ms = self._sums(trainer, num_signalled, pace.ms_per_tick(time.monotonic()))
@@ -366,17 +351,12 @@ class SpotCheckpoint(Checkpoint):
         return path
 
     def _note_saved(self, trainer: Trainer, files: list[Path]) -> None:
-        """Tell the launcher that this host is ready for its end: if it was not the one to be stopped, it stays longer.
-
-        Args:
-            trainer: The Trainer.
-            files: The files of this host that belong to the checkpoint.
-        """
+        """Tell the launcher that this host is ready for its end, and which files of the checkpoint it has."""
         if self._process is not None and trainer.local_rank == 0:
             self._process.note_saved(files)
 
     def _remove_older_than(self, step: int, epoch: int) -> None:
-        """Remove the checkpoints before this step and epoch, except for the furthest ``keep - 1``.
+        """Remove the checkpoints before this step and epoch but for the furthest: the new one may not be uploaded yet.
 
         Names decide: after a restart, file times are those of the download. Checkpoints beyond this step are kept,
         because they come from another job, or from before a rollback.
@@ -387,7 +367,7 @@ class SpotCheckpoint(Checkpoint):
             # The epoch counts, too: the last step of an epoch is also the step at the start of the next.
             if match is not None and (int(match["step"]), int(match["epoch"])) < (step, epoch):
                 older.append((int(match["step"]), int(match["epoch"]), path))
-        for _, _, path in sorted(older)[: 1 - self._keep]:
+        for _, _, path in sorted(older)[:-1]:
             # Hosts with a shared folder remove the same files.
             remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
 
