@@ -35,7 +35,6 @@ from lightning_sm.job.control_folder import note_options_read
 from lightning_sm.job.facts import Channel, SageMakerJob
 from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.redaction import shown
-from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import HIDDEN_OPTIONS
 from lightning_sm.training.argument_parser import DATA_SERVICE, ScriptArgumentParser
@@ -78,8 +77,6 @@ class SageMakerCLI(LightningCLI):
         datamodule_class: As in ``LightningCLI``.
         channels: Maps channel names to arguments that the rule above does not reach: to a parameter of the DataModule,
             or to a dotted key such as ``model.weights``.
-        main_port: Port on which rank 0 listens. Default: derived from the job.
-        resolve_timeout_s: Seconds to wait for the main host's name to resolve.
         *args: Other positional arguments of ``LightningCLI``.
         **kwargs: Other keyword arguments of ``LightningCLI``.
 
@@ -97,8 +94,6 @@ class SageMakerCLI(LightningCLI):
         datamodule_class: Any = None,
         *args: Any,
         channels: Mapping[str, str] | None = None,
-        main_port: int | None = None,
-        resolve_timeout_s: float = RESOLVE_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         settings = inspect.signature(LightningCLI).bind(model_class, datamodule_class, *args, **kwargs).arguments
@@ -116,9 +111,7 @@ class SageMakerCLI(LightningCLI):
             if self.topology.role is Role.DATA:
                 show_log_lines()
             else:
-                self.environment = SageMakerEnvironment(
-                    self.job, main_port=main_port, resolve_timeout_s=resolve_timeout_s
-                )
+                self.environment = SageMakerEnvironment(self.job)
                 prepare_process(self.environment)
             # Without it, a resumed job fails because the config.yaml of its first attempt exists.
             settings["save_config_kwargs"] = {"overwrite": True, **(settings.get("save_config_kwargs") or {})}
@@ -190,12 +183,8 @@ class SageMakerCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         self._setup.complete(trainer)
         if self.topology.data_hosts:
-            fetch_from(trainer, self._connection_to(self.job))
+            fetch_from(trainer, ServiceConnection.of_job(self.job, self.topology, self.data_service))
         return trainer
-
-    def _connection_to(self, job: SageMakerJob) -> ServiceConnection:
-        """Return the connection to the data hosts of a job."""
-        return ServiceConnection.of_job(job, self.topology, self.data_service)
 
     def _configuration_to_save(self) -> str:
         """Return the configuration as YAML without secrets, and let the ``save_config_callback`` save none, either."""

@@ -48,9 +48,6 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     Args:
         job: The facts of the job. Default: read from this host.
-        main_port: Port on which rank 0 listens, unless torchrun chose one. Default: ``LIGHTNING_SM_MAIN_PORT``, else
-            derived from the job.
-        resolve_timeout_s: Seconds to wait for the main host's name to resolve.
 
     Attributes:
         job: The facts of the job.
@@ -64,13 +61,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         TopologyError: The hosts contradict each other or the launcher, or this host serves data.
     """
 
-    def __init__(
-        self,
-        job: SageMakerJob | None = None,
-        *,
-        main_port: int | None = None,
-        resolve_timeout_s: float = RESOLVE_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, job: SageMakerJob | None = None) -> None:
         super().__init__()
         job = job or SageMakerJob.from_environment()
         if job is None:
@@ -87,8 +78,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         node_rank = self.topology.node_rank  # raises on a data host, also where the launcher states a node rank
         self._node_rank = node_rank if self.start.node_rank is None else self.start.node_rank
         # torchrun's port comes first: its agent already listens there.
-        self._main_port = self.start.main_port or main_port or self.topology.main_port
-        self._resolve_timeout_s = resolve_timeout_s
+        self._main_port = self.start.main_port or self.topology.main_port
         cluster_checks.check_launcher(self.start, self.topology)
         self.main_host = main_host_of_mpi(self.start, job, self.topology) if is_mpi else self.topology.main_host
         self.listener: RunListener | None = None
@@ -137,7 +127,7 @@ class SageMakerEnvironment(ClusterEnvironment):
             return self.start.main_address
         addresses = self.job.addresses
         is_reporter = self.local_rank() == 0
-        wait_for_host(self.main_host, addresses, self._resolve_timeout_s, is_reporter=is_reporter)
+        wait_for_host(self.main_host, addresses, RESOLVE_TIMEOUT_S, is_reporter=is_reporter)
         if self.global_rank() == 0 and not torch.distributed.is_initialized():
             check_port_is_free(self._main_port, self.main_host)
         return addresses.get(self.main_host, self.main_host)

@@ -175,8 +175,7 @@ def test_environment_survives_pickling():
 
 
 def test_main_port_is_stated_or_derived_from_the_job():
-    """An argument comes before LIGHTNING_SM_MAIN_PORT, and that before the port of the job."""
-    assert SageMakerEnvironment(make_job(GROUP, main_port=12345), main_port=23456).main_port == 23456
+    """LIGHTNING_SM_MAIN_PORT comes before the port that follows from the job's name."""
     assert SageMakerEnvironment(make_job(GROUP, main_port=12345)).main_port == 12345
     derived = {SageMakerEnvironment(make_job(GROUP, host, name="job")).main_port for host in GROUP["gpu"]}
     assert len(derived) == 1
@@ -185,7 +184,7 @@ def test_main_port_is_stated_or_derived_from_the_job():
 def test_main_port_of_torchrun_comes_first():
     """The agent of torchrun listens on its own port, so that no other can be used."""
     os.environ.update(torchrun(0))
-    assert SageMakerEnvironment(make_job(GROUP), main_port=23456).main_port == 7777
+    assert SageMakerEnvironment(make_job(GROUP, main_port=23456)).main_port == 7777
 
 
 def test_main_port_under_mpirun_needs_no_job_name():
