@@ -75,21 +75,22 @@ class JobOutputs(UnlistedCallback):
             warnings.filterwarnings("ignore", rf"Checkpoint directory {folder}(/.*)? exists and is not empty")
 
     def route_checkpoints(self, trainer: Trainer) -> None:
-        """Set the folder of each ``ModelCheckpoint``.
+        """Set the folder of each checkpoint callback.
 
-        If the callback has none, it gets the checkpoint directory, if the job has one. A folder below the working
+        A ``ModelCheckpoint`` without one gets the checkpoint directory, if the job has one. A folder below the working
         directory moves below the checkpoint directory, or else below the host's output directory.
 
         Call it as soon as the Trainer exists: ``fit(ckpt_path="last")`` looks for the file before ``setup``.
         """
         for callback in trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint):
+            dirpath = getattr(callback, "dirpath", None)
+            if dirpath:
+                callback.dirpath = self._routed(str(dirpath))  # type: ignore[attr-defined]  # also of other classes
+            if not isinstance(callback, ModelCheckpoint) or self._job.checkpoint_dir is None:
                 continue
-            if callback.dirpath:
-                callback.dirpath = self._routed(str(callback.dirpath))
-            elif self._job.checkpoint_dir is not None:
+            if not dirpath:
                 callback.dirpath = str(self._job.checkpoint_dir)
-            if callback.save_last == "link" and self._job.checkpoint_dir is not None:
+            if callback.save_last == "link":
                 logger.info("ModelCheckpoint: save_last makes a copy, because SageMaker does not upload links.")
                 callback.save_last = True
 

@@ -337,11 +337,6 @@ class TestFolders:
         assert last.is_file()
         assert not last.is_symlink()
 
-    def test_the_folder_of_a_profiler(self, host):
-        """A relative dirpath of a profiler is below the host's folder."""
-        profiler = "{class_path: SimpleProfiler, init_args: {dirpath: profile, filename: times}}"
-        assert host.make(f"--trainer.profiler={profiler}").trainer.profiler.dirpath == str(host.output_dir / "profile")
-
     @pytest.mark.parametrize("argument", [[], ["--trainer.logger=true"]])
     def test_tensorboard_has_a_folder_of_its_own(self, host, argument):
         """With a TensorBoard output, events go where SageMaker uploads them during training."""
