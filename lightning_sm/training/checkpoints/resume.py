@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.checkpoints.fits import Fit
-from lightning_sm.training.checkpoints.misfit import explain_misfit
+from lightning_sm.training.checkpoints.misfit import explained, is_misfit
 from lightning_sm.training.checkpoints.newest import FoundCheckpoint, newest_checkpoint
 from lightning_sm.training.checkpoints.searches import allow_searches, restore_searched, skip_searches
 from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_host
@@ -33,7 +35,10 @@ class CheckpointLoader:
         self._load = self._connector.resume_start
         self._chosen: FoundCheckpoint | None = None
         self._restores_searched = False
+        self._chosen_path: str | None = None
         self._connector.resume_start = self._resume_start
+        for name in ("restore_model", "restore_training_state"):
+            setattr(self._connector, name, partial(self._restore, getattr(self._connector, name)))
 
     @classmethod
     def of(cls, trainer: Any, job: SageMakerJob) -> CheckpointLoader:
@@ -68,7 +73,7 @@ class CheckpointLoader:
     def _resume_start(self, checkpoint_path: Any = None, **options: Any) -> None:
         """Take the place of the connector's ``resume_start``, with which Lightning loads all checkpoints."""
         trainer, connector = self._trainer, self._connector
-        chosen, self._chosen = self._chosen, None
+        chosen, self._chosen, self._chosen_path = self._chosen, None, None
         restores_searched, self._restores_searched = self._restores_searched, False
         if trainer.state.fn != "fit":  # the fit has failed in between, and the script went on
             chosen, restores_searched = None, False
@@ -85,8 +90,8 @@ class CheckpointLoader:
             # What states its job may hold objects. Lightning 2.5 has no such parameter, and loads all files with False.
             if chosen.job is not None and "weights_only" in inspect.signature(self._load).parameters:
                 options["weights_only"] = False
-            explain_misfit(connector, str(chosen.path))
-            self._load_on_all_hosts(str(chosen.path), options, chosen.host)
+            self._chosen_path = str(chosen.path)
+            self._load_on_all_hosts(self._chosen_path, options, chosen.host)
             if (chosen.job or {}).get("is_ending") and chosen.is_of(self._job):
                 # Callbacks such as EarlyStopping have their states again, but look at a metric only after an epoch.
                 trainer.should_stop = True
@@ -95,6 +100,15 @@ class CheckpointLoader:
         if restores_searched and connector._ckpt_path:
             skip_searches(trainer)
             restore_searched(trainer, connector._ckpt_path, connector._loaded_checkpoint)
+
+    def _restore(self, restore: Callable[[], None]) -> None:
+        """Take the place of the connector's methods that read the loaded checkpoint."""
+        try:
+            restore()
+        except Exception as error:
+            if self._chosen_path is None or not is_misfit(error):
+                raise
+            raise explained(error, self._chosen_path) from error
 
     def _load_on_all_hosts(self, path: Any, options: dict[str, Any], host: int = 0) -> None:
         folder = self._job.checkpoint_dir or self._job.host_output_dir
