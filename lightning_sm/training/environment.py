@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
@@ -19,15 +19,8 @@ from lightning_sm.job.topology import Topology
 from lightning_sm.training import cluster_checks
 from lightning_sm.training.mpi_host import main_host_of_mpi
 
-
-class RunListener(Protocol):
-    """The listener that an environment notifies of the runs that Lightning makes with it."""
-
-    def begin_run(self, environment: SageMakerEnvironment, world_size: int) -> None:
-        """Note that Lightning asks for ranks: when the Trainer is made, and at the start of each run."""
-
-    def end_run(self) -> None:
-        """Note that Lightning tears down a run."""
+if TYPE_CHECKING:
+    from lightning_sm.training.process import PreparedProcess
 
 
 class SageMakerEnvironment(ClusterEnvironment):
@@ -81,7 +74,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         self._main_port = self.start.main_port or self.topology.main_port
         cluster_checks.check_launcher(self.start, self.topology)
         self.main_host = main_host_of_mpi(self.start, job, self.topology) if is_mpi else self.topology.main_host
-        self.listener: RunListener | None = None
+        self.listener: PreparedProcess | None = None
         self._global_rank: int | None = None
         self._world_size: int | None = None
 
