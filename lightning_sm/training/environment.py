@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,13 +13,12 @@ import torch
 from typing_extensions import override
 
 from lightning_sm._lightning import ClusterEnvironment, rank_zero_only
-from lightning_sm.errors import JobConfigError
+from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
 from lightning_sm.job.topology import Topology
 from lightning_sm.training import cluster_checks
-from lightning_sm.training.mpi_host import main_host_of_mpi
 
 if TYPE_CHECKING:
     from lightning_sm.training.process import PreparedProcess
@@ -73,7 +74,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         # torchrun's port comes first: its agent already listens there.
         self._main_port = self.start.main_port or self.topology.main_port
         cluster_checks.check_launcher(self.start, self.topology)
-        self.main_host = main_host_of_mpi(self.start, job, self.topology) if is_mpi else self.topology.main_host
+        self.main_host = _main_host_of_mpi(self.start, job, self.topology) if is_mpi else self.topology.main_host
         self.listener: PreparedProcess | None = None
         self._global_rank: int | None = None
         self._world_size: int | None = None
@@ -201,3 +202,31 @@ class SageMakerEnvironment(ClusterEnvironment):
             TopologyError: They contradict the cluster; the message has the table of hosts.
         """
         cluster_checks.check_settings(self, num_devices, num_nodes)
+
+
+def _main_host_of_mpi(start: RankStart, job: SageMakerJob, topology: Topology) -> str:
+    """Find the host of rank 0; a collective call where the script uses mpi4py.
+
+    mpirun may order the hosts by the service's shuffled list instead of our table.
+    """
+    own, hosts = job.current_host, topology.trainer_hosts
+    if "mpi4py" in sys.modules:
+        # Used only if the script or "python -m mpi4py" (the toolkit's command) has imported mpi4py: importing it here
+        # would register MPI_Finalize at exit, where a failing rank and the others wait for each other.
+        mpi = importlib.import_module("mpi4py.MPI")
+        if mpi.COMM_WORLD.Get_size() == start.world_size:  # else mpi4py has loaded the library of another MPI
+            return str(mpi.COMM_WORLD.bcast(own, root=0))
+    if start.node_rank == 0:
+        return own
+    # The toolkit's mpirun passes rank 0's SM_* variables to all ranks; the job's file is each host's own.
+    stated = os.environ.get("SM_CURRENT_HOST")
+    if stated in hosts and (stated != own or not job.has_own_file):
+        return stated
+    if hosts.index(own) == start.node_rank:
+        return topology.main_host
+    raise TopologyError(
+        f"mpirun gave host {own!r} node rank {start.node_rank}, which is not its position in the table, so the "
+        f"host of rank 0 is unknown.\n{topology.table(start.devices)}\n"
+        "Pass the hosts to mpirun in the order of the table, add -x SM_CURRENT_HOST, or start the script with "
+        "python -m mpi4py."
+    )

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_sm.errors import CheckpointError
+from lightning_sm._text import shortened
+from lightning_sm.errors import CheckpointError, CheckpointMismatchError, LightningSMError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.checkpoints.fits import Fit
-from lightning_sm.training.checkpoints.misfit import explained, is_misfit
 from lightning_sm.training.checkpoints.newest import FoundCheckpoint, newest_checkpoint
 from lightning_sm.training.checkpoints.searches import allow_searches, restore_searched, skip_searches
 from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_host
 
 logger = logging.getLogger(__name__)
+
+# What code that reads the fields of a checkpoint raises if they are others than it expects.
+_OTHER_FIELDS = (KeyError, IndexError, ValueError, TypeError, AttributeError)
+# torch names each tensor of a large model. The advice must fit into the failure file, too.
+_MAX_CHARS = 250
 
 
 class CheckpointLoader:
@@ -35,7 +41,7 @@ class CheckpointLoader:
         self._load = self._connector.resume_start
         self._chosen: FoundCheckpoint | None = None
         self._restores_searched = False
-        self._chosen_path: str | None = None
+        self._chosen_path: Path | None = None
         self._connector.resume_start = self._resume_start
         for name in ("restore_model", "restore_training_state"):
             setattr(self._connector, name, partial(self._restore, getattr(self._connector, name)))
@@ -90,8 +96,8 @@ class CheckpointLoader:
             # What states its job may hold objects. Lightning 2.5 has no such parameter, and loads all files with False.
             if chosen.job is not None and "weights_only" in inspect.signature(self._load).parameters:
                 options["weights_only"] = False
-            self._chosen_path = str(chosen.path)
-            self._load_on_all_hosts(self._chosen_path, options, chosen.host)
+            self._chosen_path = chosen.path
+            self._load_on_all_hosts(str(chosen.path), options, chosen.host)
             if (chosen.job or {}).get("is_ending") and chosen.is_of(self._job):
                 # Callbacks such as EarlyStopping have their states again, but look at a metric only after an epoch.
                 trainer.should_stop = True
@@ -102,13 +108,24 @@ class CheckpointLoader:
             restore_searched(trainer, connector._ckpt_path, connector._loaded_checkpoint)
 
     def _restore(self, restore: Callable[[], None]) -> None:
-        """Take the place of the connector's methods that read the loaded checkpoint."""
+        """Take the place of the connector's methods that read the loaded checkpoint.
+
+        Raises:
+            CheckpointMismatchError: The checkpoint was not the script's choice, and does not fit the script.
+        """
         try:
             restore()
         except Exception as error:
-            if self._chosen_path is None or not is_misfit(error):
+            path = self._chosen_path
+            if path is None or not _is_misfit(error):
                 raise
-            raise explained(error, self._chosen_path) from error
+            raise CheckpointMismatchError(
+                f"The job resumes automatically from {path}, the latest valid checkpoint in its folder, but that does "
+                f"not fit this script. {type(error).__name__}: {shortened(str(error), _MAX_CHARS)}\n"
+                "It is of another model or optimizer. To start anew, set another checkpoint_s3_uri (in a job file: "
+                f"checkpoints), or delete what lies there ({path.parent} on this host). To continue, use the model "
+                "that the checkpoint was saved with."
+            ) from error
 
     def _load_on_all_hosts(self, path: Any, options: dict[str, Any], host: int = 0) -> None:
         folder = self._job.checkpoint_dir or self._job.host_output_dir
@@ -116,3 +133,12 @@ class CheckpointLoader:
             self._load(shared, **options)
         if shared is not None and path is not None:
             self._connector._ckpt_path = path  # not a copy, which is removed by now
+
+
+def _is_misfit(error: Exception) -> bool:
+    if isinstance(error, LightningSMError):
+        return False
+    if isinstance(error, _OTHER_FIELDS):
+        return True
+    # torch says so by a plain RuntimeError, as it does for an error of the GPU: only its own comparison counts.
+    return isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].name == "load_state_dict"
