@@ -35,7 +35,7 @@ def install_shard_hooks(trainer: Trainer) -> None:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder, which other hosts that share it may be removing at the same time."""
+    """Remove a folder, which need not exist, as far as possible."""
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -85,7 +85,4 @@ def _save_afresh(
 
 def _remove_on_each_host(strategy: Any, filepath: Any) -> None:
     if strategy.is_global_zero or (strategy.local_rank == 0 and os.path.isdir(filepath)):
-        try:
-            strategy.checkpoint_io.remove_checkpoint(filepath)
-        except FileNotFoundError:  # another host that shares the folder is removing it, too
-            remove_folder(filepath)
+        strategy.checkpoint_io.remove_checkpoint(filepath)

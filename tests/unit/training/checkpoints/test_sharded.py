@@ -4,7 +4,6 @@ import pytest
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.environments import LightningEnvironment
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import ModelParallelStrategy
 
 from lightning_sm.errors import StrategyError
@@ -71,21 +70,6 @@ def test_a_single_file_is_removed_by_rank_0_only(tmp_path, strategy_of):
         (tmp_path / "checkpoints" / name).write_bytes(b"whole")
         strategy.remove_checkpoint(str(tmp_path / "checkpoints" / name))
     assert (tmp_path / "checkpoints" / "1.ckpt").exists()
-
-
-@pytest.mark.parametrize("global_rank", [0, 8])
-def test_hosts_that_share_the_folder_remove_it_together(tmp_path, strategy_of, global_rank):
-    """A file that the other host has just removed is no error, and nothing is left."""
-
-    class Overtaken(TorchCheckpointIO):
-        def remove_checkpoint(self, path):
-            raise FileNotFoundError(2, "No such file or directory", "meta.pt")
-
-    strategy = strategy_of(global_rank, 0)
-    strategy.checkpoint_io = Overtaken()
-    first = sharded(tmp_path, "1.ckpt")
-    strategy.remove_checkpoint(str(first))
-    assert not first.exists()
 
 
 @pytest.mark.parametrize("global_rank", [0, 8])
