@@ -230,7 +230,7 @@ class SpotCheckpoint(Checkpoint):
         if trainer.fit_loop.restarted_mid_epoch:
             trainer.fit_loop._restarting = False
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Determine whether all ranks validate on the same number of batches, so that they can exchange flags."""
         if not self._is_fit:
             return
@@ -238,11 +238,12 @@ class SpotCheckpoint(Checkpoint):
         if trainer.world_size == 1:
             self._can_stop_in_validation = True
             return
-        combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
-        lengths = [_length_of(loader) for loader in (combined.flattened if combined is not None else ())]
-        num_batches = [min(pair) for pair in zip(lengths, trainer.num_val_batches, strict=True)]
+        loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened
+        # A stream may end before the length that it states.
+        has_streams = any(isinstance(getattr(one, "dataset", None), IterableDataset) for one in loaders)
+        num_batches = trainer.num_val_batches
         is_different = num_batches != trainer.strategy.broadcast(num_batches)
-        (num_unsuited,) = self._sums(trainer, is_different or math.inf in lengths)
+        (num_unsuited,) = self._sums(trainer, has_streams or is_different or math.inf in num_batches)
         self._can_stop_in_validation = num_unsuited == 0
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -396,16 +397,6 @@ class SpotCheckpoint(Checkpoint):
                 loop["state_dict"]["combined_loader"] = self._loader_states[-1 - _num_prefetched(trainer)]
         elif self._moment is _SavedMoment.VALIDATION:
             _rewind_to_validation_start(loop)
-
-
-def _length_of(loader: Any) -> float:
-    """Return the number of batches; inf for a stream, which may end before the length that it states."""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return math.inf
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):  # "no length", as in Lightning
-        return math.inf
 
 
 def _num_prefetched(trainer: Any) -> int:
