@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         LambdaCallback,
         LearningRateFinder,
         ModelCheckpoint,
-        OnExceptionCheckpoint,
         ProgressBar,
         StochasticWeightAveraging,
         WeightAveraging,
@@ -75,8 +74,7 @@ else:
     _NAMES = {
         DISTRIBUTION: "Callback LightningDataModule LightningModule Trainer",
         f"{DISTRIBUTION}.callbacks": "BatchSizeFinder Checkpoint GradientAccumulationScheduler LambdaCallback "
-        "LearningRateFinder ModelCheckpoint OnExceptionCheckpoint ProgressBar StochasticWeightAveraging "
-        "WeightAveraging",
+        "LearningRateFinder ModelCheckpoint ProgressBar StochasticWeightAveraging WeightAveraging",
         f"{DISTRIBUTION}.cli": "ArgsType LightningArgumentParser LightningCLI",
         f"{DISTRIBUTION}.loggers": "CSVLogger TensorBoardLogger WandbLogger",
         f"{DISTRIBUTION}.loggers.logger": "DummyLogger",

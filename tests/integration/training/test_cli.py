@@ -213,9 +213,9 @@ class TestCluster:
 
     def test_the_environment_may_be_in_the_configuration(self, host):
         """A SageMakerEnvironment of the user's is used as it is."""
-        plugin = "{class_path: lightning_sm.SageMakerEnvironment, init_args: {main_port: 23456}}"
-        environment = host.configure(TWO_HOSTS).make(f"--trainer.plugins={plugin}").trainer.strategy.cluster_environment
-        assert environment.main_port == 23456
+        trainer = host.configure(TWO_HOSTS).make("--trainer.plugins=lightning_sm.SageMakerEnvironment").trainer
+        assert isinstance(trainer.strategy.cluster_environment, SageMakerEnvironment)
+        assert trainer.strategy.cluster_environment.num_nodes == 2
 
     def test_the_environment_may_be_the_strategys(self, host):
         """The same holds inside of a strategy."""
@@ -233,11 +233,6 @@ class TestCluster:
             TopologyError, match=rf"trainer\.{where} has LightningEnvironment.*Remove LightningEnvironment"
         ):
             host.make(f"--trainer.{where}={foreign}")
-
-    def test_settings_of_the_environment(self, host):
-        """main_port and resolve_timeout_s of the CLI reach the environment."""
-        environment = host.make(main_port=23456, resolve_timeout_s=1.5).environment
-        assert (environment.main_port, environment._resolve_timeout_s) == (23456, 1.5)
 
     def test_a_trainer_need_not_see_the_data(self, host):
         """The channel may be one of the data group only, and its argument required."""

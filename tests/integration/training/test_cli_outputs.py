@@ -237,7 +237,7 @@ class TestModel:
         caplog.set_level("INFO", "lightning_sm")
         fit(host, *argument, trainer_defaults={"plugins": [FolderIO()]}, save_config_callback=None)
         assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
-        assert "pytorch_lightning.utilities.consolidate_checkpoint" in caplog.text
+        assert "dcp_to_torch model.ckpt model.pt" in caplog.text
 
     def test_a_deepspeed_checkpoint_is_exported_with_its_subfolder(self, host, caplog):
         """All its files, with the command that makes plain weights of them."""
@@ -335,11 +335,6 @@ class TestFolders:
         last = host.base_dir / "ck" / "last.ckpt"
         assert last.is_file()
         assert not last.is_symlink()
-
-    def test_the_folder_of_a_profiler(self, host):
-        """A relative dirpath of a profiler is below the host's folder."""
-        profiler = "{class_path: SimpleProfiler, init_args: {dirpath: profile, filename: times}}"
-        assert host.make(f"--trainer.profiler={profiler}").trainer.profiler.dirpath == str(host.output_dir / "profile")
 
     @pytest.mark.parametrize("argument", [[], ["--trainer.logger=true"]])
     def test_tensorboard_has_a_folder_of_its_own(self, host, argument):

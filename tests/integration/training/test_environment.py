@@ -124,14 +124,6 @@ def test_ranks_need_no_prepared_process(hosts):
     assert {rank["variables"]["RANK"] for rank in hosts.seen()} == {None}
 
 
-def test_stray_variables_end_a_process_that_is_not_prepared(hosts):
-    """Each host fails at once, with the table of hosts, where a job of such ranks would hang."""
-    ended = hosts.run({"algo-2": script("meet.py", {"devices": 2}, "fit")}, {**STRAYS, "UNPREPARED": "1"})["algo-2"]
-    assert ended.code == 1
-    assert "TopologyError: Neither SageMaker nor the launcher of this process has set LOCAL_RANK=3, " in ended.output
-    assert "call lightning_sm.prepare_process(environment) before the Trainer is made" in ended.output
-
-
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("order", [("algo-1", "algo-2"), ("algo-2", "algo-1")])
 def test_torchrun_decides_on_ranks_and_main_address(hosts, order):
@@ -229,16 +221,6 @@ def test_contradiction_ends_the_job(hosts):
     for end in failed:
         assert end.code == 1
         assert "TopologyError: Trainer(num_nodes, devices) gives world size 3" in end.output
-
-
-def test_training_alone_by_mistake_is_an_error(hosts):
-    """With num_nodes=1 and one device Lightning never asks the environment; the fit ends before its first step."""
-    ended = hosts.run({"algo-2": script("meet.py", {"num_nodes": 1, "devices": 1}, "fit")})
-    assert ended["algo-2"].code == 1
-    last_words = ended["algo-2"].output[-2500:]
-    assert "Trainer(num_nodes=1) does not match the number of trainer hosts in the job, 2" in last_words
-    assert "each of these hosts would train a model of its own" in last_words
-    assert "algo-2*  homogeneousCluster" in last_words
 
 
 def test_taken_main_port_ends_the_job_at_once(hosts):

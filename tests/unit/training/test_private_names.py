@@ -36,17 +36,12 @@ LIGHTNING = [
         ["_callback_metrics"],
         ["training/callbacks/mid_epoch.py"],
     ),
-    (f"{DISTRIBUTION}.utilities", ["_pytree"], ["training/known_warnings.py"]),
     (
         f"{DISTRIBUTION}.plugins.io.wrapper:_WrappingCheckpointIO",
         ["_checkpoint_io"],
         ["training/checkpoints/durable_io.py"],
     ),
-    (
-        f"{DISTRIBUTION}:Trainer",
-        ["_checkpoint_connector"],
-        ["training/callbacks/failing_rank.py", "training/checkpoints/resume.py"],
-    ),
+    (f"{DISTRIBUTION}:Trainer", ["_checkpoint_connector"], ["training/checkpoints/resume.py"]),
     (
         f"{DISTRIBUTION}.trainer.connectors.checkpoint_connector:_CheckpointConnector",
         ["_ckpt_path", "_loaded_checkpoint"],
@@ -151,7 +146,7 @@ OF_OTHERS = {
     },
     "data/trainer/remote_loader.py": {"_iterator"},  # the same
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
-    "training/checkpoints/kept_state.py": {"_local_tensor", "_version"},  # torch
+    "training/checkpoints/kept_state.py": {"_local_tensor"},  # torch
     "training/rank_barrier.py": {"_get_default_store"},  # torch
     "training/strategies/pipeline/effects.py": {"_forward_cache"},  # torchmetrics
     "training/strategies/pipeline/layers.py": {"_BatchNorm", "_reset_parameters"},  # torch
