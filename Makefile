@@ -37,7 +37,7 @@ test: $(TOOLKIT) ## set up .venv and test every property of the product once, wi
 proof: test $(SPHINX) $(PROOF) $(TRANSFORMERS) ## make test, then full matrices, all examples, both SDKs and both Lightnings
 	$(PYTEST) -m proof tests/containers tests/integration tests/unit
 
-gpu: $(DEV) ## what only a GPU shows: page-locked batches, CUDA graphs, restarts, strategies, the example app on CUDA
+gpu: $(DEV) ## what only a GPU shows: page-locked slots, CUDA graphs, restarts, strategies, the example app on CUDA
 	$(LOCAL) '.[gpu]'
 	$(BIN)/python -m pytest -rs tests/gpu
 

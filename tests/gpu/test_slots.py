@@ -1,4 +1,4 @@
-"""Batches of data hosts reach the GPU whole, however far it is behind its CPU and whoever copies them."""
+"""Batches in page-locked slots reach the GPU whole, however far it is behind its CPU and whoever copies them."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Data(LightningDataModule):
     """Filled vectors, in order."""
 
     def train_dataloader(self):
-        return DataLoader(Filled(), batch_size=BATCH_SIZE, pin_memory=True)
+        return DataLoader(Filled(), batch_size=BATCH_SIZE)
 
 
 EXPECTED = torch.arange(NUM_BATCHES * BATCH_SIZE, dtype=torch.float32).reshape(NUM_BATCHES, BATCH_SIZE)
@@ -57,11 +57,17 @@ def module():
         module.teardown("fit")
 
 
-def test_batches_are_page_locked(module):
-    """As those of any loader with ``pin_memory``."""
-    batch = next(iter(module.train_dataloader()))
-    assert batch.is_pinned()
-    assert torch.equal(batch[:, 0], EXPECTED[0])
+def test_batches_are_page_locked_until_the_end_of_the_fit():
+    """CUDA says so itself; afterwards the memory is ordinary again, and a batch in it still valid."""
+    with DataHost(workers=2) as host:
+        for _ in range(2):  # the second fit of a process, too
+            module = RemoteDataModule(Data(), [host.address], settings=DataServiceSettings(window_batches=2))
+            module.setup("fit")
+            batch = next(iter(module.train_dataloader()))
+            assert batch.is_pinned()
+            module.teardown("fit")
+            assert not batch.is_pinned()
+            assert torch.equal(batch[:, 0], EXPECTED[0])
 
 
 def test_a_loop_that_runs_ahead_of_the_gpu_gets_whole_batches(module):

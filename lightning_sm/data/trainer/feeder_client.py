@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 # Interval of log lines during a long wait.
 _REPORT_PERIOD_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
+# How soon a slot is released that a GPU has read, while the training waits for a batch.
+_SLOT_POLL_S = 0.002
 
 
 _OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfPass | kinds.Failed
@@ -156,12 +158,14 @@ class FeederClient:
         while inbox:
             self._discard(inbox.popleft())
 
-    def next(self, pass_id: int, timeout_s: float) -> _OfPass:
+    def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> _OfPass:
         """Wait for the next batches of a pass, or its end.
 
         Args:
             pass_id: Number of the pass.
             timeout_s: Timeout in seconds.
+            poll: Releases slots. While it returns True it is called again every few milliseconds: a batch that waits
+                for a slot cannot arrive before.
 
         Raises:
             DataServiceError: The batch failed, or did not arrive in time.
@@ -171,7 +175,7 @@ class FeederClient:
         def has_arrived() -> bool:
             return bool(inbox) and not isinstance(inbox[0], kinds.Failed)
 
-        if self._wait(has_arrived, timeout_s, "a batch", logging.WARNING, pass_id=pass_id):
+        if self._wait(has_arrived, timeout_s, "a batch", logging.WARNING, pass_id=pass_id, poll=poll):
             return inbox.popleft()
         end = (
             f"within {timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
@@ -260,7 +264,14 @@ class FeederClient:
             logger.debug("The feeder process has exited.")
 
     def _wait(
-        self, is_ready: Callable[[], bool], timeout_s: float, what: str, level: int, *, pass_id: int | None = None
+        self,
+        is_ready: Callable[[], bool],
+        timeout_s: float,
+        what: str,
+        level: int,
+        *,
+        pass_id: int | None = None,
+        poll: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Receive messages until a condition holds, and return whether it does in time. Log what a long wait is for.
 
@@ -276,7 +287,8 @@ class FeederClient:
         with self._lock:
             while not is_ready():
                 self._raise_error(pass_id)
-                if self._receive(min(report_at, deadline) - time.monotonic()):
+                wait_s = min(report_at, deadline) - time.monotonic()
+                if self._receive(min(wait_s, _SLOT_POLL_S) if poll() else wait_s):
                     continue
                 now = time.monotonic()
                 if now >= deadline:

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, StartIterator
@@ -125,15 +124,9 @@ class RemoteIterator(_BaseDataLoaderIter):
                 self._batches.supply(as_torch=True)  # it begins to fetch here: random samplers draw their order now
 
     def _next_data(self) -> Any:
-        batch = self._next_batch()
+        batch = self._batches.next()
         if self._reports:
             self._source.connection.reporter.batch(self._source.trainer, self._batches.figures, is_step=self._is_step)
-        return batch
-
-    def _next_batch(self) -> Any:
-        batch = self._batches.next()
-        if self._pin_memory:  # as torch does it in an iterator without workers
-            batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]  # torch's
         return batch
 
 
@@ -205,7 +198,7 @@ class _FeederPass:
         if not self._ready:
             if self._has_ended:
                 raise StopIteration
-            message = self._client.next(self.pass_id, self._first_timeout_s)
+            message = self._client.next(self.pass_id, self._first_timeout_s, self._ring.poll)
             self._first_timeout_s = self._timeout_s
             if not isinstance(message, DeliveredRange):
                 self._has_ended = True

@@ -40,6 +40,9 @@ _TO_DATA_HOSTS = (
 # Names of the hooks that make the loaders of a stage, by Lightning's name of the stage.
 HOOKS = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
+# Hooks of the DataModule, of the LightningModule and of the strategy that get batches before they are on the device.
+_COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
+
 
 class RemoteDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose workers are on data hosts; made by ``remote_loader``."""
@@ -85,6 +88,7 @@ class LoaderSource:
         self._slots: SlotPool | None = None
         self._digest = ""
         self._close: Callable[[], object] | None = None
+        self._is_pinned = False
         self._is_spawned = False
 
     def limit(self, loader: DataLoader[Any]) -> float:
@@ -134,6 +138,7 @@ class LoaderSource:
         connection.open(self.trainer)
         if self._feeder is not connection.feeder:  # a connection ends with an exception, and begins again
             self._feeder, self._slots, self._digest, self._close = connection.feeder, None, "", None
+        self._is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
         self._is_spawned = source.is_spawned
         began = time.monotonic()
@@ -194,8 +199,13 @@ class LoaderSource:
         """The memory for batches."""
         if self._slots is None:
             settings = self.connection.settings
-            max_bytes = settings.max_batch_bytes
-            self._slots = SlotPool(self.connection.feeder, self.name, self.window_batches, max_bytes)
+            self._slots = SlotPool(
+                self.connection.feeder,
+                self.name,
+                self.window_batches,
+                settings.max_batch_bytes,
+                is_pinned=self._is_pinned,
+            )
         return self._slots
 
     @property
@@ -228,6 +238,19 @@ def remote_loader(loader: Any, source: LoaderSource) -> Any:
     remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
     remote.__dict__.update(loader.__dict__)
     return remote
+
+
+def _copies_batches(trainer: Any) -> bool:
+    """Return whether the user's own code copies batches to GPUs, on streams that page-locked slots do not know of."""
+    owners = (trainer.datamodule, trainer.lightning_module, trainer.strategy)
+    return any(_overrides(owner, hook) for owner in owners for hook in _COPYING_HOOKS)
+
+
+def _overrides(own: Any, hook: str) -> bool:
+    """Return whether an object of Lightning has a hook of the user's: neither Lightning's own nor ours."""
+    method = getattr(type(own), hook, None)
+    known = ("lightning", "pytorch_lightning", "lightning_sm")
+    return method is not None and method.__module__.partition(".")[0] not in known
 
 
 def _why_local(own: type) -> str:

@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from lightning_sm.data.batch.pickled import unpickle_batch
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +39,20 @@ class SlotPool:
         name: Name of the loader, for messages.
         window_batches: Limit of requests in flight or buffered per pass.
         max_batch_bytes: Capacity of a slot.
+        is_pinned: Whether GPUs copy from the slots asynchronously.
     """
 
-    def __init__(self, client: FeederClient, name: str, window_batches: int, max_batch_bytes: int) -> None:
-        self._num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS
+    def __init__(
+        self,
+        client: FeederClient,
+        name: str,
+        window_batches: int,
+        max_batch_bytes: int,
+        *,
+        is_pinned: bool,
+    ) -> None:
+        self._is_pinned = is_pinned and torch.cuda.is_available()
+        self._num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if self._is_pinned else 0)
         self._max_batch_bytes = max_batch_bytes
         self._client = client
         self._name = name
@@ -51,7 +63,7 @@ class SlotPool:
         try:
             return self._unused.pop()
         except IndexError:
-            return SlotRing(self._client, self._name, self._num_slots, self._max_batch_bytes)
+            return SlotRing(self._client, self._name, self._num_slots, self._max_batch_bytes, is_pinned=self._is_pinned)
 
     def give_back(self, ring: SlotRing) -> None:
         """Take back the ring of a pass that is over; may be called from a finalizer, in any thread."""
@@ -64,14 +76,29 @@ class SlotRing:
     Arguments are those of ``SlotPool``, and the number of slots.
     """
 
-    def __init__(self, client: FeederClient, name: str, num_slots: int, max_batch_bytes: int) -> None:
+    def __init__(
+        self,
+        client: FeederClient,
+        name: str,
+        num_slots: int,
+        max_batch_bytes: int,
+        *,
+        is_pinned: bool,
+    ) -> None:
         self._name = name
         self._ring = Ring.create(num_slots, max_batch_bytes)
         self.number = client.add_ring(self._ring)
         self._ring.close()
         self._release: Callable[[int], None] = partial(client.release, self.number)
+        self._pinned = PinnedSlots(self._release) if is_pinned else None
+        if self._pinned is not None:  # batches in it stay valid
+            weakref.finalize(self, self._pinned.close).atexit = False
         self._held: set[int] = set()  # slots that batches alias; set operations are atomic, also in finalizers
         self._has_warned = False
+
+    def poll(self) -> bool:
+        """Release the slots that GPUs have read, and return whether they still read others."""
+        return self._pinned is not None and self._pinned.advance()
 
     def batches(self, delivery: DeliveredRange) -> Iterator[Any]:
         """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots.
@@ -79,6 +106,8 @@ class SlotRing:
         Raises:
             WireError: The parts of the delivery do not fit together.
         """
+        if self._pinned is not None:
+            self._pinned.wait()
         places = unpack_batches(delivery.encoded_batches, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
         return (unpickle_batch(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
@@ -100,8 +129,11 @@ class SlotRing:
             return array
         owner = array.view(_SlotArray)
         self._held.add(slot)
+        if self._pinned is not None:
+            self._pinned.lock(slot, array)
         # A function, not a method: a method would keep this object alive as long as the batches.
-        weakref.finalize(owner, _release_slot, self._held, self._release, slot).atexit = False
+        release = self._release if self._pinned is None else self._pinned.drop
+        weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
         return owner
 
 

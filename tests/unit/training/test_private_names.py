@@ -139,10 +139,12 @@ OF_OTHERS = {
         "_utils",
         "_worker_info",
     },  # the same; Python
+    "data/host/trainer_view.py": {"_getframe"},  # Python
     "data/host/world.py": {"_world"},  # torch
+    "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
     "data/trainer/remote_iterator.py": {  # torch's DataLoader
         *("_BaseDataLoaderIter", "_DatasetKind", "_base_seed", "_dataset_kind", "_next_index", "_num_workers"),
-        *("_num_yielded", "_pin_memory", "_pin_memory_device", "_utils"),
+        "_num_yielded",
     },
     "data/trainer/remote_loader.py": {"_iterator"},  # the same
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pytorch_lightning import LightningDataModule
 
-from lightning_sm import PipelineParallelStrategy
+from lightning_sm import PipelineParallelStrategy, RemoteDataModule
+from lightning_sm.data.trainer.remote_loader import _copies_batches
 from lightning_sm.errors import StrategyError
 
 
@@ -34,3 +36,13 @@ def test_an_older_torch_is_refused(monkeypatch):
         PipelineParallelStrategy()
 
 
+
+def test_the_batches_of_data_hosts_stay_page_locked():
+    """The strategy's batch_to_device copies as Lightning does: it is no reason to copy without page-locked memory."""
+
+    class Trainer:
+        datamodule = RemoteDataModule(LightningDataModule(), ["127.0.0.1:1"])
+        lightning_module = None
+        strategy = PipelineParallelStrategy()
+
+    assert not _copies_batches(Trainer())

@@ -1,0 +1,72 @@
+"""A GPU that is far behind its CPU gets all batches, with a stand-in for CUDA; ``tests/gpu`` has a real one."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
+from lightning_sm.data.trainer import pinning
+from tests.integration.data.datasets import Data
+from tests.integration.data.numbers import quiet_trainer
+
+pytestmark = pytest.mark.processes
+
+_NUM_BATCHES = 60
+
+
+class SlowGPU:
+    """Copies are done in their order, and only when somebody has asked five times for the first of them.
+
+    So none is done by the time at which the next batch arrives, as when a thousand kernels are queued before it.
+    """
+
+    def __init__(self):
+        self.pending, self.most_pending, self.locked = [], 0, set()
+
+    def register(self, address, size):
+        self.locked.add(address)
+        return 0
+
+    def unregister(self, address):
+        self.locked.remove(address)
+
+    def record_events(self):
+        self.pending.append(Event(self))
+        self.most_pending = max(self.most_pending, len(self.pending))
+        return [self.pending[-1]]
+
+
+class Event:
+    """A copy that is done after five questions."""
+
+    def __init__(self, gpu):
+        self.gpu, self.num_queries = gpu, 0
+
+    def query(self):
+        """Whether it is done."""
+        self.num_queries += self in self.gpu.pending[:1]
+        if self.num_queries >= 5 and self in self.gpu.pending:
+            self.gpu.pending.remove(self)
+        return self not in self.gpu.pending
+
+    def synchronize(self):
+        """Wait for it, and so for all before it."""
+        del self.gpu.pending[: self.gpu.pending.index(self) + 1]
+
+
+def test_a_training_loop_that_runs_ahead_of_its_gpu_gets_all_batches(monkeypatch, tmp_path):
+    """Slots come back while it waits for a batch, the copies in progress are bounded, and no memory stays locked."""
+    gpu, trainer = SlowGPU(), quiet_trainer(tmp_path)
+    monkeypatch.setattr(pinning, "CUDA", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings = DataServiceSettings(batch_timeout_s=60.0, window_batches=2)
+    with DataHost(workers=1) as host:
+        data = Data(lambda: DataLoader(range(_NUM_BATCHES), batch_size=1, pin_memory=True))
+        module = RemoteDataModule(data, [host.address], settings=settings)
+        module.trainer = trainer
+        seen = [batch.item() for batch in module.train_dataloader()]
+        assert gpu.locked
+        module.teardown("fit")
+    assert seen == list(range(_NUM_BATCHES))
+    assert gpu.most_pending <= pinning.MAX_COPYING + 4  # those that the loop held
+    assert not gpu.locked
