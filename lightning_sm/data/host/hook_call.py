@@ -138,10 +138,13 @@ class HookCalls:
                 return getattr(datamodule, call.hook)(**call.arguments)
             self._world.show(0, call.trainer.world_size)
             try:
-                returned = getattr(datamodule, call.hook)(**call.arguments)
+                with datamodule.trainer.noting_reads() as reads:
+                    returned = getattr(datamodule, call.hook)(**call.arguments)
             finally:
                 self._world.show(0, 1)
-        _check_ranks(call, datamodule.trainer, returned)
+        loaders = loaders_in(returned)
+        if not loaders or not all(map(distributed_samplers, loaders)):
+            reads.check(str(call))
         return returned
 
     def keep(self, names: Iterable[str]) -> None:
@@ -152,18 +155,6 @@ class HookCalls:
             forget_parts(name)
         needed = set(self._runs.values())
         self._datamodules = {run: each for run, each in self._datamodules.items() if run in needed}
-
-
-def _check_ranks(call: HookCall, trainer: TrainerView, returned: Any) -> None:
-    """Check that a hook has left the split over the ranks to samplers."""
-    loaders = loaders_in(returned)
-    if trainer.splits_by_rank() and not (loaders and all(map(distributed_samplers, loaders))):
-        raise DataSettingsError(
-            f"{call} reads self.trainer.global_rank and self.trainer.world_size, as if to split the data by rank. But "
-            "with data_service.hooks=data it runs on a data host, once for all ranks: the parts of all ranks but 0 "
-            "would be lost. Let it return loaders over all of the data, which Lightning splits, or with a "
-            "DistributedSampler. Or set data_service.hooks=trainers, if the trainers have the data."
-        )
 
 
 def loaders_in(returned: Any) -> list[DataLoader[Any]]:

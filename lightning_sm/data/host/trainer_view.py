@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from lightning_sm.data.host.rank_reads import RanksRead
 
 _VALUES = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
 _RANKS = ("global_rank", "local_rank", "node_rank", "is_global_zero")
@@ -20,7 +25,7 @@ class TrainerView:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
-        self._reads: set[str] = set()
+        self._reads: RanksRead | None = None
 
     @classmethod
     def of(cls, trainer: Any) -> TrainerView:
@@ -34,23 +39,31 @@ class TrainerView:
     def update(self, other: TrainerView) -> None:
         """Show the values of another view."""
         self._values = other._values
-        self._reads = set()
 
-    def splits_by_rank(self) -> bool:
-        """Return whether code has read both its rank and how many ranks there are, as if to split the data."""
-        return "global_rank" in self._reads and "world_size" in self._reads and self._values["world_size"] > 1
+    @contextmanager
+    def noting_reads(self) -> Iterator[RanksRead]:
+        """Note which ranks and sizes are read, here and from torch."""
+        self._reads = RanksRead()
+        try:
+            with self._reads.noting_torch():
+                yield self._reads
+        finally:
+            self._reads = None
 
     def __getattr__(self, name: str) -> Any:
         """Return a value, or explain that there is none."""
         if name.startswith("_"):
             raise AttributeError(name)
-        self._reads.add(name)
         if name in _RANKS:
             rank, per_node = int(os.environ["RANK"]), max(1, self._values["num_devices"])
-            return dict(zip(_RANKS, (rank, rank % per_node, rank // per_node, rank == 0), strict=True))[name]
-        if name in self._values:
-            return self._values[name]
-        raise AttributeError(
-            f"self.trainer.{name} is not available on a data host, only {', '.join([*self._values, *_RANKS])}. "
-            "Pass other values to the dataset as arguments."
-        )
+            value = dict(zip(_RANKS, (rank, rank % per_node, rank // per_node, rank == 0), strict=True))[name]
+        elif name in self._values:
+            value = self._values[name]
+        else:
+            raise AttributeError(
+                f"self.trainer.{name} is not available on a data host, only {', '.join([*self._values, *_RANKS])}. "
+                "Pass other values to the dataset as arguments."
+            )
+        if self._reads is not None:
+            self._reads.note(name, value, sys._getframe(1))
+        return value

@@ -139,6 +139,7 @@ OF_OTHERS = {
         "_utils",
         "_worker_info",
     },  # the same; Python
+    "data/host/rank_reads.py": {"_getframe"},  # Python
     "data/host/trainer_view.py": {"_getframe"},  # Python
     "data/host/world.py": {"_world"},  # torch
     "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch

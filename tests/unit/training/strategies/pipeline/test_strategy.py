@@ -36,7 +36,6 @@ def test_an_older_torch_is_refused(monkeypatch):
         PipelineParallelStrategy()
 
 
-
 def test_the_batches_of_data_hosts_stay_page_locked():
     """The strategy's batch_to_device copies as Lightning does: it is no reason to copy without page-locked memory."""
 
