@@ -98,6 +98,12 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return text == "1"
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -199,6 +205,14 @@ DEVICES = Setting[int | None](
     default=None,
     default_text="the script starts one per GPU",
     meaning="Number of processes on each trainer host, which the launcher starts.",
+)
+SEPARATE_HOSTS = Setting[bool](
+    name="LIGHTNING_SM_SEPARATE_HOSTS",
+    parse=_flag,
+    default=False,
+    default_text="0",
+    meaning="Whether each trainer host may train a model of its own, as Trainer(num_nodes=1) does. With 0, that is an "
+    "error in a job of several trainer hosts.",
 )
 STOP_SCHEDULE = Setting[tuple[float, float]](
     name="LIGHTNING_SM_STOP_SCHEDULE",

@@ -64,6 +64,26 @@ def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | N
     )
 
 
+def check_num_nodes(num_nodes: int, topology: Topology, stated: str, advice: str, consequence: str = "") -> None:
+    """Raise if a training does not span the trainer hosts.
+
+    Args:
+        num_nodes: Number of hosts that it spans.
+        topology: Roles and ranks of all hosts.
+        stated: What the script states, for the error.
+        advice: What to do, in whole sentences.
+        consequence: What would happen, behind a colon.
+
+    Raises:
+        TopologyError: It spans fewer or more hosts.
+    """
+    if num_nodes != topology.num_nodes:
+        raise TopologyError(
+            f"{stated} does not match the number of trainer hosts in the job, {topology.num_nodes} "
+            f"({topology.source}){consequence}.\n{topology.table()}\n{advice}"
+        )
+
+
 def check_settings(environment: SageMakerEnvironment, num_devices: int, num_nodes: int) -> None:
     """Raise if the Trainer's settings contradict the cluster.
 
@@ -76,12 +96,8 @@ def check_settings(environment: SageMakerEnvironment, num_devices: int, num_node
         TopologyError: The settings contradict the cluster.
     """
     topology, devices = environment.topology, environment.devices
-    if num_nodes != topology.num_nodes:
-        raise TopologyError(
-            f"num_nodes={num_nodes} does not match the number of trainer hosts in the job, {topology.num_nodes} "
-            f"({topology.source}).\n{topology.table()}\n"
-            f"Set num_nodes={topology.num_nodes}, or leave num_nodes out: {_SET_BY_OURS}."
-        )
+    advice = f"Set num_nodes={topology.num_nodes}, or leave num_nodes out: {_SET_BY_OURS}."
+    check_num_nodes(num_nodes, topology, f"num_nodes={num_nodes}", advice)
     if devices is not None and num_devices != devices:
         is_set_outside = environment.start.launcher in (RankStarter.TORCHRUN, RankStarter.MPI)
         set_by = environment.start.launcher.value if is_set_outside else _DEVICES_SETTING

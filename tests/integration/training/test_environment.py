@@ -223,6 +223,16 @@ def test_contradiction_ends_the_job(hosts):
         assert "TopologyError: Trainer(num_nodes, devices) gives world size 3" in end.output
 
 
+def test_training_alone_by_mistake_is_an_error(hosts):
+    """With num_nodes=1 and one device Lightning never asks the environment; the fit ends before its first step."""
+    ended = hosts.run({"algo-2": script("meet.py", {"num_nodes": 1, "devices": 1}, "fit")})
+    assert ended["algo-2"].code == 1
+    last_words = ended["algo-2"].output[-2500:]
+    assert "Trainer(num_nodes=1) does not match the number of trainer hosts in the job, 2" in last_words
+    assert "each of these hosts would train a model of its own" in last_words
+    assert "algo-2*  homogeneousCluster" in last_words
+
+
 def test_taken_main_port_ends_the_job_at_once(hosts):
     """Rank 0 fails with the number of the port while another process listens on it."""
     with socket.create_server(("", hosts.main_port)):

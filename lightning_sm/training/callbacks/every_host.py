@@ -1,0 +1,52 @@
+"""EveryHost: a training that does not span all trainer hosts of its job is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_sm._lightning import Fabric, LightningModule, Strategy, Trainer
+from lightning_sm._unlisted import UnlistedCallback
+from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import SEPARATE_HOSTS
+from lightning_sm.training.cluster_checks import check_num_nodes
+
+
+class EveryHost(UnlistedCallback):
+    """A callback of a ``Trainer`` or ``Fabric`` that checks its number of hosts before the first step.
+
+    With ``num_nodes=1``, which is argparse's and LightningCLI's default, each host trains a model of its own. Nothing
+    fails, and the job's model is that of one host.
+
+    Args:
+        topology: Roles and ranks of all hosts.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check a fit. Other stages may run on one host: Lightning advises to test on one device.
+
+        Raises:
+            TopologyError: It spans fewer or more hosts than the job has trainer hosts.
+        """
+        if stage == "fit":
+            self._check("Trainer", trainer.strategy)
+
+    def on_after_setup(self, fabric: Fabric, module: Any) -> None:
+        """Check a ``Fabric`` that has set up a model.
+
+        Raises:
+            TopologyError: It spans fewer or more hosts than the job has trainer hosts.
+        """
+        self._check("Fabric", fabric.strategy)
+
+    def _check(self, name: str, strategy: Strategy | Any) -> None:
+        num_nodes = getattr(strategy, "num_nodes", 1)  # strategies of a single host have none
+        alone = ": each of these hosts would train a model of its own, on all samples" if num_nodes == 1 else ""
+        advice = (
+            f"Set num_nodes={self._topology.num_nodes}. SageMakerCLI in place of LightningCLI, SageMakerTrainer and "
+            f"SageMakerFabric set it in every job. If each host is to train apart, set {SEPARATE_HOSTS.name}=1 in the "
+            "environment of the job."
+        )
+        check_num_nodes(num_nodes, self._topology, f"{name}(num_nodes={num_nodes})", advice, alone)
