@@ -253,9 +253,7 @@ class SageMakerCLI(LightningCLI):
         config = self.config[subcommand] if subcommand else self.config
         values = config.pop(DATA_SERVICE)
         self.data_service = DataServiceSettings(**vars(values))
-        # The configuration is saved, outside of a job beside the logs: leave out the secret.
-        values["token"] = None
-        if DataServiceSettings(**vars(values)) != DataServiceSettings():
+        if self.data_service != DataServiceSettings():
             config[DATA_SERVICE] = values
 
 

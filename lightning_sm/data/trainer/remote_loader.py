@@ -47,9 +47,13 @@ _COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch
 class RemoteDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose workers are on data hosts; made by ``remote_loader``."""
 
-    # Of the class that ``remote_loader`` makes; the pickler of data hosts reads the second one.
+    # Of the class that ``remote_loader`` makes; pickling reads the second one.
     _remote: LoaderSource
     users_class: type[DataLoader[Any]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as the user's loader: the source belongs to this process."""
+        return object.__new__, (self.users_class,), {**vars(self), "_iterator": None}
 
     def _get_iterator(self) -> Any:
         source = self._remote

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from lightning_sm.job.stopping import JobOutcome, Outcome
-from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Request, from_line, mac_of, to_line
+from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Question, from_line, mac_of, to_line
 from lightning_sm.launcher.peers.outcome import Timings
 from lightning_sm.launcher.peers.peers import Peers
 
@@ -75,7 +75,7 @@ class Client(Peers):
         is_last = False
         while True:
             attempt, outcome = report or (self.attempt, None)
-            request = to_line(Request(self._own, secrets.token_hex(16), attempt, outcome), self._key, challenge)
+            request = to_line(Question(self._own, secrets.token_hex(16), attempt, outcome), self._key, challenge)
             connection.sendall(request)
             answer = from_line(lines.readline(MAX_LINE_BYTES), Answer, self._key, mac_of(request))
             if not self.is_main_host_there:

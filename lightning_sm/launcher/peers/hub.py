@@ -15,7 +15,7 @@ import msgspec
 from lightning_sm._text import listed
 from lightning_sm.job.stopping import OutcomeKind
 from lightning_sm.launcher import timeline
-from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Request, from_line, mac_of, to_line
+from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Question, from_line, mac_of, to_line
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Timings
 from lightning_sm.launcher.peers.peers import Peers
 
@@ -133,7 +133,7 @@ class Hub(Peers):
             writer.write(challenge)
             while not self._is_closed:
                 line = await asyncio.wait_for(reader.readline(), _SILENCE_S)
-                request = from_line(line, Request, self._key, challenge)
+                request = from_line(line, Question, self._key, challenge)
                 self._note(request)
                 host = request.host
                 self._connections[host] = writer
@@ -151,7 +151,7 @@ class Hub(Peers):
                 del self._connections[host]
             writer.transport.abort()
 
-    def _note(self, request: Request) -> None:
+    def _note(self, request: Question) -> None:
         host, outcome, now, tracker = request.host, request.outcome, time.monotonic(), self._tracker
         if host == self._own or not tracker.has(host):
             raise ValueError(f"it calls itself {host!r}, which is not another host of this job")

@@ -29,7 +29,7 @@ _ANOTHER_KEY = f"its {JOB_SECRET.name} (or, without one, its job's name) differs
 _T = TypeVar("_T", bound=Struct)
 
 
-class Request(Struct, frozen=True):
+class Question(Struct, frozen=True):
     """A host is there, and asks how the job stands.
 
     Attributes:

@@ -12,7 +12,7 @@ import time
 from lightning_sm.job.stopping import Outcome
 from lightning_sm.launcher.peers.client import Client
 from lightning_sm.launcher.peers.hub import Hub
-from lightning_sm.launcher.peers.messages import Answer, Request, from_line, mac_of, peers_key, to_line
+from lightning_sm.launcher.peers.messages import Answer, Question, from_line, mac_of, peers_key, to_line
 from lightning_sm.launcher.peers.outcome import Timings
 from tests.fakes.reserved_job import reserve_job
 
@@ -87,7 +87,7 @@ class Raw:
 
     def request(self, host, key, attempt=0, outcome=None):
         """The line with which a host asks."""
-        return to_line(Request(host, "random", attempt, outcome), key, self.challenge)
+        return to_line(Question(host, "random", attempt, outcome), key, self.challenge)
 
     def is_closed(self):
         """Whether the other end closes the connection, and sends nothing before."""
@@ -103,7 +103,7 @@ def answered(connection, key, *answers):
     connection.sendall(challenge)
     for answer in answers:
         line = lines.readline()
-        requests.append(from_line(line, Request, key, challenge))
+        requests.append(from_line(line, Question, key, challenge))
         connection.sendall(to_line(answer, key, mac_of(line)))
     return requests
 

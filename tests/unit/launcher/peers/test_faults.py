@@ -14,7 +14,7 @@ from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers import hub as hub_module
 from lightning_sm.launcher.peers import messages
 from lightning_sm.launcher.peers.client import Client
-from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Request, from_line, mac_of, peers_key, to_line
+from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Question, from_line, mac_of, peers_key, to_line
 from lightning_sm.launcher.peers.outcome import Timings
 from tests.unit.launcher.peers.launchers import (
     BROKEN,
@@ -162,10 +162,14 @@ def test_what_was_recorded_proves_nothing_later(exits, lines):
 def test_an_answer_belongs_to_its_request():
     """Neither another request nor another kind of message has the same MAC."""
     key = b"key of the job"
-    request, again = (to_line(Request("algo-2", nonce), key, b"random") for nonce in ("one", "two"))
+    request, again = (to_line(Question("algo-2", nonce), key, b"random") for nonce in ("one", "two"))
     answer = to_line(Answer(is_over=True), key, mac_of(request))
     assert from_line(answer, Answer, key, mac_of(request)).is_over
-    for line, kind, covered in ((answer, Answer, mac_of(again)), (request, Answer, b"random"), (request, Request, b"")):
+    for line, kind, covered in (
+        (answer, Answer, mac_of(again)),
+        (request, Answer, b"random"),
+        (request, Question, b""),
+    ):
         with pytest.raises(PermissionError, match="LIGHTNING_SM_JOB_SECRET"):
             from_line(line, kind, key, covered)
 
@@ -180,7 +184,7 @@ def test_an_impostor_of_the_hub_is_told_nothing(exits):
         with server.accept()[0] as connection, connection.makefile("rb") as lines:
             connection.sendall(b"random\n")
             request = lines.readline()
-            assert from_line(request, Request, job.key, b"random\n").outcome is None
+            assert from_line(request, Question, job.key, b"random\n").outcome is None
             connection.sendall(to_line(Answer(job_outcome=_FINISHED, is_over=True), b"another key", mac_of(request)))
             assert lines.readline() == b""
     assert (peers.job_outcome, peers.is_main_host_there) == (None, False)
@@ -200,7 +204,7 @@ def test_a_message_that_no_launcher_sends_ends_its_connection(exits, kind):
     job = Job(exits)
     hub = job.start(MAIN)
     host = job.connect()
-    host.sock.sendall(_signed(_BAD[kind], Request, job.key, host.challenge))
+    host.sock.sendall(_signed(_BAD[kind], Question, job.key, host.challenge))
     assert host.is_closed()
     assert hub.job_outcome is None
 
