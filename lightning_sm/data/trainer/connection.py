@@ -21,6 +21,7 @@ from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.reporter import Reporter
+from lightning_sm.data.trainer.slots import SlotPool
 from lightning_sm.errors import (
     DataHostMismatchError,
     DataHostUnreachableError,
@@ -78,6 +79,7 @@ class ServiceConnection:
         self._host_channels: tuple[str, ...] | None = None
         self._feeder: FeederClient | None = None
         self._num_ranks = 1
+        self._pools: weakref.WeakSet[SlotPool] = weakref.WeakSet()
 
     @classmethod
     def of_job(cls, job: SageMakerJob, topology: Topology, settings: DataServiceSettings) -> ServiceConnection:
@@ -230,8 +232,15 @@ class ServiceConnection:
             )
         return bool(missing)
 
+    def add_slots(self, pool: SlotPool) -> None:
+        """Unlock the memory of a pool when the connection closes."""
+        self._pools.add(pool)
+
     def close(self) -> None:
         """Disconnect this rank, and stop its feeder process."""
+        for pool in self._pools:
+            pool.close()
+        self._pools.clear()
         if self._feeder is not None:
             self._feeder.close()
             self._feeder = None

@@ -210,6 +210,7 @@ class LoaderSource:
                 settings.max_batch_bytes,
                 is_pinned=self._is_pinned,
             )
+            self.connection.add_slots(self._slots)
         return self._slots
 
     @property

@@ -56,6 +56,7 @@ class SlotPool:
         self._max_batch_bytes = max_batch_bytes
         self._client = client
         self._name = name
+        self._rings: list[SlotRing] = []
         self._unused: list[SlotRing] = []  # append and pop are atomic: finalizers give rings back
 
     def take(self) -> SlotRing:
@@ -63,11 +64,18 @@ class SlotPool:
         try:
             return self._unused.pop()
         except IndexError:
-            return SlotRing(self._client, self._name, self._num_slots, self._max_batch_bytes, is_pinned=self._is_pinned)
+            ring = SlotRing(self._client, self._name, self._num_slots, self._max_batch_bytes, is_pinned=self._is_pinned)
+            self._rings.append(ring)
+            return ring
 
     def give_back(self, ring: SlotRing) -> None:
         """Take back the ring of a pass that is over; may be called from a finalizer, in any thread."""
         self._unused.append(ring)
+
+    def close(self) -> None:
+        """Unlock the memory of all rings; batches in them stay valid."""
+        for ring in self._rings:
+            ring.close()
 
 
 class SlotRing:
@@ -91,7 +99,7 @@ class SlotRing:
         self._ring.close()
         self._release: Callable[[int], None] = partial(client.release, self.number)
         self._pinned = PinnedSlots(self._release) if is_pinned else None
-        if self._pinned is not None:  # batches in it stay valid
+        if self._pinned is not None:  # of a loader that is gone
             weakref.finalize(self, self._pinned.close).atexit = False
         self._held: set[int] = set()  # slots that batches alias; set operations are atomic, also in finalizers
         self._has_warned = False
@@ -135,6 +143,11 @@ class SlotRing:
         release = self._release if self._pinned is None else self._pinned.drop
         weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
         return owner
+
+    def close(self) -> None:
+        """Unlock the memory."""
+        if self._pinned is not None:
+            self._pinned.close()
 
 
 def _release_slot(held: set[int], release: Callable[[int], None], slot: int) -> None:
