@@ -40,6 +40,7 @@ UNNAMED_JOB = "unnamed"
 
 _CALL_TIMEOUT_S = 5.0
 _PAUSE_S = 0.5
+_REPORT_PERIOD_S = 30.0
 
 
 class ServiceConnection:
@@ -193,18 +194,21 @@ class ServiceConnection:
         """Ask one data host after the other for its channels, until one answers: it has run the script."""
         credentials, timeout_s = Credentials.of(self.settings, self.job), self.settings.startup_timeout_s
         deadline = time.monotonic() + timeout_s
+        report_at = time.monotonic() + _REPORT_PERIOD_S
         with ExitStack() as stack:
             channels = [(one, stack.enter_context(closing(GrpcChannel(one, credentials)))) for one in self.addresses]
-            for number, (address, channel) in enumerate(cycle(channels), start=1):
+            for address, channel in cycle(channels):
                 try:
                     return tuple(HostReport.parse(channel.unary("Status", b"", _CALL_TIMEOUT_S)).channels)
                 except CallError as error:
                     why = f"data host at {address}: {error}"
                     if error.is_final:
                         raise DataHostMismatchError(why) from error
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                if now >= deadline:
                     break
-                if number == len(channels) and not is_quiet:
+                if now >= report_at and not is_quiet:
+                    report_at = now + _REPORT_PERIOD_S
                     logger.info("Waiting for the data hosts to run the script, to ask for their channels: %s", why)
                 time.sleep(_PAUSE_S)
         raise DataHostUnreachableError(
