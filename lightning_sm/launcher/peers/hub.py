@@ -141,6 +141,8 @@ class Hub(Peers):
                 self._learn(answer)
                 answer = msgspec.structs.replace(answer, is_known=not self._uninformed())
                 writer.write(to_line(answer, self._key, mac_of(line)))
+        except asyncio.CancelledError:
+            pass  # at the end of the loop; asyncio of Python 3.11 would log it with a traceback
         except Exception as error:  # noqa: BLE001 - whatever is sent, it ends this connection, and nothing else
             if not host:
                 address = str((writer.get_extra_info("peername") or ["a closed connection"])[0])
