@@ -30,7 +30,7 @@ _EXCEPTIONS = {
     "_text.py": {"_ESCAPES.sub('', text)": "what a terminal would act upon"},
     "cloud/follow.py": {"_EXIT_CODE": _SERVICE},
     "cloud/logs.py": {"_HOST.findall(reason)": _SERVICE},
-    "data/protocol/probe.py": {"sock.recv(len(REFUSED)) != REFUSED": "a message of the protocol"},
+    "data/protocol/probe.py": {"first.startswith(REFUSED)": "a message of the protocol"},
     "data/server/peers.py": {"text.partition('%')": "the zone of an address"},
     "emulator/faults.py": {
         "_PATTERNS[kind].fullmatch(text, len(name))": _SETTING,

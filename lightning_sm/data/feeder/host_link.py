@@ -22,7 +22,7 @@ from lightning_sm.data.protocol.grpc_call import Call
 from lightning_sm.data.protocol.grpc_client import GrpcChannel
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
 from lightning_sm.data.protocol.openings import Opening, OpeningsReply, OpeningsRequest
-from lightning_sm.data.protocol.probe import refusal
+from lightning_sm.data.protocol.probe import diagnose
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
 from lightning_sm.data.protocol.tls import certificate_hint
 from lightning_sm.data.settings import Credentials
@@ -48,6 +48,9 @@ _FINISH_TIMEOUT_S = 3.0
 _SNAPSHOT_TIMEOUT_S = 900.0
 # A snapshot of this size gets a line in the log.
 _LARGE_SNAPSHOT_BYTES = 256_000_000
+
+# A host that still shows the same reason to refuse the first connection after this time is not just shutting down.
+_CONFIRM_S = 3.0
 
 
 class LinkState(Enum):
@@ -91,6 +94,8 @@ class HostLink:
         self._open_sources: set[str] = set()
         self._num_losses = 0
         self._num_silent = 0
+        self._diagnosis = ""  # why the first connection fails
+        self._diagnosed_at = 0.0
         self._usual_period_s = heartbeat_period_s(client.world_size)
         self._period_s = self._usual_period_s
         self._lock = threading.Lock()
@@ -201,10 +206,18 @@ class HostLink:
         is_tolerated = self._stream is not None and is_silent and self._num_silent < _MAX_SILENT
         if not self._closed.is_set() and not is_tolerated:
             state = LinkState.SILENT if is_silent else LinkState.CONNECTING
-            self._lose(state, str(error))
-            if not was_reached and (reason := refusal(self.address)):
-                self._closed.set()
-                self._refuse(DataHostMismatchError(f"data host at {self.address}: {reason}."))
+            self._lose(state, str(error) + (f"; {self._diagnosis}" if self._diagnosis else ""))
+            if not was_reached and not isinstance(error.__cause__, ConnectionRefusedError):
+                self._diagnose()
+
+    def _diagnose(self) -> None:
+        """Refuse the host if the first connection can never succeed, which takes two probes with the same result."""
+        reason = diagnose(self.address, self._credentials)
+        if reason != self._diagnosis:
+            self._diagnosis, self._diagnosed_at = reason, time.monotonic()
+        elif reason and time.monotonic() - self._diagnosed_at >= _CONFIRM_S and not self._closed.is_set():
+            self._closed.set()
+            self._refuse(DataHostMismatchError(f"data host at {self.address}: {reason}."))
 
     def _open_wanted_sources(self) -> None:
         """Open all wanted sources that are not open, and let the host know which are no longer wanted."""

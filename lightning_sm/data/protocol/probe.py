@@ -1,33 +1,124 @@
-"""The probe of a trainer whose first connection fails: does the data host refuse its address?"""
+"""The probe of a trainer whose first connection fails: what does the data host speak, and does it refuse the trainer?
+
+A connection is just closed, both by a host that requires TLS and by one that is shutting down. The probe connects once
+more, and reports only what it has seen.
+"""
 
 from __future__ import annotations
 
 import socket
+import ssl
+
+from lightning_sm.data.protocol.tls import settings_text
+from lightning_sm.data.settings import Credentials
 
 # What a data host sends to an address that it does not trust, before it closes the connection.
 REFUSED = b"lightning_sm: this address is not trusted\n"
 
 _TIMEOUT_S = 2.0
+# A host without TLS speaks first. One that says nothing for this time may wait for a TLS handshake.
+_SILENCE_S = 1.0
+# HTTP/2 begins with a frame of settings: 3 bytes of length, type 4, flags, stream 0.
+_FRAME_HEAD_BYTES = 9
+_SETTINGS_TYPE = 4
 
 
-def refusal(address: str) -> str:
-    """Return why a data host refuses this trainer, and what to do; "" if it does not say that.
+def diagnose(address: str, credentials: Credentials) -> str:
+    """Return why this trainer cannot connect to a data host, and what to do; "" if no reason was seen.
+
+    A host that is shutting down may look like one that refuses the trainer's certificate: ask twice, seconds apart.
 
     Args:
-        address: ``host:port``, or that of a Unix socket, which refuses nobody.
+        address: ``host:port``. Nothing is diagnosed for Unix sockets, whose two ends have the same settings.
+        credentials: TLS files of this trainer, if any.
     """
     if address.startswith("unix"):
         return ""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_S) as sock:
-            if sock.recv(len(REFUSED)) != REFUSED:
-                return ""
-            own = sock.getsockname()[0]
+        first, own_address = _first_bytes(address)
+        if first:
+            return _diagnose_plain(first, own_address, credentials)
+        # Trainers show a certificate only if they have an authority.
+        shown = credentials.tls_certificate if credentials.tls_authority is not None else None
+        answer = _first_bytes_in_tls(address, shown, credentials.tls_key)
     except OSError:
         return ""
+    ours = f"this trainer has {settings_text(credentials)}"
+    if credentials.tls_certificate is None:
+        return f"the data host uses TLS, but {ours}. Set data_service.tls_* on all hosts"
+    if answer:
+        return ""
     return (
-        f"it does not trust the address of this trainer, {own}, which is not one of the job's hosts. If it is right, "
-        f"add {own} to data_service.trust of the data hosts, or use mutual TLS. The log of the data host names the "
-        "address and the hosts that it trusts"
+        "the data host closes the connection after the TLS handshake. It requires a certificate that its "
+        f"data_service.tls_authority signed, but {ours}. Set the same data_service.tls_authority on all hosts, and "
+        "certificates that it signed"
     )
+
+
+def _diagnose_plain(first: bytes, own_address: str, credentials: Credentials) -> str:
+    """Diagnose a data host that speaks first, which is one without TLS, or one that refuses this machine."""
+    if first.startswith(REFUSED):
+        return (
+            f"it does not trust the address of this trainer, {own_address}, which is not one of the job's hosts. If it "
+            f"is right, add {own_address} to data_service.trust of the data hosts, or use mutual TLS. The log of the "
+            "data host names the address and the hosts that it trusts"
+        )
+    if credentials.tls_certificate is not None and _begins_http2(first):
+        ours = settings_text(credentials)
+        return f"the data host does not use TLS, but this trainer has {ours}. Set data_service.tls_* on all hosts"
+    return ""
+
+
+def _first_bytes(address: str) -> tuple[bytes, str]:
+    """Return what the host sends of itself, and this machine's address; nothing if it waits, as for a TLS handshake.
+
+    Raises:
+        OSError: It cannot be reached, or closes the connection without a word.
+    """
+    with _connect(address) as sock:
+        sock.settimeout(_SILENCE_S)
+        try:
+            first = _receive(sock, len(REFUSED))
+        except TimeoutError:
+            return b"", ""
+        if not first:
+            raise ConnectionResetError
+        return first, str(sock.getsockname()[0])
+
+
+def _first_bytes_in_tls(address: str, certificate: str | None, key: str | None) -> bytes:
+    """Return what the host sends after the TLS handshake; nothing if it closes the connection then.
+
+    Raises:
+        OSError: It cannot be reached, or does not use TLS.
+    """
+    # Whether the host's certificate is right is for the connection to say.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if certificate is not None:
+        context.load_cert_chain(certificate, key, password="")
+    with _connect(address) as sock, context.wrap_socket(sock) as secured:
+        try:
+            return _receive(secured, _FRAME_HEAD_BYTES)
+        except ssl.SSLError:  # an alert about the trainer's certificate
+            return b""
+
+
+def _connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_S)
+
+
+def _receive(sock: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size and (part := sock.recv(size - len(received))):
+        received += part
+        if _begins_http2(received):
+            break
+    return received
+
+
+def _begins_http2(data: bytes) -> bool:
+    return len(data) >= _FRAME_HEAD_BYTES and data[3] == _SETTINGS_TYPE and not any(data[5:9])

@@ -17,16 +17,6 @@ _NOT_SIGNED = (
     "the data host's certificate is not signed by data_service.tls_authority or, without one, is not "
     "data_service.tls_certificate"
 )
-_NO_CERTIFICATE = (
-    "the data host requires a certificate that its data_service.tls_authority signed. Set the same "
-    "data_service.tls_authority on all hosts, and certificates that it signed"
-)
-# Of what OpenSSL calls the error of a handshake.
-_MISMATCHES = {
-    "WRONG_VERSION_NUMBER": "the data host does not use TLS, but this trainer has data_service.tls_certificate",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": _NO_CERTIFICATE,
-    "TLSV1_ALERT_UNKNOWN_CA": _NO_CERTIFICATE,
-}
 # openssl/x509_vfy.h: X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
 _OTHER_NAME_CODES = (62, 64)
 
@@ -96,10 +86,18 @@ def client_context(credentials: Credentials) -> ssl.SSLContext | None:
 
 def certificate_hint(error: BaseException | None) -> str:
     """Return why a first connection with this error can never succeed; "" if a retry may."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f": {_OTHER_NAME if error.verify_code in _OTHER_NAME_CODES else _NOT_SIGNED}."
-    mismatch = _MISMATCHES.get(getattr(error, "reason", ""))
-    return f": {mismatch}." if mismatch else ""
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return ""
+    return f": {_OTHER_NAME if error.verify_code in _OTHER_NAME_CODES else _NOT_SIGNED}."
+
+
+def settings_text(credentials: Credentials) -> str:
+    """Return which TLS files are set, for messages."""
+    if credentials.tls_certificate is None:
+        return "no data_service.tls_certificate"
+    authority = credentials.tls_authority
+    rest = "no data_service.tls_authority" if authority is None else f"data_service.tls_authority={authority}"
+    return f"data_service.tls_certificate={credentials.tls_certificate} and {rest}"
 
 
 def _certificates(path: str, setting: str) -> bytes:

@@ -13,7 +13,7 @@ import time
 import grpc
 import pytest
 
-from lightning_sm.data.protocol.probe import REFUSED, refusal
+from lightning_sm.data.protocol.probe import REFUSED, diagnose
 from lightning_sm.data.server import doorman
 from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.peers import TrustedPeers
@@ -209,11 +209,11 @@ def test_a_refused_trainer_learns_its_address_and_the_setting():
             connection.sendall(REFUSED)
 
     with listening() as address:
-        assert refusal(address) == ""
+        assert diagnose(address, KNOWN) == ""
     with socket.create_server(("127.0.0.1", 0)) as refusing:
         thread = threading.Thread(target=refuse)
         thread.start()
-        text = refusal(f"127.0.0.1:{refusing.getsockname()[1]}")
+        text = diagnose(f"127.0.0.1:{refusing.getsockname()[1]}", KNOWN)
         thread.join()
     assert "does not trust the address of this trainer, 127.0.0.1, which is not one of the job's hosts" in text
     assert "add 127.0.0.1 to data_service.trust" in text
