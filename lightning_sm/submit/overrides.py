@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from lightning_sm._arguments import did_you_mean
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit.job_keys import keys_of, suggestion
 
 
-class Override(NamedTuple):
+@dataclass(frozen=True)
+class Override:
     """An option that stands for a key.
 
     Attributes:
         key: The key, with dots between its parts.
         text: Its value.
-        is_json: Whether the value is JSON, and not as people type it.
+        start: What stands before the key.
     """
 
     key: str
     text: str
-    is_json: bool = False
+    start: str = "--"
+
+    @property
+    def option(self) -> str:
+        """The option without its value."""
+        return f"{self.start}{self.key}"
 
 
 def parse_overrides(
@@ -51,7 +57,7 @@ def parse_overrides(
             continue
         key = option.removeprefix("--")
         if key.partition(".")[0] not in keys_of(section):
-            hint = did_you_mean(option, list(own_options)) or suggestion(key, section, section, "--")
+            hint = did_you_mean(option, list(own_options)) or suggestion(key, section, section, "--")[0]
             raise SubmitError(f"unknown option {option}.{hint}")
         if not equals:
             if not remaining or remaining[0].startswith("--"):

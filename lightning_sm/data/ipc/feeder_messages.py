@@ -113,7 +113,10 @@ class ShareFigures(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """The last message: the training has ended."""
+    """The last message: how the training ended; see ``calls.FinishRequest``."""
+
+    outcome: str
+    is_success: bool
 
 
 # From the feeder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from itertools import chain, islice
+from itertools import chain
 
 from lightning_sm.data.ipc.host_messages import KeepOpenings, StartedWorkers, StartWorkers
 from lightning_sm.data.ipc.messages import Message
@@ -73,9 +73,7 @@ class Openings:
             problems = {name: problem for name in wanted if (problem := self._opened.get(name)) is not None}
             for name in problems:
                 self._opened.pop(name)
-            done = [name for name in wanted if name in self._opened]
-            results = {name: self._results[name] for name in request.results if name in self._results}
-            return OpeningsReply(done, sorted(set(missing)), problems, dict(islice(results.items(), 1)))
+            return OpeningsReply([name for name in wanted if name in self._opened], sorted(set(missing)), problems)
 
     def take(self, message: StartedWorkers) -> None:
         """Take the answer of the main process."""
@@ -88,6 +86,11 @@ class Openings:
         if message.problem is not None:
             self._changed()
         self._close_unwanted()  # the rank may have left meanwhile
+
+    def result(self, call: str) -> CallResult | None:
+        """Return the result of a call of a hook; None: it is not open."""
+        with self._condition:
+            return self._results.get(call)
 
     def keep(self, clients: Collection[str]) -> None:
         """Forget all ranks but some: those that have finished, and those whose leases have expired."""

@@ -3,10 +3,8 @@
 import sys
 
 from lightning_sm import SageMakerEnvironment, prepare_process
-from lightning_sm.training import environment as module
 
 if __name__ == "__main__":
-    module.RESOLVE_TIMEOUT_S = float(sys.argv[1])
-    environment = SageMakerEnvironment()
+    environment = SageMakerEnvironment(resolve_timeout_s=float(sys.argv[1]))
     prepare_process(environment)
     print("main address:", environment.main_address)

@@ -35,6 +35,7 @@ PARSERS = [
     calls.FinishRequest.parse,
     calls.HostReport.parse,
     openings.OpeningsRequest.parse,
+    openings.ResultRequest.parse,
     parse_reply,
     lambda data: decode(openings.CallResult, data, "result"),
 ]

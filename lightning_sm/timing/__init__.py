@@ -1,1 +1,0 @@
-"""The training process's clock: where the time of each step goes."""
