@@ -68,7 +68,6 @@ _FIGURES = RankFigures(
     num_steps=123_456,
     num_timed=123_455,
     num_bytes=123_456 << 20,
-    first_wait_s=12.3456,
     wait_s=1234.5678,
     transfer_wait_s=123.4567,
     busy_s=12345.6789,
@@ -222,7 +221,7 @@ class Feeders:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(client.pid, signal.SIGKILL)
         for client in self._clients:
-            client.close("the benchmark is over", is_success=True)
+            client.close()
 
     def _start(self, ranks: Sequence[int], num_ranks: int, credentials: Credentials) -> None:
         """Start some, and wait until they have opened the source, so that not all imports compete for the cores."""

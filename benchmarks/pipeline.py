@@ -79,7 +79,6 @@ class SleepingLayer(nn.Module):
 def bubble(rank: int, p: int, schedule: Any, m: int) -> float | None:
     """Return the idle share of a step, on rank 0."""
     from lightning_sm.training.strategies.pipeline.exchange import Replica
-    from lightning_sm.training.strategies.pipeline.forward import StageShapes
     from lightning_sm.training.strategies.pipeline.schedules import ScheduleRunner
     from lightning_sm.training.strategies.pipeline.stage import Stage
 
@@ -87,17 +86,16 @@ def bubble(rank: int, p: int, schedule: Any, m: int) -> float | None:
     world: Any = dist.group.WORLD
     device = torch.device("cpu")
     replica = Replica(world, world, list(range(p)), device)
-    runner = ScheduleRunner(stage, replica, device, schedule, lambda output, i: (output - i).square().mean())
-    inputs = (torch.ones(m, 4),) if rank == 0 else ()
-    row = torch.empty(1, 4, device="meta")
-    trained = row.clone().requires_grad_()
-    runner.learn(m, None, StageShapes((trained if rank else row,), (trained,)))
-    runner.step(inputs, m, None)  # connects the ranks
+    runner = ScheduleRunner(
+        stage, replica, device, schedule, lambda output, i: (output - i).square().mean(), lambda output: None
+    )
+    inputs = (torch.ones(m, 4),)
+    runner.step(inputs, m)  # connects the ranks
     dist.barrier()
     began = time.perf_counter()
     steps = 2
     for _ in range(steps):
-        runner.step(inputs, m, None)
+        runner.step(inputs, m)
     dist.barrier()
     took = (time.perf_counter() - began) / steps
     return 1 - 3 * FORWARD_S * m / took if rank == 0 else None

@@ -124,17 +124,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of each run")
     options = parser.parse_args()
     first, *others = options.workers
-    measured = measure(run(options, first))
+    figures = run(options, first)
+    measured = measure(figures)
     rows = []
     for workers in others:
-        predicted_s = measured.predict_s(workers)
+        predicted_s, _ = measured.predict(workers)
         step_s = run(options, workers).pace.step_s
         error = f"{100 * (predicted_s / step_s - 1):+.1f} %"
         rows.append([workers, f"{1e3 * predicted_s:.1f}", f"{1e3 * step_s:.1f}", error])
     table = draw_table(rows, ["workers", "predicted ms", "measured ms", "error"])
     sys.stdout.write(
-        f"{machine()}\nfrom {first} workers: {1e3 * measured.step_s:.1f} ms a step, {measured.waiting:.0%} waiting; a "
-        f"step needs {1e3 * measured.cost_s:.1f} ms of work\n{table}\n"
+        f"{machine()}\nfrom {first} workers: {1e3 * figures.pace.step_s:.1f} ms a step, {figures.pace.waiting:.0%} "
+        f"waiting; a step needs {1e3 * measured.cost_s:.1f} ms of work\n{table}\n"
     )
 
 

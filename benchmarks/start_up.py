@@ -3,19 +3,13 @@
 The dataset has 1,280,000 samples and is shuffled: the sampler draws its order in the training process. A batch costs
 almost nothing.
 
-With ``--experiment script``: of one script that has a data host and trains, from the start of its interpreter.
-
     python benchmarks/start_up.py --rounds 5
-    python benchmarks/start_up.py --experiment script
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
-from functools import partial
 
 import torch
 from data_service import data_hosts, in_child, in_turn, machine, parser, prepare, spread
@@ -31,30 +25,6 @@ PARTS = {
     "first": "host listening to first batch",
     "next": "first batch of the next epoch",
 }
-
-
-SCRIPT = """
-import json, sys, time
-from lightning_sm import DataHost
-if sys.argv[1] == "preloaded":
-    DataHost.preload()
-import torch
-from lightning_sm import RemoteDataModule
-from pytorch_lightning import LightningDataModule
-from torch.utils.data import DataLoader
-
-class Data(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(torch.arange(12800), batch_size=64)
-
-imported = time.time()
-with DataHost() as host:
-    module = RemoteDataModule(Data(), [host.address])
-    module.setup("fit")
-    next(iter(module.train_dataloader()))
-    print(json.dumps([imported, time.time()]))
-    module.teardown("fit")
-"""
 
 
 class Indices(Dataset[torch.Tensor]):
@@ -97,29 +67,15 @@ def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict
     return dict(zip(PARTS, times, strict=True))
 
 
-def script(kind: str) -> tuple[float, float]:
-    """Return the seconds from the start of a script to the end of its imports, and to its first batch."""
-    began = time.time()
-    done = subprocess.run([sys.executable, "-c", SCRIPT, kind], stdout=subprocess.PIPE, check=True, timeout=170)
-    imported, first = json.loads(done.stdout)
-    return imported - began, first - began
-
-
 def main() -> None:
-    """Run one experiment, and print its table."""
+    """Print the table."""
     options = parser("seconds until the first batch", rounds=5)
-    options.add_argument("--experiment", choices=["host", "script"], default="host")
     options.add_argument("--workers", type=int, default=2, help="workers of the data host")
     args = options.parse_args()
-    if args.experiment == "host":
-        cores = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores}
-        runs = in_turn({"start": lambda: in_child(start, workers=args.workers, **cores)}, args.rounds)["start"]
-        table = [[text, spread([run[part] for run in runs], 3)] for part, text in PARTS.items()]
-        headers = ["part", "seconds"]
-    else:
-        results = in_turn({kind: partial(script, kind) for kind in ("plain", "preloaded")}, args.rounds)
-        table = [[kind, *map(spread, zip(*times, strict=True))] for kind, times in results.items()]
-        headers = ["DataHost in the script", "s to the end of its imports", "s to the first batch"]
+    cores = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores}
+    runs = in_turn({"start": lambda: in_child(start, workers=args.workers, **cores)}, args.rounds)["start"]
+    table = [[text, spread([run[part] for run in runs], 3)] for part, text in PARTS.items()]
+    headers = ["part", "seconds"]
     sys.stdout.write(machine() + draw_table(table, headers) + "\n")
 
 

@@ -28,7 +28,7 @@ from lightning_sm._lightning import Callback, LightningModule, Trainer
 from lightning_sm._table import draw_table
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.record.events import find_files, record_folder
-from lightning_sm.training.callbacks.step_times import StepTimes
+from lightning_sm.timing.step_times import StepTimes
 
 # Steps before the clock starts: the allocator, caches and the branch predictor settle.
 _WARM_UP = 200

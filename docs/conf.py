@@ -34,10 +34,9 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 python_use_unqualified_type_names = True
 nitpicky = True
-# What PipelineParallelStrategy.placement and prepare_process return; their attributes may change.
+# What prepare_process returns; its attributes may change.
 nitpick_ignore = [
     ("py:class", "lightning_sm.training.process.PreparedProcess"),
-    ("py:class", "lightning_sm.training.strategies.pipeline.placement.Placement"),
 ]
 # Types of the standard library, torch and Lightning: their inventories would have to come from the network.
 nitpick_ignore_regex = [("py:.*", r"(?!lightning_sm\.).*")]

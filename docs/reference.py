@@ -20,7 +20,7 @@ import lightning_sm
 from lightning_sm import __main__ as program
 from lightning_sm.job.variables import USER_SETTINGS
 from lightning_sm.submit.job_file import Job
-from lightning_sm.submit.job_keys import KeyField, is_section, keys_of, shown_default, without_none
+from lightning_sm.submit.job_keys import KeyField, is_section, keys_of, shown_default
 
 # Code, which stays as it is, or the character that would begin HTML.
 _LESS = re.compile(r"(`[^`]*`)|<")
@@ -196,7 +196,7 @@ def _default(one: KeyField) -> str:
 
 
 def _meaning(one: KeyField) -> str:
-    has_parts = is_section(without_none(one.kind)) or typing.get_origin(without_none(one.kind)) in {dict, list}
+    has_parts = is_section(one.kind) or typing.get_origin(one.kind) in {dict, list}
     return f"{one.about.meaning} Example: `{one.name}: {one.about.example}`" if has_parts else one.about.meaning
 
 

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
         BatchSizeFinder,
         Checkpoint,
         GradientAccumulationScheduler,
+        LambdaCallback,
         LearningRateFinder,
         ModelCheckpoint,
-        OnExceptionCheckpoint,
         ProgressBar,
         StochasticWeightAveraging,
         WeightAveraging,
@@ -73,8 +73,8 @@ else:
     _FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
     _NAMES = {
         DISTRIBUTION: "Callback LightningDataModule LightningModule Trainer",
-        f"{DISTRIBUTION}.callbacks": "BatchSizeFinder Checkpoint GradientAccumulationScheduler LearningRateFinder "
-        "ModelCheckpoint OnExceptionCheckpoint ProgressBar StochasticWeightAveraging WeightAveraging",
+        f"{DISTRIBUTION}.callbacks": "BatchSizeFinder Checkpoint GradientAccumulationScheduler LambdaCallback "
+        "LearningRateFinder ModelCheckpoint ProgressBar StochasticWeightAveraging WeightAveraging",
         f"{DISTRIBUTION}.cli": "ArgsType LightningArgumentParser LightningCLI",
         f"{DISTRIBUTION}.loggers": "CSVLogger TensorBoardLogger WandbLogger",
         f"{DISTRIBUTION}.loggers.logger": "DummyLogger",

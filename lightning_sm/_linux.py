@@ -18,10 +18,6 @@ from pathlib import Path
 
 from lightning_sm.errors import NeedsLinuxError
 
-# The longest single wait of a main thread that handles signals. Python runs handlers in the main thread, between two
-# instructions, but the kernel may deliver a signal to any other thread, or to this one just before it blocks. A wait
-# without a limit would then continue, and the SIGTERM handler would not run until the script exits by itself.
-SIGNAL_POLL_S = 1.0
 _IS_LINUX = sys.platform == "linux"
 # Whether ``adopt_orphans`` has an effect. Elsewhere, process 1 adopts processes whose parent died.
 ADOPTS_ORPHANS = _IS_LINUX

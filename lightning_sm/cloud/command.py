@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from lightning_sm._arguments import CommandParser, did_you_mean, positive_whole_number
 from lightning_sm._log import command_logger
@@ -41,21 +40,12 @@ reached or knows no such job, or wrong arguments
 """
 
 
-class _Again(Protocol):
-    """Submits the request of a training job again."""
-
-    def __call__(
-        self, clients: Clients, description: Mapping[str, Any], settings: Sequence[str], *, dry_run: bool, yes: bool
-    ) -> str | None:
-        """Return the new job's name; None if nothing was sent."""
-
-
 def main(
     argv: Sequence[str],
     clients: Clients | None = None,
     *,
     new_report_writer: Callable[[], ReportWriter],
-    again: _Again,
+    again: Callable[..., None],
 ) -> int:
     """Run the command and return its exit code.
 
@@ -63,7 +53,7 @@ def main(
         argv: The arguments after ``jobs``.
         clients: Clients of the AWS APIs. Default: those of the user's credentials and region.
         new_report_writer: Returns what writes a report, or says what is missing for that.
-        again: Submits a job again.
+        again: Submits the request of a training job again (``submit.again.again``).
 
     Raises:
         AWSError: AWS rejects a request, cannot be reached, or knows no such job.
@@ -118,24 +108,21 @@ def _logs(clients: Clients, options: argparse.Namespace) -> int:
 
 
 def _log_of(clients: Clients, found: Found, options: argparse.Namespace) -> Iterator[str]:
-    log = Log(clients.logs, found.description)
+    log = Log(clients.logs, found.name)
     if options.host is not None:
         streams = log.streams_by_host()
         if options.host not in streams:
             hosts = ", ".join(streams) or "none yet"
             raise AWSError(f"{found.name} has no log of the host {options.host}; hosts with a log: {hosts}.")
-        yield from map(log.shown, log.lines_of(streams[options.host]))
+        yield from log.lines_of(streams[options.host])
         return
     if found.status == "Failed" and not options.all:
         yield from failure_first(log, reason_of(found.description))
         yield "(--all shows everything in chronological order)"
         return
-    empty = True
-    for line in log.new_lines():
-        empty = False
-        yield log.shown(line)
-    if empty:
-        yield f"{found.name} is {found.description.get('SecondaryStatus', found.status)} and has no log yet."
+    lines = log.new_lines()
+    yield next(lines, f"{found.name} is {found.description.get('SecondaryStatus', found.status)} and has no log yet.")
+    yield from lines
 
 
 def _stop(clients: Clients, options: argparse.Namespace) -> int:
@@ -164,9 +151,7 @@ def _report(clients: Clients, options: argparse.Namespace) -> int:
 
 def _again(clients: Clients, options: argparse.Namespace) -> int:
     found = find_training_job(clients, options.name)
-    name = options.again(clients, found.description, options.settings, dry_run=options.dry_run, yes=options.yes)
-    if name is not None:
-        _write([f"Submitted {name}. To follow it: lightning-sm jobs logs -f {name}"])
+    options.again(clients, found.description, options.settings, is_dry_run=options.dry_run, yes=options.yes)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -66,7 +65,7 @@ def find(clients: Clients, name: str) -> Found:
         name: Name or ARN of a training job or of a tuning job.
 
     Raises:
-        AWSError: There is no such job; the message names similar ones.
+        AWSError: There is no such job.
         ClientError: AWS rejects the request.
     """
     name = name.rpartition("/")[2]
@@ -77,11 +76,8 @@ def find(clients: Clients, name: str) -> Found:
         except ClientError as error:  # noqa: PERF203 - two calls at most
             if error_code(error) not in _UNKNOWN:
                 raise
-    newest = clients.sagemaker.list_training_jobs(MaxResults=100, SortBy="CreationTime", SortOrder="Descending")
-    names = [summary["TrainingJobName"] for summary in newest["TrainingJobSummaries"]]
-    close = [one for one in names if one.startswith(name)] or difflib.get_close_matches(name, names)
-    hint = f"Did you mean {' or '.join(close[:3])}?" if close else "'lightning-sm jobs list' shows the newest ones."
-    raise AWSError(f"There is no job {name} in {clients.sagemaker.meta.region_name}. {hint}")
+    region = clients.sagemaker.meta.region_name
+    raise AWSError(f"There is no job {name} in {region}. 'lightning-sm jobs list' shows the newest ones.")
 
 
 def find_training_job(clients: Clients, name: str) -> Found:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -27,11 +26,9 @@ _LAST_LOOKS = 2
 _EXIT_CODE = re.compile(r"exit code:? (\d+)\s*\.?\s*$")
 
 Sleep = Callable[[float], object]
-# A sleep, because Ctrl-C interrupts it, and nothing else ends a wait for the service.
-_sleep = time.sleep
 
 
-def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _sleep) -> Mapping[str, Any]:
+def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = time.sleep) -> Mapping[str, Any]:
     """Wait until a job ends; log every change of its state, and write its log to stdout.
 
     Ctrl-C or an error ends the wait, not the job; a warning then says how to stop the job.
@@ -50,25 +47,30 @@ def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _s
         ClientError: AWS rejects a request, for example because the credentials have expired.
         BotoCoreError: AWS cannot be reached.
     """
-    shown = ""
-    log = None
-    with _how_to_stop(found.name):
+    state = ""
+    log = Log(clients.logs, found.name) if shows_log and found.kind == "training" else None
+    try:
         while True:
             found = describe(clients, found.kind, found.name)
-            state = _state(found)
-            if state != shown:
+            before, state = state, _state(found)
+            if state != before:
                 _LOG.info("%s", state)
-                shown = state
-            if shows_log and found.kind == "training":
-                log = log or Log(clients.logs, found.description)
-                shows_log = _write_new(log)
+            log = log and _write_new(log)
             if found.has_ended:
                 break
             sleep(_EVERY_S)
-        if log is not None and shows_log:
-            for _ in range(_LAST_LOOKS):
-                sleep(_EVERY_S)
-                _write_new(log)
+        for _ in range(_LAST_LOOKS if log else 0):
+            sleep(_EVERY_S)
+            log = log and _write_new(log)
+    except (KeyboardInterrupt, ClientError, BotoCoreError):
+        _LOG.warning(
+            "Stopped waiting. The job may still be running, and is billed.\n"
+            "  Follow it: lightning-sm jobs logs -f %s\n"
+            "  Stop it:   lightning-sm jobs stop %s",
+            found.name,
+            found.name,
+        )
+        raise
     return found.description
 
 
@@ -123,30 +125,15 @@ def tuning_progress(description: Mapping[str, Any]) -> str:
     return f"{words}; best {metric['MetricName']}={metric['Value']:.6g} by {best['TrainingJobName']} with {values}"
 
 
-def _write_new(log: Log) -> bool:
-    """Write a log's new lines; if access to it is denied, warn and return False, as waiting for the job still works."""
+def _write_new(log: Log) -> Log | None:
+    """Write a log's new lines; return the log, or None if access to it is denied: waiting for the job still works."""
     try:
         for line in log.new_lines():
-            sys.stdout.write(for_terminal(f"{log.shown(line)}\n", sys.stdout))
+            sys.stdout.write(for_terminal(f"{line}\n", sys.stdout))
     except ClientError as error:
         if error_code(error) != "AccessDeniedException":
             raise
         _LOG.warning("Waiting without the job's log, which cannot be read: %s", error)
-        return False
+        return None
     sys.stdout.flush()
-    return True
-
-
-@contextmanager
-def _how_to_stop(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (KeyboardInterrupt, ClientError, BotoCoreError):
-        _LOG.warning(
-            "Stopped waiting. The job may still be running, and is billed.\n"
-            "  Follow it: lightning-sm jobs logs -f %s\n"
-            "  Stop it:   lightning-sm jobs stop %s",
-            name,
-            name,
-        )
-        raise
+    return log

@@ -16,7 +16,7 @@ from lightning_sm.cloud.find import ENDED
 from lightning_sm.errors import AWSError
 from lightning_sm.record.events import FOLDER, is_record_file
 from lightning_sm.record.prices import Prices
-from lightning_sm.record.runs import extract_records
+from lightning_sm.record.runs import archived_files
 
 _LOG = command_logger(__name__)
 
@@ -105,9 +105,14 @@ def _from_archive(client: Any, bucket: str, key: str, folder: Path) -> int:
     body = client.get_object(Bucket=bucket, Key=key)["Body"]
     try:
         with tarfile.open(fileobj=body, mode="r|gz") as archive:
-            return extract_records(archive, folder)
+            files = list(archived_files(archive))
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise AWSError(f"s3://{bucket}/{key} cannot be read as an archive: {error}.") from error
+    for number, (path, content) in enumerate(files):
+        copy = folder / str(number) / path.parent.name / path.name
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(content)
+    return len(files)
 
 
 def _no_record(description: Mapping[str, Any], sources: Sequence[str]) -> str:

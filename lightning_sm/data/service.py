@@ -36,7 +36,7 @@ def serve(job: SageMakerJob, topology: Topology, settings: DataServiceSettings) 
         channels=list(job.channels),
         trusted=[*(job.addresses.get(host, host) for host in job.hosts), *(settings.trust or ())],
     )
-    if settings.token is None and JOB_SECRET.read(os.environ) is None and settings.tls_authority is None:
+    if JOB_SECRET.read(os.environ) is None and settings.tls_authority is None:
         logger.warning(
             "This job has no secret: whoever knows its name and can run a process on one of its hosts can read the "
             "batches of data host %s and run code there. Start the job with lightning-sm submit, or set %s to random "

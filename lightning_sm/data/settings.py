@@ -51,8 +51,6 @@ class DataServiceSettings:
         batch_timeout_s: Time in seconds until a batch must have arrived, also if all data hosts are unreachable.
         lease_s: Data hosts exit when no trainer has sent a heartbeat for this time, in seconds.
         port: Port of the data hosts. Default: derived from the job.
-        token: Secret that trainers and data hosts must prove to each other. Default: derived from
-            LIGHTNING_SM_JOB_SECRET; without that from the job's name, which is not secret.
         trust: Addresses, host names and networks ("10.0.0.0/16") that may connect to the data hosts, in addition to the
             job's hosts and the data host's own machine. Needed only for data hosts that are started by hand, and for
             trainers whose address differs from that of their host name.
@@ -64,8 +62,8 @@ class DataServiceSettings:
             too (mutual TLS), and may connect from any address.
 
     Raises:
-        DataSettingsError: A value is out of range, an entry of trust is not valid, or only one of tls_certificate and
-            tls_key is set.
+        DataSettingsError: A value is out of range, an entry of trust is not valid, or only some of the TLS files that
+            belong together are set.
     """
 
     hooks: Hooks = "auto"
@@ -77,7 +75,6 @@ class DataServiceSettings:
     batch_timeout_s: float = 300.0
     lease_s: float = 60.0
     port: int | None = None
-    token: str | None = field(default=None, repr=False)
     # Lists have no hash; settings are part of the key under which a process keeps its connection.
     trust: list[str] | None = field(default=None, hash=False)
     tls_certificate: str | None = None
@@ -103,10 +100,10 @@ class DataServiceSettings:
             )
         for entry in self.trust or ():
             _check_trusted(entry)
-        if (self.tls_certificate is None) != (self.tls_key is None):
+        if (self.tls_certificate is None) != (self.tls_key is None) or (self.tls_authority and not self.tls_key):
             raise DataSettingsError(
                 f"data_service.tls_certificate={self.tls_certificate} and data_service.tls_key={self.tls_key} go "
-                "together: set both, or neither."
+                f"together, and data_service.tls_authority={self.tls_authority} needs both."
             )
 
 
@@ -154,14 +151,13 @@ class Credentials:
         Raises:
             JobConfigError: The job's secret is too short.
         """
-        source = JOB_SECRET.name if env.get(JOB_SECRET.name) else "the job's name"
         return cls(
             job,
-            settings.token or job_key("lightning-sm data hosts", job, env).hex(),
+            job_key("lightning-sm data hosts", job, env).hex(),
             settings.tls_certificate,
             settings.tls_key,
             settings.tls_authority,
-            token_source="data_service.token" if settings.token else source,
+            token_source=JOB_SECRET.name if env.get(JOB_SECRET.name) else "the job's name",
         )
 
 

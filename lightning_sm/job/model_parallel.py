@@ -45,10 +45,6 @@ _ACCEPTED: Mapping[str, tuple[Any, str]] = {
         "Remove modelparallel from distribution, and set trainer.strategy to ModelParallelStrategy",
     ),
     "sharded_data_parallel_degree": (1, "Use strategy=fsdp or ModelParallelStrategy"),
-    "hybrid_shard_degree": (1, "It is SMP v2's, which shards by FSDP: use strategy=fsdp or ModelParallelStrategy"),
-    "sm_activation_offloading": (False, "It is SMP v2's: use strategy=fsdp with activation checkpointing"),
-    "context_parallel_degree": (1, "No strategy here splits sequences"),
-    "expert_parallel_degree": (1, "No strategy here spreads experts"),
     "active_microbatches": (
         None,
         "Remove it: pipeline=interleaved holds the activations of one microbatch for each partition, simple of all",
@@ -68,11 +64,6 @@ _WITHOUT_EFFECT = {
     "partition_file",
     "prescaled_batch",
     "random_seed",
-    "sdp_gradient_clipping",
-    "sdp_hierarchical_allgather",
-    "sdp_max_live_parameters",
-    "sdp_param_persistence_threshold",
-    "sdp_reduce_bucket_size",
     "skip_tracing",
 }
 _Size = Annotated[int, msgspec.Meta(ge=1)]

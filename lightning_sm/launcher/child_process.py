@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -33,22 +35,22 @@ _LOG = command_logger(__name__)
 _TAIL_BYTES = 64 * 1024
 # Between two log lines that name the ranks that are waited for.
 _LOG_S = 60.0
-# In the place of a signal's number.
-_SAVE_STACKS = 0
 _POLL_S = 0.05
-# How soon the exit of a process that has just announced itself is watched for.
-_NEW_RANKS_S = 0.1
+# Between two looks at what is due while a command runs.
+_LOOK_S = 0.1
 
 
 def ignore_signals() -> None:
     """Ignore all signals from now on: at exit Python restores their defaults, so a late one would kill the process."""
     if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
 
 
 class ChildProcess:
     """A runner of one command after another, each in its own process group, which keeps the end of its stderr.
+
+    Only the main thread sends signals to a command, between two looks at it: the handlers only note what has come.
 
     Args:
         schedule: Which signals to send to the command, and when, after this process was told to stop.
@@ -57,41 +59,36 @@ class ChildProcess:
     Attributes:
         stopped_by: The signal that told this process to stop; None if there was none.
         stopped_at: When the first such signal came, in seconds of ``time.monotonic``.
-        end_requested: Whether ``end`` was called.
-        end_run_requested: Whether ``end_run`` was called since ``prepare_restart``.
-        failed: If the last command failed: the process with which the failure began.
+        has_late_signal: Whether a signal has arrived after a command had exited.
+        is_ending: Whether ``end`` was called for the command, or for good.
+        was_late: Whether the last command ran longer than its limit, and was therefore ended.
         was_killed: Whether the last command got SIGKILL by the schedule, because it had not exited after a stop.
-        on_kill_is_near: Called by the main thread before that.
-        on_late_signal: Called when a signal arrives after a command has exited.
+        failed: If the last command failed: the process with which the failure began.
+        on_look: Called again and again while a command runs.
+        on_kill_is_near: Called before a SIGKILL by the schedule.
     """
 
     def __init__(self, schedule: StopSchedule, control: ControlFolder) -> None:
         self.stopped_by: int | None = None
         self.stopped_at: float | None = None
-        self.end_requested = False  # any thread may write these two; only the main thread writes those below
-        self.end_run_requested = False
-        self.was_killed = False
+        self.has_late_signal = self.is_ending = self.was_late = self.was_killed = False
+        self.failed = EndedProcess(pid=0)
+        self.on_look: Callable[[], None] = lambda: None
         self.on_kill_is_near: Callable[[], None] = lambda: None
-        self._is_kill_near = False
-        self.on_late_signal: Callable[[], None] = lambda: None
-        self._end_stages: list[tuple[float, int]] = []
-        self._is_listening = False
-        self._has_exited = False
         self._schedule = schedule
         self._control = control
-        self._restart = 0
-        self._restarting = threading.Lock()
+        self._has_exited = self._ends_for_good = False
+        self._is_pressed_again = self._is_stop_planned = self._is_end_planned = False
         # Of the script and its ranks, by process id, in this order: exit code (None: unknown), and when.
         self._exits: dict[int, tuple[int | None, float]] = {}
-        self._stages: list[tuple[float, int]] = []
+        self._plan: list[tuple[float, Callable[[], None]]] = []  # what is to be done with the command, and when
         self._process: subprocess.Popen[bytes] | None = None
         self._tail = bytearray()
-        self.failed = EndedProcess(pid=0)
 
     @property
     def must_exit(self) -> bool:
-        """Whether this process was told to stop, or ``end`` was called, so that no further command may start."""
-        return self.stopped_by is not None or self.end_requested
+        """Whether this process was told to stop, or to end for good, so that no further command may start."""
+        return self.stopped_by is not None or self._ends_for_good
 
     @property
     def stderr_tail(self) -> str:
@@ -105,21 +102,18 @@ class ChildProcess:
         return "".join(failure.traceback for failure in failures if failure is not None)
 
     def listen(self) -> None:
-        """Forward signals to the command from now on: by the schedule, or at once if nothing saves on a gentle signal.
+        """Note signals from now on, and pass them on to the command, by the schedule if something saves on its signal.
 
-        A repeated SIGINT is forwarded at once: Ctrl-C for the second time.
+        A repeated SIGINT is passed on at once: Ctrl-C for the second time.
         """
         # Called before a command starts: a signal that arrives meanwhile must reach the command, and must not kill the
         # launcher. The handlers stay: a signal after the command's exit must neither replace its exit code nor prevent
         # the failure file.
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._forward)
-            signal.signal(signal.SIGINT, self._forward)
-            signal.signal(signal.SIGALRM, self._next_stage)
-            signal.signal(signal.SIGCHLD, self._reap_orphans)
-            self._is_listening = True
+            signal.signal(signal.SIGTERM, self._note_signal)
+            signal.signal(signal.SIGINT, self._note_signal)
 
-    def run(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
+    def run(self, command: Sequence[str], directory: Path, env: Mapping[str, str], limit_s: float = math.inf) -> int:
         """Start a command, forward signals to its process group, and wait until the whole group has exited.
 
         After a failure, ``failed`` is the process that failed first. May be called again, for another command.
@@ -128,6 +122,7 @@ class ChildProcess:
             command: Program and arguments; no shell is involved.
             directory: Folder to start the command in.
             env: Environment of the command.
+            limit_s: How long it may run. After that, this process ends for good.
 
         Returns:
             The command's exit code, or that of a local rank that failed after the command had succeeded; 128 + n if
@@ -137,13 +132,13 @@ class ChildProcess:
             ScriptError: The operating system refused to start the command.
         """
         adopt_orphans(True)  # local ranks that outlive the script become our children, which we wait for and reap
-        self._has_exited = self.was_killed = False
+        self._has_exited = self.was_killed = self.was_late = self._is_stop_planned = self._is_end_planned = False
+        self._plan = [(time.monotonic() + limit_s, self._end_late)]
         self._control.clear()
         self._exits.clear()
         tail = bytearray()  # a new buffer: a process of the previous command may still write to the old one
         self._tail = tail
-        self.listen()
-        process = self._start(command, directory, env)
+        process = self._process = self._start(command, directory, env)
         assert process.stderr is not None  # noqa: S101 - a pipe, see _start
         pipe = DrainedPipe(process.stderr)
         copier = threading.Thread(target=_copy_stderr, args=(pipe, tail), daemon=True)
@@ -151,7 +146,7 @@ class ChildProcess:
         exit_code = self._wait(process)
         if exit_code == 0:
             exit_code = self._wait_for_ranks(process.pid)
-        elif not (self.must_exit or self.end_run_requested):
+        elif not self._is_told:
             self._wait_for_cause(process.pid)
         self.failed = self._first_failure(process.pid)
         self._has_exited = True
@@ -168,63 +163,37 @@ class ChildProcess:
         remaining_s = self.stopped_at + self._schedule.kill_s - time.monotonic()
         return max(timeline.DRAIN_WHEN_STOPPED_S, min(timeline.DRAIN_S, remaining_s))
 
-    def end(self) -> None:
-        """Make the main thread end the command: SIGTERM, and 15 s later SIGKILL. Any thread may call this."""
-        self.end_requested = True
-        self._wake_main_thread()
-
-    def end_run(self, restart: int) -> None:
-        """End the command like ``end``, but allow another one after ``prepare_restart``.
+    def end(self, *, for_good: bool = True) -> None:
+        """End the command: SIGTERM, and 15 s later SIGKILL.
 
         Args:
-            restart: The number of the restart for which it ends. If the command runs again by now, nothing is done.
+            for_good: Whether no further command may start; otherwise one may after ``prepare_restart``.
         """
-        with self._restarting:
-            if restart <= self._restart:
-                return
-            self.end_run_requested = True
-        self._wake_main_thread()
+        self.is_ending = True
+        self._ends_for_good |= for_good
 
-    def prepare_restart(self, number: int) -> None:
-        """Prepare to run the same command again, after ``run`` has returned.
+    def _end_late(self) -> None:
+        self.was_late = True
+        self.end()
 
-        Args:
-            number: The number of the restart.
-        """
+    def prepare_restart(self) -> None:
+        """Prepare to run the same command again, after ``run`` has returned."""
         # Kill orphans, too, such as the ranks of a killed torchrun: they may hold ports and GPU memory.
         strays = psutil.Process().children(recursive=True)
         for process in strays:
             with contextlib.suppress(psutil.Error):  # it has just exited
                 process.kill()
         psutil.wait_procs(strays, timeout=timeline.KILL_GRACE_S)
-        with self._restarting:
-            self._restart = number
-            self.end_run_requested = False
-        # One by one, because the handler of a stop signal adds to the same list.
-        for stage in self._end_stages:
-            if stage in self._stages:
-                self._stages.remove(stage)
-        self._end_stages = []
-
-    def _wake_main_thread(self) -> None:
-        main_thread = threading.main_thread().ident
-        # Without a handler, SIGALRM would kill this process.
-        if self._is_listening and not self._has_exited and main_thread is not None:
-            # Signal the thread, not the process: after a SIGSTOP, the kernel might deliver the signal to another thread
-            # that resumes, and the main thread would wait for the script forever.
-            signal.pthread_kill(main_thread, signal.SIGALRM)
+        self.is_ending = self._ends_for_good
 
     def kill(self) -> None:
-        """Kill the command at once; this process goes on with its work. Any thread may call this."""
+        """Kill the command at once; this process goes on with its work."""
         self._send(signal.SIGKILL)
 
-    def _reap_orphans(self, _signum: int, _frame: FrameType | None) -> None:
-        """Reap orphans that the script started, which would otherwise stay zombies until the job ends."""
-        with contextlib.suppress(ChildProcessError):
-            while (pid := ended_child()) is not None:
-                if self._process is None or pid == self._process.pid:
-                    return  # ``run`` waits for the script itself
-                self._note_exit(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    @property
+    def _is_told(self) -> bool:
+        """Whether the command was told to exit, so that its ranks exit by signals of this process."""
+        return self.must_exit or self.is_ending
 
     def _note_exit(self, pid: int, exit_code: int | None) -> None:
         known = self._exits.get(pid)
@@ -234,7 +203,7 @@ class ChildProcess:
 
     def _start(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         try:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 list(command),
                 cwd=directory,
                 env=dict(env),
@@ -244,74 +213,54 @@ class ChildProcess:
             )
         except OSError as error:
             raise ScriptError(f"{shlex.join(shown_arguments(command))} cannot be started: {error}.") from error
-        if self.stopped_by is not None:  # the signal came while the command was starting
-            self._send(self.stopped_by)
-        if (self.end_requested or self.end_run_requested) and self._is_listening:
-            os.kill(os.getpid(), signal.SIGALRM)
-        return self._process
 
-    def _forward(self, signum: int, _frame: FrameType | None) -> None:
-        if self._has_exited:
-            self.on_late_signal()
-        is_first = self.stopped_by is None
-        is_repeated = self.stopped_by == signum
-        now = time.monotonic()
+    def _note_signal(self, signum: int, _frame: FrameType | None) -> None:
+        self.has_late_signal |= self._has_exited
+        self._is_pressed_again |= signum == signal.SIGINT and self.stopped_by is not None
         self.stopped_by = signum
         if self.stopped_at is None:
-            self.stopped_at = now
-        if signum == signal.SIGINT and not (is_first and self._handling_gentle_signal()):
-            self._send(signum)
-        elif not is_repeated:  # timeout(1) sends SIGTERM twice, as do programs that forward what a terminal sent to all
-            self._stop_gently(now)
-        self._set_alarm()
+            self.stopped_at = time.monotonic()
 
-    def _stop_gently(self, now: float) -> None:
-        self._stages.append((now + self._schedule.kill_s, signal.SIGKILL))
-        announced = self._handling_gentle_signal()
-        if not announced:
-            self._send(signal.SIGTERM)
-            return
-        self._stages.append((now + self._schedule.term_s, signal.SIGTERM))
-        near_s = max(self._schedule.term_s, self._schedule.kill_s - timeline.STACKS_BEFORE_KILL_S)
-        self._stages.append((now + near_s, _SAVE_STACKS))
+    def _look(self) -> None:
+        """Reap what has ended, and do what is due."""
+        self.on_look()
+        self._reap()
+        now = time.monotonic()
+        if self.stopped_by is not None and not self._is_stop_planned:
+            self._is_stop_planned = True
+            self._plan_stop(self.stopped_by, self.stopped_at or now)
+        if self._is_pressed_again:
+            self._is_pressed_again = False
+            self._send(signal.SIGINT)
+        if self.is_ending and not self._is_end_planned:
+            self._is_end_planned = True
+            # On SIGTERM, a rank would otherwise try to save a checkpoint together with ranks that are gone.
+            self._control.say_peers_gone()
+            kill_at = now + timeline.END_GRACE_S
+            self._plan += [(now, partial(self._send, signal.SIGTERM)), (kill_at, partial(self._send, signal.SIGKILL))]
+        for at, act in self._plan.copy():
+            if at <= now:
+                self._plan.remove((at, act))
+                act()
+
+    def _plan_stop(self, signum: int, stopped_at: float) -> None:
+        kill_at = stopped_at + self._schedule.kill_s
+        announced = [beat for beat in self.announced() if handles_signal(beat.pid, GENTLE_SIGNAL) is not False]
+        if announced:
+            term_at = stopped_at + self._schedule.term_s
+            near_at = max(term_at, kill_at - timeline.STACKS_BEFORE_KILL_S)
+            self._plan += [(term_at, partial(self._send, signal.SIGTERM)), (near_at, self.on_kill_is_near)]
+        else:
+            self._send(signum)
+        self._plan.append((kill_at, self._kill_by_schedule))
         for beat in announced:
+            # Not to a process that is exiting: its interpreter has restored the default action, which would kill it.
             with contextlib.suppress(ProcessLookupError):  # it has just exited
                 os.kill(beat.pid, GENTLE_SIGNAL)
 
-    def _handling_gentle_signal(self) -> list[Beat]:
-        """Return the beats of the processes that save on the gentle signal.
-
-        A process that is exiting does not: its interpreter has restored the default action, which would kill it.
-        """
-        return [beat for beat in self.announced() if handles_signal(beat.pid, GENTLE_SIGNAL) is not False]
-
-    def _set_alarm(self) -> None:
-        self._stages.sort(reverse=True)
-        if self._stages:
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, self._stages[-1][0] - time.monotonic()))
-
-    def _next_stage(self, _signum: int, _frame: FrameType | None) -> None:
-        is_ending = self.end_requested or self.end_run_requested
-        if is_ending and self._process is not None and not self._end_stages:
-            now = time.monotonic()
-            # On SIGTERM, a rank would otherwise try to save a checkpoint together with ranks that are gone.
-            self._control.say_peers_gone()
-            self._end_stages = [(now, signal.SIGTERM), (now + timeline.END_GRACE_S, signal.SIGKILL)]
-            self._stages += self._end_stages
-            self._stages.sort(reverse=True)
-        while self._stages and self._stages[-1][0] <= time.monotonic():
-            stage = self._stages.pop()
-            if stage[1] == _SAVE_STACKS:
-                self._is_kill_near = True  # a handler must not save them: it may have interrupted anything
-                continue
-            self.was_killed |= stage[1] == signal.SIGKILL and stage not in self._end_stages
-            self._send(stage[1])
-        self._set_alarm()
-
-    def _prepare_kill(self) -> None:
-        if self._is_kill_near:
-            self._is_kill_near = False
-            self.on_kill_is_near()
+    def _kill_by_schedule(self) -> None:
+        self.was_killed = True
+        self._send(signal.SIGKILL)
 
     @property
     def has_announced(self) -> bool:
@@ -341,8 +290,7 @@ class ChildProcess:
                 next_log += _LOG_S
                 ranks = ", ".join(f"rank {beat.rank} ({beat.doing})" for beat in running)
                 _LOG.info("the script has exited. Waiting for its local ranks: %s.", ranks)
-            self._prepare_kill()
-            self._reap(group)
+            self._look()
             time.sleep(_POLL_S)  # nothing announces the exit of a process that this one did not start
         codes = [self._exits[beat.pid][0] for beat in self._control.beats() if beat.pid in self._exits]
         return next(filter(None, codes), 0)
@@ -350,15 +298,15 @@ class ChildProcess:
     def _wait_for_cause(self, group: int) -> None:
         """Wait, after the script has failed, for local ranks that still run, if one of them may be the cause."""
         deadline = time.monotonic() + timeline.OWN_CAUSE_S
-        while time.monotonic() < deadline and not (self.must_exit or self.end_run_requested):
-            self._reap(group)
+        while time.monotonic() < deadline and not self._is_told:
+            self._look()
             is_running = any(_is_in_group(pid, group) for pid in self._control.pids())
             if not is_running or not self._first_failure(group).is_consequence:
                 return
             time.sleep(_POLL_S)
 
     def _first_failure(self, script: int) -> EndedProcess:
-        self._reap(script)
+        self._reap()
         ranks = {beat.pid: beat.rank for beat in self._control.beats()}
         failures = read_failures(self._control.path)
         for failure in filter(None, failures.values()):
@@ -373,8 +321,7 @@ class ChildProcess:
             rank = ranks.get(pid, -1) if own is None or own.rank < 0 else own.rank
             processes.append(EndedProcess(pid, rank, code, at, own, has_reporter=pid in failures))
         # Told to end, ranks exit by our own signals: then only the script's exit code says something.
-        are_told = self.must_exit or self.end_run_requested
-        return first_failure(processes, script, only_exceptions=are_told)
+        return first_failure(processes, script, only_exceptions=self._is_told)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
         """Wait for a process in short waits, between which signal handlers run, whichever thread received the signal.
@@ -383,9 +330,9 @@ class ChildProcess:
         """
         with ExitWatch() as watch:
             while True:
-                self._prepare_kill()
+                self._look()
                 watch.add((process.pid, *self._control.pids()))
-                for pid, exit_code in watch.wait(_NEW_RANKS_S):
+                for pid, exit_code in watch.wait(_LOOK_S):
                     if pid != process.pid:
                         self._note_exit(pid, exit_code)
                 exit_code = process.poll()
@@ -393,10 +340,13 @@ class ChildProcess:
                     self._note_exit(process.pid, exit_code)
                     return exit_code
 
-    def _reap(self, group: int) -> None:
+    def _reap(self) -> None:
+        """Reap ranks that outlive the script, and other orphans, which would stay zombies until the job ends."""
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-group, os.WNOHANG))[0]:
-                self._note_exit(ended[0], os.waitstatus_to_exitcode(ended[1]))
+            while (pid := ended_child()) is not None:
+                if self._process is None or pid == self._process.pid:
+                    return  # ``run`` waits for the script itself
+                self._note_exit(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def _end_leftovers(self, group: int, grace_s: float) -> None:
         """Wait for the remaining processes of the group, then terminate them."""
@@ -411,7 +361,7 @@ class ChildProcess:
         """Reap the processes of a group; return whether all exited before the time was up."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._reap(group)
+            self._look()
             try:
                 os.killpg(group, 0)
             except (ProcessLookupError, PermissionError):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_sm._linux import handles_signal
@@ -26,9 +23,8 @@ _TIMES_THE_LONGEST = 20.0
 _LONG_PHASES = (Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, Phase.FIRST_STEP, Phase.SAVING)
 _TIMES_IN_LONG_PHASES = 10.0
 _POLL_S = 0.05
-# A line of faulthandler, and the folders in which packages and Python's own library lie.
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
-_INSTALLED = re.compile(r"/(site-packages|dist-packages|lib/python3\.\d+)/|^<")
+# Between two looks.
+_CHECK_S = 2.0
 
 
 class HangRule:
@@ -72,106 +68,50 @@ def _patience(beat: Beat) -> float:
 
 
 class Watchdog:
-    """A thread that watches the processes of a script. A context manager.
+    """A look at the processes of a script from time to time.
 
     Args:
-        beats: Returns the last beats of the running processes.
         least_s: As in ``HangRule``; 0 turns the watchdog off.
-        on_hang: Called once, from the thread, when processes hang, with the last beats of all.
-        check_s: Seconds between two checks.
     """
 
-    def __init__(
-        self,
-        beats: Callable[[], Sequence[Beat]],
-        least_s: float,
-        on_hang: Callable[[Sequence[Beat]], None],
-        check_s: float = 2.0,
-    ) -> None:
-        self._beats = beats
-        self._least_s = least_s
-        self._on_hang = on_hang
-        self._check_s = min(check_s, least_s / 4) if least_s else check_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+    def __init__(self, least_s: float) -> None:
+        self._rule = HangRule(least_s)
+        self._check_s = min(_CHECK_S, least_s / 4) if least_s else math.inf
+        self._due_at = 0.0
+        self._was_hanging = False
 
-    def __enter__(self) -> Watchdog:
-        if self._least_s:
-            self._thread.start()
-        return self
+    def look(self, beats: Callable[[], Sequence[Beat]], now: float) -> Sequence[Beat]:
+        """Return the last beats of all processes if some hang; none otherwise, or if it is not time for a look.
 
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        if self._least_s:
-            self._thread.join()
-
-    def _run(self) -> None:
-        rule = HangRule(self._least_s)
-        # A launcher that was suspended together with its script sees old beats when it resumes: check twice.
-        was_hanging = False
-        while not self._closing.wait(self._check_s):
-            beats = self._beats()
-            is_hanging = bool(rule.hanging(beats, time.monotonic()))
-            if is_hanging and was_hanging:
-                self._on_hang(beats)
-                return
-            was_hanging = is_hanging
+        Args:
+            beats: Returns the last beats of the running processes.
+            now: The time.
+        """
+        if now < self._due_at or math.isinf(self._check_s):
+            return ()
+        self._due_at = now + self._check_s
+        seen = beats()
+        # A launcher that was suspended together with its script sees old beats when it resumes: look twice.
+        was_hanging, self._was_hanging = self._was_hanging, bool(self._rule.hanging(seen, now))
+        return seen if was_hanging and self._was_hanging else ()
 
 
-@dataclass(frozen=True)
-class SavedStacks:
-    """The stacks of a process.
-
-    Attributes:
-        pid: The process.
-        file: The file with the stacks of all of its threads.
-        calls: Where its main thread is, for people; empty if it did not answer.
-    """
-
-    pid: int
-    file: Path
-    calls: str
-
-
-def described(beats: Sequence[Beat], now: float, stacks: Sequence[SavedStacks] = ()) -> str:
+def described(beats: Sequence[Beat], now: float) -> str:
     """Say in one line where processes stand.
 
     Args:
         beats: Their last beats.
         now: The time.
-        stacks: Their stacks: a rank that waits for others is in a call of torch, another one in code of the user.
     """
-    calls = {one.pid: f", in {one.calls}" for one in stacks if one.calls}
     stands = [
         f"{'data host' if beat.rank < 0 else f'rank {beat.rank}'} at step {beat.step}, {beat.doing} "
-        f"({now - beat.at:.0f} s ago){calls.get(beat.pid, '')}"
+        f"({now - beat.at:.0f} s ago)"
         for beat in sorted(beats, key=lambda beat: beat.rank)
     ]
     return "; ".join(stands)
 
 
-def innermost_calls(text: str) -> str:
-    """Return the innermost call of the main thread, and the innermost one outside installed packages.
-
-    Args:
-        text: What faulthandler has written: for each thread, the main one last, a headline and its frames, the
-            innermost first (CPython, ``Python/traceback.c``).
-    """
-    main = text.rpartition("(most recent call first):")[2]
-    found = _FRAME.finditer(main)
-    frames = [(one["file"], f"{one['name']} ({_short(one['file'])}:{one['line']})") for one in found]
-    if not frames:
-        return ""
-    own = next((call for file, call in frames if not _INSTALLED.search(file)), None)
-    innermost = frames[0][1]
-    return innermost if own in (None, innermost) else f"{innermost} called from {own}"
-
-
-def _short(file: str) -> str:
-    return "/".join(Path(file).parts[-2:]) if _INSTALLED.search(file) else Path(file).name
-
-
-def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> list[SavedStacks]:
+def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> list[Path]:
     """Write the stacks of all threads of some processes into files.
 
     Args:
@@ -180,7 +120,7 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> 
         folder: Where to save the files.
 
     Returns:
-        The stacks of those that know the signal, in files ``stacks-rank<rank>.txt``.
+        The files of those that know the signal, ``stacks-rank<rank>.txt``.
     """
     # Only to processes that handle the signal: it would kill any other.
     asked = [beat.pid for beat in beats if handles_signal(beat.pid, STACKS_SIGNAL) is not False]
@@ -204,5 +144,5 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> 
         except OSError as error:
             _LOG.warning("cannot write %s: %s", path, error)
         else:
-            saved.append(SavedStacks(beat.pid, path, innermost_calls(text)))
+            saved.append(path)
     return saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from signal import Signals
 
@@ -18,8 +18,6 @@ from lightning_sm.record.host_use import HostMeter
 
 _USE_S = 5.0
 _EVENTS = {OutcomeKind.LOST: "host_lost", OutcomeKind.INTERRUPTION: "interruption"}
-# The record notes a signal this late at most: its handler must not write, because it may have interrupted a write.
-_SIGNAL_S = 1.0
 
 
 class HostRecord:
@@ -28,18 +26,14 @@ class HostRecord:
     Args:
         job: The job.
         role: The role of this host.
-        stopped_by: Returns the signal that told the launcher to stop; None if there was none.
         env: Environment variables.
     """
 
-    def __init__(
-        self, job: SageMakerJob, role: Role, stopped_by: Callable[[], int | None], env: Mapping[str, str]
-    ) -> None:
+    def __init__(self, job: SageMakerJob, role: Role, env: Mapping[str, str]) -> None:
         self._job = job
         self._role = role
-        self._stopped_by = stopped_by
         self._record = events.open_record(job, events.LAUNCHER, env)
-        self._is_stop_noted = False
+        self._was_stopped = False
         self._has_begun = False
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -58,21 +52,26 @@ class HostRecord:
         self._stop_sampling()
 
     def began(self, command: Sequence[str]) -> None:
-        """Write the head of the file: which host this is, and what it runs.
+        """Write the head of the file, once: which host this is, and what it runs.
 
         Args:
             command: The command line of the script, without secrets; empty if it is not known.
         """
-        head = events.head_of(
-            self._job, events.LAUNCHER, self._record.path, role=self._role.value, cpus=usable_cpus(), command=command
-        )
+        head = events.head_of(self._job, events.LAUNCHER, role=self._role.value, cpus=usable_cpus(), command=command)
         with self._lock:
-            self._record.append(head)
+            if not self._has_begun:
+                self._record.append(head)
             self._has_begun = True
 
     def event(self, what: str, text: str) -> None:
         """Write an event that happens now, if the head is written; see ``events.Event``."""
         self._write(events.Event(time.time(), what, text))
+
+    def on_stop(self, signum: int) -> None:
+        """Write that this host was told to stop."""
+        self._was_stopped = True
+        self.began([])
+        self.event("signal", f"{Signals(signum).name}: this host was told to stop")
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -99,11 +98,10 @@ class HostRecord:
             job: The outcome of the job; None if this host has not learned it, or was stopped before it.
             is_saved: Whether a checkpoint of the interruption was saved.
         """
-        if not self._has_begun:  # the host stopped before it knew the script
-            self.began([])
+        self.began([])  # if the host ends before it knows the script
         self._stop_sampling()
         what = _word(outcome.kind, is_saved=is_saved)
-        if what == events.SUCCEEDED and self._stopped_by() is not None:
+        if what == events.SUCCEEDED and self._was_stopped:
             what = events.STOPPED  # a data host that was stopped served all ranks until then
         of_job = None if job is None else _word(job.kind, is_saved=is_saved)
         reason = outcome.reason if job is None else job.reason
@@ -119,23 +117,15 @@ class HostRecord:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._note_stop()
-
-    def _note_stop(self) -> None:
-        signum = self._stopped_by()
-        if signum is not None and self._has_begun and not self._is_stop_noted:
-            self._is_stop_noted = True
-            self.event("signal", f"{Signals(signum).name}: this host was told to stop")
 
     def _run(self) -> None:
         meter = HostMeter(is_machine_shared=self._job.shares_machine)
-        pacing = events.Pacing(_USE_S)
-        due = pacing.next_after(time.monotonic())
-        while not self._closing.wait(_SIGNAL_S):
-            self._note_stop()
-            if time.monotonic() >= due:
-                due = pacing.next_after(time.monotonic())
-                self._write(meter.measure())
+        began = time.monotonic()
+        due = began + _USE_S
+        while not self._closing.wait(due - time.monotonic()):
+            now = time.monotonic()
+            due = now + events.gap_s(now - began, _USE_S)
+            self._write(meter.measure())
         # So that even a host that stops before the first line is due has one.
         self._write(meter.measure())
 

@@ -1,7 +1,7 @@
 """The life of a host in a job: a state machine without clock and I/O, whose work ``train`` does.
 
 ``step`` takes the state of a launcher and an event to its next state, and to what is to be done at once. Each phase is
-one piece of work, at whose end its event comes (``ENDS_OF_WORK``). News come at any time, from other threads. They
+one piece of work, at whose end its event comes (``ends_of``). News come at any time, from other threads. They
 change no phase: either they end the script, or the work of the phase waits for them.
 """
 
@@ -35,11 +35,9 @@ class LauncherPhase(Enum):
     JUDGING = "finding out why the script has ended"
     UPLOADING = "waiting for the upload of an interrupted script's checkpoint"
     AWAITING_TRAINERS = "waiting until the scripts of all trainer hosts have ended"
-    AWAITING_DECISION = "waiting until the other hosts know that the script has failed"
-    AWAITING_ABSENT_HOSTS = "waiting, after a failure, for hosts that have not connected"
+    AWAITING_DECISION = "waiting until the other hosts know that the script has failed, also those that start late"
     AWAITING_STOP = "waiting, with a saved checkpoint, for the other hosts and for the signal that stops this one"
     AWAITING_RESTART = "waiting until the scripts of all trainer hosts have exited for a restart"
-    AWAITING_STACKS = "letting the other hosts save their stacks, after a hang here"
     AWAITING_FIRST_EXIT = "letting the host that failed first exit first"
     REPORTING = "writing the report of the run, on the main host"
     OVER = "exiting"
@@ -129,9 +127,14 @@ class HostState:
 
     @property
     def is_first_failure_elsewhere(self) -> bool:
-        """Whether the job has failed on another host, with whose reason this one exits."""
-        own = self.own
-        return own is not None and self._final(own) is FinalOutcome.FAILED_ELSEWHERE
+        """Whether the job has failed on another host, with whose reason this trainer host exits.
+
+        A trainer host never looks successful then. One that was stopped first, and did not succeed, has its own reason.
+        """
+        own, job = self.own, self.job
+        if own is None or job is None or self.is_data_host or not job.is_failure or job.host == self.host.name:
+            return False
+        return self.stop is not Stop.FIRST or own.exit_code == 0
 
     @property
     def outcome(self) -> Outcome:
@@ -139,12 +142,13 @@ class HostState:
         own, job = self.own, self.job
         if own is None:
             raise ValueError(f"A launcher that is {self.phase.value} has no outcome.")
-        final = self._final(own)
-        if final is FinalOutcome.NOT_NEEDED:
-            return Outcome.of_exit_code(0)
-        if final is FinalOutcome.FAILED_ELSEWHERE and job is not None:
+        if job is None:
+            return own
+        if self.is_data_host and not job.is_failure:
+            return Outcome.of_exit_code(0)  # training has succeeded without it
+        if self.is_first_failure_elsewhere:
             return Outcome.of_exit_code(own.exit_code or 1, job.reason)
-        if job is not None and job.host == self.host.name and own.kind is not OutcomeKind.SUCCESS:
+        if job.host == self.host.name and own.kind is not OutcomeKind.SUCCESS:
             return replace(own, reason=job.reason)  # the job's reason names the restarts, too
         return own
 
@@ -158,16 +162,22 @@ class HostState:
     @property
     def shows_consequences(self) -> bool:
         """Whether to show the tracebacks that were left out as consequences: no other host has failed."""
-        own = self.own
-        return own is not None and self.is_consequence and self._final(own) is FinalOutcome.OWN and not self.is_stopped
+        return self.is_consequence and not (self.is_first_failure_elsewhere or self.is_stopped)
 
     @property
     def _does_job_end_script(self) -> bool:
-        job = self.job
-        return job is not None and ends_script(self.host.role, job, self.host.name, is_stopped=self.is_stopped)
+        """Whether the outcome of the job leaves the script nothing to do.
 
-    def _final(self, own: Outcome) -> FinalOutcome:
-        return final_outcome(self.host.role, self.stop, own.exit_code, self.job, self.host.name)
+        A data host's work ends with the training, successful or not. A trainer host that was stopped keeps its whole
+        schedule to save a checkpoint, even if another host exits earlier.
+        """
+        job = self.job
+        if job is None or job.host == self.host.name:
+            return False
+        if self.is_data_host:
+            return True
+        has_first_host_left = job.kind in (OutcomeKind.LOST, OutcomeKind.INTERRUPTION)
+        return job.is_failure and not (self.is_stopped and has_first_host_left)
 
 
 # ---- Events
@@ -176,17 +186,6 @@ class HostState:
 @dataclass(frozen=True)
 class Done:
     """The work of the phase is done, or has no point any longer."""
-
-
-@dataclass(frozen=True)
-class NotStarted:
-    """The script cannot be started, or must not be any longer.
-
-    Attributes:
-        outcome: How this host exits.
-    """
-
-    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class Judged:
-    """It is known why the script has ended.
+    """It is known why the script has ended, or why it cannot be started, or must not be any longer.
 
     Attributes:
         outcome: The outcome.
@@ -259,29 +258,23 @@ class RestartOrdered:
     restart: Restart
 
 
-End = Done | NotStarted | Exited | Judged | Restarted
+End = Done | Exited | Judged | Restarted
 News = HostStopped | JobEnded | RestartOrdered
 
-_DONE = (Done,)
-# The events with which the work of each phase may end.
-ENDS_OF_WORK: Mapping[LauncherPhase, tuple[type[End], ...]] = MappingProxyType(
+_ENDS: Mapping[LauncherPhase, tuple[type[End], ...]] = MappingProxyType(
     {
-        LauncherPhase.PREPARING: (Done, NotStarted),
-        LauncherPhase.RUNNING: (Exited, NotStarted),
-        LauncherPhase.PAUSING: _DONE,
+        LauncherPhase.PREPARING: (Done, Judged),
+        LauncherPhase.RUNNING: (Exited, Judged),
         LauncherPhase.JUDGING: (Judged,),
-        LauncherPhase.UPLOADING: _DONE,
-        LauncherPhase.AWAITING_TRAINERS: _DONE,
-        LauncherPhase.AWAITING_DECISION: _DONE,
-        LauncherPhase.AWAITING_ABSENT_HOSTS: _DONE,
-        LauncherPhase.AWAITING_STOP: _DONE,
         LauncherPhase.AWAITING_RESTART: (Done, Restarted),
-        LauncherPhase.AWAITING_STACKS: _DONE,
-        LauncherPhase.AWAITING_FIRST_EXIT: _DONE,
-        LauncherPhase.REPORTING: _DONE,
         LauncherPhase.OVER: (),
     }
 )
+
+
+def ends_of(phase: LauncherPhase) -> tuple[type[End], ...]:
+    """Return the events with which the work of a phase may end."""
+    return _ENDS.get(phase, (Done,))
 
 
 # ---- Actions
@@ -301,13 +294,8 @@ class EndScript:
 
 
 @dataclass(frozen=True)
-class SaveStacks:
-    """Save the stacks of the script, which goes on."""
-
-
-@dataclass(frozen=True)
 class SendReport:
-    """SendReport the outcome of this host to the others.
+    """Send the outcome of this host to the others.
 
     Attributes:
         outcome: The outcome.
@@ -316,7 +304,7 @@ class SendReport:
     outcome: Outcome
 
 
-Action = EndScript | SaveStacks | SendReport
+Action = EndScript | SendReport
 Transition = tuple[HostState, tuple[Action, ...]]
 
 
@@ -328,13 +316,11 @@ def step(state: HostState, event: End | News) -> Transition:
     """
     if isinstance(event, News):
         return _on_news(state, event)
-    if not isinstance(event, ENDS_OF_WORK[state.phase]):
+    if not isinstance(event, ends_of(state.phase)):
         raise ValueError(f"{event} came while the launcher was {state.phase.value}.")  # noqa: TRY004 - the event is wrong for the phase
     match event:
         case Exited(exit_code):
             return _on_exit(state, exit_code)
-        case NotStarted(outcome):
-            return _ended(replace(state, own=outcome))
         case Judged(outcome, has_saved, is_consequence):
             is_interrupted = outcome.kind is OutcomeKind.INTERRUPTION and not outcome.may_restart
             is_saved = is_interrupted and has_saved
@@ -359,10 +345,8 @@ def _on_news(state: HostState, news: News) -> Transition:
             return state, (EndScript(job.kind),) if has_script and state._does_job_end_script else ()
         case RestartOrdered(restart):
             state = replace(state, restart=restart)
-            if state.pending_restart is not None and state.phase is LauncherPhase.RUNNING:
-                return state, (EndScript(restart.kind, restart.number),)
-            is_hang_elsewhere = state.is_data_host and restart.kind is OutcomeKind.HANG
-            return state, (SaveStacks(),) if is_hang_elsewhere and state.phase is LauncherPhase.RUNNING else ()
+            ends = state.pending_restart is not None and state.phase is LauncherPhase.RUNNING
+            return state, (EndScript(restart.kind, restart.number),) if ends else ()
 
 
 def _on_exit(state: HostState, exit_code: int) -> Transition:
@@ -388,7 +372,7 @@ def _run_again(state: HostState) -> Transition:
 
 
 def _ended(state: HostState) -> Transition:
-    """SendReport how the script has ended, and wait for what depends on it."""
+    """Report how the script has ended, and wait for what depends on it."""
     own = state.own
     if state.is_saved:
         return replace(state, phase=LauncherPhase.UPLOADING), ()  # other hosts leave when they have the report
@@ -419,10 +403,6 @@ def _report(state: HostState) -> tuple[Action, ...]:
     return () if state.own is None else (SendReport(state.own),)
 
 
-def _await_absent_hosts(state: HostState) -> Transition:
-    return replace(state, phase=LauncherPhase.AWAITING_ABSENT_HOSTS), ()
-
-
 def _after_report(state: HostState) -> Transition:
     own = state.own
     has_failed_for_good = own is not None and own.kind is not OutcomeKind.SUCCESS and not own.may_restart
@@ -449,12 +429,6 @@ def _close_without_restart(state: HostState) -> Transition:
 
 
 def _close(state: HostState) -> Transition:
-    if state.own is not None and state.own.kind is OutcomeKind.HANG:
-        return replace(state, phase=LauncherPhase.AWAITING_STACKS), ()
-    return _leave(state)
-
-
-def _leave(state: HostState) -> Transition:
     if state.is_first_failure_elsewhere:
         return replace(state, phase=LauncherPhase.AWAITING_FIRST_EXIT), ()
     return _write_report(state)
@@ -476,76 +450,10 @@ _AFTER: Mapping[LauncherPhase, Callable[[HostState], Transition]] = MappingProxy
         LauncherPhase.PAUSING: _run_again,
         LauncherPhase.UPLOADING: _report_saved,
         LauncherPhase.AWAITING_TRAINERS: _after_report,
-        LauncherPhase.AWAITING_DECISION: _await_absent_hosts,
-        LauncherPhase.AWAITING_ABSENT_HOSTS: _after_report,
+        LauncherPhase.AWAITING_DECISION: _after_report,
         LauncherPhase.AWAITING_STOP: _after_report,
         LauncherPhase.AWAITING_RESTART: _close_without_restart,
-        LauncherPhase.AWAITING_STACKS: _leave,
         LauncherPhase.AWAITING_FIRST_EXIT: _write_report,
         LauncherPhase.REPORTING: _exit,
     }
 )
-
-
-# ---- Rules
-
-
-class FinalOutcome(Enum):
-    """The way in which a host exits."""
-
-    OWN = "as its own script did"
-    NOT_NEEDED = "with 0: training succeeded without this data host"
-    FAILED_ELSEWHERE = "with its own exit code or 1, and the reason of the host that failed first"
-
-
-def final_outcome(role: Role, stop: Stop, exit_code: int, job: JobOutcome | None, host: str) -> FinalOutcome:
-    """Return how this host exits.
-
-    A trainer host never looks successful when another host has failed.
-
-    ======= ============== ======================== ===================
-    role    own exit code  job                      this host exits as
-    ======= ============== ======================== ===================
-    data    not 0          finished                 ``NOT_NEEDED``
-    data    any            anything else            ``OWN``
-    trainer any            unknown, finished, or    ``OWN``
-                           failed on this host
-    trainer not 0          failed on another host,  ``OWN``
-                           but the stop was first
-    trainer any            failed on another host   ``FAILED_ELSEWHERE``
-    ======= ============== ======================== ===================
-
-    Args:
-        role: The role of this host.
-        stop: Whether this host was stopped.
-        exit_code: Exit code of the script of this host.
-        job: The outcome of the job; None if this host never learned it.
-        host: Name of this host.
-    """
-    if role is Role.DATA:
-        is_needless = job is not None and not job.is_failure and exit_code != 0
-        return FinalOutcome.NOT_NEEDED if is_needless else FinalOutcome.OWN
-    failed_elsewhere = job is not None and job.is_failure and job.host != host
-    if not failed_elsewhere or (stop is Stop.FIRST and exit_code != 0):
-        return FinalOutcome.OWN
-    return FinalOutcome.FAILED_ELSEWHERE
-
-
-def ends_script(role: Role, job: JobOutcome, host: str, *, is_stopped: bool) -> bool:
-    """Return whether the outcome of the job leaves the script of this host nothing to do.
-
-    A data host's work ends with the training, successful or not. A trainer host that was stopped keeps its whole
-    schedule to save a checkpoint, even if another host exits earlier.
-
-    Args:
-        role: The role of this host.
-        job: The outcome of the job.
-        host: Name of this host.
-        is_stopped: Whether this host was stopped.
-    """
-    if job.host == host:
-        return False
-    if role is Role.DATA:
-        return True
-    has_first_host_left = job.kind in (OutcomeKind.LOST, OutcomeKind.INTERRUPTION)
-    return job.is_failure and not (is_stopped and has_first_host_left)

@@ -90,23 +90,17 @@ class CommandBuilder:
             Stopped: The host was told to end meanwhile.
         """
         job = self._job
-        banner = _banner(job, self._topology)
         program = find_program(name, job, self._env)
         submission = find_submission(job, self._env)
-        folder = devices = None
-        if submission is not None:
-            devices = self._introduce(banner)  # before the download, which may take minutes
-            folder = self._preparation.fetch(submission, job)
+        folder = None if submission is None else self._preparation.fetch(submission, job)
         script = find_script(program, job, self._env, folder)
         parser = parser_of(script)
         argv = hydra_command_line(args, job) if parser is Parser.HYDRA else command_line(args, job, script.directory)
         command = shown_arguments([str(script.path), *argv])
         self._record.began(command)
-        shown = shlex.join(command)
-        if submission is None:
-            devices = self._introduce(f"{banner} | {shown}")
-        else:
-            _LOG.info("starting %s in %s", shown, script.directory)
+        banner = _banner(job, self._topology)  # already begins with the name of the command
+        logging.getLogger("lightning_sm").info("%s | %s", banner, shlex.join(command))
+        devices = processes_per_host(job, self._topology)
         self._preparation.install(script)
         self._preparation.check_not_stopped("starting the script")
         ranks = Ranks(job, self._topology, script, devices)
@@ -132,11 +126,6 @@ class CommandBuilder:
             return ()
         _LOG.info("%s: not on the script's command line. SageMakerCLI reads the values from the job.", options)
         return tuple(names)
-
-    def _introduce(self, banner: str) -> int | None:
-        """Log which host this is; return the number of processes per host that the job states, if any."""
-        logging.getLogger("lightning_sm").info("%s", banner)  # already begins with the name of the command
-        return processes_per_host(self._job, self._topology)
 
     def _environment(
         self, program: Program, script: Script, argv: Sequence[str], devices: int | None

@@ -8,11 +8,11 @@ itself finds out the role of its host. What it does when is decided in ``lifecyc
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,6 @@ from lightning_sm.job.facts import SageMakerJob, base_directory
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.stopping import (
     INTERRUPTED_EXIT_CODE,
-    JobOutcome,
     Outcome,
     OutcomeKind,
     Reason,
@@ -36,6 +35,7 @@ from lightning_sm.job.variables import (
     CONTROL_DIR,
     HANG_S,
     JOB_SECRET,
+    MAIN_PORT,
     MAX_RESTARTS,
     PEERS_TIMEOUT_S,
     PRICES,
@@ -53,27 +53,10 @@ from lightning_sm.launcher.failure import (
 )
 from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 from lightning_sm.launcher.host_record import HostRecord
-from lightning_sm.launcher.lifecycle import (
-    Action,
-    Done,
-    End,
-    EndScript,
-    Exited,
-    Host,
-    HostState,
-    HostStopped,
-    JobEnded,
-    Judged,
-    LauncherPhase,
-    News,
-    NotStarted,
-    Restarted,
-    RestartOrdered,
-    SaveStacks,
-    SendReport,
-)
-from lightning_sm.launcher.peers.connection import Timings, peers_key
-from lightning_sm.launcher.peers.outcome import Restart
+from lightning_sm.launcher.peers.client import Client
+from lightning_sm.launcher.peers.hub import Hub
+from lightning_sm.launcher.peers.messages import peers_key
+from lightning_sm.launcher.peers.outcome import Restart, Timings
 from lightning_sm.launcher.peers.peers import Peers
 from lightning_sm.launcher.run_report import write_report
 from lightning_sm.launcher.script_command import CommandBuilder, ScriptCommand
@@ -85,6 +68,8 @@ _LOG = command_logger(__name__)
 
 _USAGE_EXIT_CODE = 2
 _POLL_S = 0.05
+# A host that waits for the others for longer says so.
+_QUIET_S = 30.0
 _SAVED = "The script saved a checkpoint and exited, as it was asked to."
 # Exit codes that the signals of ``ChildProcess.end`` cause.
 _ENDED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
@@ -144,29 +129,28 @@ class _HostLauncher:
         self._control = ControlFolder(folder)
         self._child = ChildProcess(self._schedule, self._control)
         self._preparation = Preparation(self._child, env)
-        self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
+        self._record = HostRecord(job, topology.role, env)
+        self._hang_s = HANG_S.read(env)
         self._report_s = REPORT_S.read(env)
         self._prices = PRICES.read(env)
         self._is_end_written = False
         self._hang_reason = self._last_seen = ""  # of the script that has been started last
         self._interrupted_at = 0.0
-        # Events come from the main thread and from that of the peers.
-        self._transition = threading.Lock()
-        host = Host(job.current_host, topology.role, topology.main_host, len(topology.data_hosts))
-        self._state = HostState(host)
+        host = lifecycle.Host(job.current_host, topology.role, topology.main_host, len(topology.data_hosts))
+        self._state = lifecycle.HostState(host)
         self._peers: Peers
         self._build: Callable[[], ScriptCommand]
         self._command: ScriptCommand
+        self._watchdog: Watchdog
+        self._uploads: UploadWatch
         self._waits = {
-            LauncherPhase.PAUSING: self._pause,
-            LauncherPhase.UPLOADING: self._await_upload,
-            LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
-            LauncherPhase.AWAITING_DECISION: self._await_decision,
-            LauncherPhase.AWAITING_ABSENT_HOSTS: self._await_absent_hosts,
-            LauncherPhase.AWAITING_STOP: self._await_stop,
-            LauncherPhase.AWAITING_STACKS: self._await_stacks,
-            LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
-            LauncherPhase.REPORTING: self._write_report,
+            lifecycle.LauncherPhase.PAUSING: self._pause,
+            lifecycle.LauncherPhase.UPLOADING: self._await_upload,
+            lifecycle.LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
+            lifecycle.LauncherPhase.AWAITING_DECISION: self._await_decision,
+            lifecycle.LauncherPhase.AWAITING_STOP: self._await_stop,
+            lifecycle.LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
+            lifecycle.LauncherPhase.REPORTING: self._write_report,
         }
 
     def run(self, script: str | None, args: Sequence[str]) -> Outcome:
@@ -178,10 +162,10 @@ class _HostLauncher:
         child = self._child
         child.listen()
         child.on_kill_is_near = self._on_kill_is_near
+        child.on_look = self._look
         self._warn_without_secret()
         self._peers = self._make_peers()
         with self._peers, self._control, self._record:
-            child.on_late_signal = self._peers.stop_waiting
             builder = CommandBuilder(
                 self._job,
                 self._topology,
@@ -191,8 +175,10 @@ class _HostLauncher:
                 control=self._control,
             )
             self._build = lambda: builder.build(script, args)
-            while self._state.phase is not LauncherPhase.OVER:
-                self._tell(self._work())
+            while self._state.phase is not lifecycle.LauncherPhase.OVER:
+                event = self._work()
+                self._take_news()
+                self._tell(event)
             if self._state.shows_consequences:
                 sys.stderr.write(child.left_out)
         return self._state.outcome
@@ -205,43 +191,46 @@ class _HostLauncher:
 
     # ---- Events and actions
 
-    def _tell(self, event: End | News) -> None:
+    def _tell(self, event: lifecycle.End | lifecycle.News) -> None:
         """Take an event, and do at once what follows from it."""
-        with self._transition:
-            stopped_by = self._child.stopped_by
-            if stopped_by is not None and stopped_by != self._state.stopped_by:
-                self._state, _ = lifecycle.step(self._state, HostStopped(stopped_by))
-            self._state, actions = lifecycle.step(self._state, event)
+        self._state, actions = lifecycle.step(self._state, event)
         for action in actions:
             self._act(action)
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: lifecycle.Action) -> None:
         match action:
-            case SendReport(outcome):
+            case lifecycle.SendReport(outcome):
                 self._peers.report(outcome)
-            case SaveStacks():
-                self._save_stacks_and(lambda: None)
-            case EndScript(kind, restart):
-                end = self._child.end if restart is None else lambda: self._child.end_run(restart)
-                if kind is OutcomeKind.HANG:
-                    self._save_stacks_and(end)
-                else:
-                    end()
+            case lifecycle.EndScript(kind, restart):
+                where, stacks = self._where() if kind is OutcomeKind.HANG else ("", "")
+                if where:
+                    _LOG.info("last seen: %s.%s", where, stacks)
+                self._child.end(for_good=restart is None)
 
-    def _save_stacks_and(self, end: Callable[[], None]) -> None:
-        """Save the stacks of this host, as another one hangs, without blocking; then end the script."""
+    def _look(self) -> None:
+        """Take the news, and watch the script that runs."""
+        self._take_news()
+        if self._state.phase is lifecycle.LauncherPhase.RUNNING:
+            now = time.monotonic()
+            self._uploads.look(now)
+            beats = self._watchdog.look(self._child.announced, now)
+            if beats and not self._hang_reason:
+                self._on_hang(beats)
 
-        def save_and_end() -> None:
-            where, stacks = self._where()
-            if where:
-                _LOG.info("last seen: %s.%s", where, stacks)
-            end()
-
-        threading.Thread(target=save_and_end, name="stacks", daemon=True).start()
-
-    def _on_job_outcome(self, job: JobOutcome) -> None:
-        self._record.on_job_outcome(job)
-        self._tell(JobEnded(job))
+    def _take_news(self) -> None:
+        """Take what has happened meanwhile: a stop of this host, a restart, the end of the job."""
+        restart, job = self._peers.order, self._peers.job_outcome
+        known = self._state.restart
+        if restart is not None and (known is None or restart.number > known.number):
+            self._on_restart(restart)
+        if job is not None and self._state.job is None:
+            self._record.on_job_outcome(job)
+            self._tell(lifecycle.JobEnded(job))
+        # After the end of the job, to which a stop may be the response of the service.
+        stopped_by = self._child.stopped_by
+        if stopped_by is not None and stopped_by != self._state.stopped_by:
+            self._record.on_stop(stopped_by)
+            self._tell(lifecycle.HostStopped(stopped_by))
 
     def _on_restart(self, restart: Restart) -> None:
         start = "the latest valid checkpoint"
@@ -249,47 +238,47 @@ class _HostLauncher:
             start = "the beginning, because the job has no checkpoint folder"
         _LOG.warning("%s: all trainer hosts restart from %s. Cause: %s", restart, start, restart.cause)
         self._record.event("restart", f"{restart}. Cause: {restart.cause}")
-        self._tell(RestartOrdered(restart))
+        self._tell(lifecycle.RestartOrdered(restart))
 
     # ---- The work of each phase
 
-    def _work(self) -> End:
+    def _work(self) -> lifecycle.End:
         """Do the work of the phase, and return the event with which it has ended."""
         match self._state.phase:
-            case LauncherPhase.PREPARING:
+            case lifecycle.LauncherPhase.PREPARING:
                 return self._prepare()
-            case LauncherPhase.RUNNING:
+            case lifecycle.LauncherPhase.RUNNING:
                 return self._run_script(self._command)
-            case LauncherPhase.JUDGING:
+            case lifecycle.LauncherPhase.JUDGING:
                 return self._judge(self._state.exit_code)
-            case LauncherPhase.AWAITING_RESTART:
+            case lifecycle.LauncherPhase.AWAITING_RESTART:
                 return self._await_restart()
             case phase:
                 self._waits[phase]()
-                return Done()
+                return lifecycle.Done()
 
-    def _prepare(self) -> End:
+    def _prepare(self) -> lifecycle.End:
         try:
             with self._record.span("preparation"):
                 self._command = self._build()
         except prepare.Stopped as stopped:
             exit_code = 0 if self._state.is_data_host else stopped.exit_code
-            return NotStarted(Outcome.of_exit_code(exit_code, str(stopped)))
+            return lifecycle.Judged(Outcome.of_exit_code(exit_code, str(stopped)))
         except LightningSMError as error:
             return self._not_started(error)
-        return Done()
+        return lifecycle.Done()
 
-    def _not_started(self, error: LightningSMError) -> NotStarted:
+    def _not_started(self, error: LightningSMError) -> lifecycle.Judged:
         _LOG.error("error: %s", error)
-        return NotStarted(Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, self._place)))
+        return lifecycle.Judged(Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, self._place)))
 
-    def _run_script(self, command: ScriptCommand) -> End:
+    def _run_script(self, command: ScriptCommand) -> lifecycle.End:
         self._hang_reason = self._last_seen = ""
         child = self._child
-        checkpoints = None if self._state.is_data_host else self._job.checkpoint_dir
+        self._watchdog = Watchdog(self._hang_s)
+        self._uploads = UploadWatch(None if self._state.is_data_host else self._job.checkpoint_dir)
         try:
-            with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang), UploadWatch(checkpoints):
-                return Exited(child.run(command.arguments, command.directory, command.env))
+            return lifecycle.Exited(child.run(command.arguments, command.directory, command.env))
         except LightningSMError as error:
             return self._not_started(error)
 
@@ -299,9 +288,9 @@ class _HostLauncher:
             "the data host's script was killed (exit code %d). Restarting it in %.0f s.", state.exit_code, state.pause_s
         )
         self._record.event("restart", f"the data host's script was killed (exit code {state.exit_code})")
-        self._wait(state.pause_s, lambda: self._child.must_exit)
+        self._wait(lambda: self._child.must_exit, state.pause_s)
 
-    def _judge(self, exit_code: int) -> Judged:
+    def _judge(self, exit_code: int) -> lifecycle.Judged:
         """Find out how and why the script has ended."""
         child, state = self._child, self._state
         if child.was_killed and child.stopped_by is not None and exit_code != 0 and not state.is_data_host:
@@ -319,14 +308,14 @@ class _HostLauncher:
             exit_code = 1  # a rank has raised an exception, and its exit has hung
         # A data host whose work is over is ended by these signals, which is a success; any other exit is a failure.
         is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
-        is_ended_by_job = (child.end_requested or child.end_run_requested) and exit_code in _ENDED
+        is_ended_by_job = child.is_ending and exit_code in _ENDED
         if state.is_data_host and (is_ended_by_stop or is_ended_by_job):
             exit_code = 0
         if not (state.is_data_host or is_ended_by_job) and (left := self._interruption(exit_code)):
             return self._judged(Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, left))
         if exit_code == 0:
             self._warn_after_success()
-            return Judged(Outcome.of_exit_code(0))
+            return lifecycle.Judged(Outcome.of_exit_code(0))
         return self._judge_failure(exit_code, is_ended_by_job=is_ended_by_job)
 
     def _interruption(self, exit_code: int) -> str:
@@ -344,7 +333,7 @@ class _HostLauncher:
             return stopped_reason(child.stopped_by, f"The script has exited after the signal, and {note} {ending}")
         return ""
 
-    def _judge_failure(self, exit_code: int, *, is_ended_by_job: bool) -> Judged:
+    def _judge_failure(self, exit_code: int, *, is_ended_by_job: bool) -> lifecycle.Judged:
         child = self._child
         first = replace(child.failed, exit_code=1) if self._hang_reason else child.failed
         if is_ended_by_job:
@@ -356,7 +345,7 @@ class _HostLauncher:
         is_consequence = failed.is_consequence and child.stopped_by is None
         if is_consequence:
             # For the report of the launcher whose script failed first.
-            self._peers.wait_for_decision(timeline.CAUSE_ELSEWHERE_S)
+            self._wait_for_peers(self._is_job_decided, timeline.CAUSE_ELSEWHERE_S)
         state, is_stopped = self._state, child.stopped_by is not None
         is_saved = is_stopped and exit_code == INTERRUPTED_EXIT_CODE and self._control.saved() is not None
         if child.stopped_by is not None and is_saved:
@@ -371,8 +360,8 @@ class _HostLauncher:
         outcome = Outcome.of_exit_code(exit_code, failed.reason, may_restart=may_restart)
         return self._judged(outcome, is_consequence=is_consequence)
 
-    def _judged(self, outcome: Outcome, *, is_consequence: bool = False) -> Judged:
-        return Judged(outcome, self._control.saved() is not None, is_consequence)
+    def _judged(self, outcome: Outcome, *, is_consequence: bool = False) -> lifecycle.Judged:
+        return lifecycle.Judged(outcome, self._control.saved() is not None, is_consequence)
 
     def _warn_after_success(self) -> None:
         hidden = self._command.hidden
@@ -389,25 +378,18 @@ class _HostLauncher:
         wait_until_uploaded(files, has_agent=self._job.has_upload_agent, deadline=self._leave_at)
 
     def _await_decision(self) -> None:
-        own, timeout_s = self._state.own, self._timings.peers_timeout_s
-        if self._max_restarts and own is not None and own.may_restart:  # a connection just lost may come back
-            timeout_s = max(timeout_s, self._timings.reconnect_s)
-        self._peers.wait_for_decision(timeout_s)
-
-    def _await_absent_hosts(self) -> None:
         # Containers start seconds apart. A host that connects too late would be stopped without learning why.
-        self._peers.wait_for_absent_hosts(self._timings.peers_timeout_s)
+        limit_s = max(self._timings.peers_timeout_s, self._timings.lost_s)
+        self._wait_for_peers(lambda: self._peers.is_decided or self._peers.restart is not None, limit_s)
 
-    def _await_restart(self) -> End:
-        if not self._peers.wait_for_start():
-            return Done()
-        attempt = self._peers.attempt
-        self._child.prepare_restart(attempt)
-        return Restarted(attempt)
-
-    def _await_stacks(self) -> None:
-        if not self._peers.is_alone:
-            self._wait(timeline.STACKS_ELSEWHERE_S)
+    def _await_restart(self) -> lifecycle.End:
+        peers = self._peers
+        self._wait_for_peers(lambda: peers.job_outcome is not None or peers.may_start)
+        if not peers.take_part():
+            return lifecycle.Done()
+        attempt = peers.attempt
+        self._child.prepare_restart()
+        return lifecycle.Restarted(attempt)
 
     def _await_trainers(self) -> None:
         own = self._state.own
@@ -417,7 +399,11 @@ class _HostLauncher:
                 "(SageMaker stops the job when a host exits with an error). Cause: %s",
                 own.reason.headline,
             )
-        self._peers.wait_for_peers()
+        peers = self._peers
+        self._wait_for_peers(lambda: peers.restart is not None, _QUIET_S)
+        if not peers.is_done and peers.restart is None:
+            _LOG.info("the script on this host has exited. Waiting for: %s.", ", ".join(peers.awaited))
+        self._wait_for_peers(lambda: peers.restart is not None)
 
     def _await_stop(self) -> None:
         """Wait, after an interruption, for the reports of the other hosts and for the signal that stops this host.
@@ -425,36 +411,38 @@ class _HostLauncher:
         SageMaker may judge a job by the first host that exits. If that host exits with an error before it was stopped,
         the job counts as failed instead of interrupted, and is not restarted.
         """
-        self._peers.wait_for_peers(max(0.0, self._leave_at() - time.monotonic()))
-        if self._is_stopped or self._peers.is_alone:
+        self._wait_for_peers(lambda: False, self._leave_at() - time.monotonic())
+        if self._is_stopped() or self._peers.is_alone:
             return
         _LOG.info("this host has saved its checkpoint, but has not been told to stop yet. Waiting for the stop signal.")
-        self._wait(self._leave_at() - time.monotonic())
+        self._wait(self._is_stopped, self._leave_at() - time.monotonic())
 
     def _await_first_exit(self) -> None:
         job = self._state.job
-        is_hang = job is not None and job.kind is OutcomeKind.HANG
         if job is not None and job.host == self._topology.main_host:  # it may write a report before it exits
-            self._peers.wait_until_main_host_leaves(self._report_s + timeline.AFTER_THE_REPORT_S)
-        self._wait(timeline.MAIN_HOST_LEAVES_LATER_S + (timeline.STACKS_ELSEWHERE_S if is_hang else 0.0))
+            limit_s = self._report_s + timeline.AFTER_THE_REPORT_S
+            self._wait(lambda: not self._peers.is_main_host_there or self._child.has_late_signal, limit_s)
+        self._wait(self._is_stopped, timeline.MAIN_HOST_LEAVES_LATER_S)
 
     def _write_report(self) -> None:
         """Have the report of the run written, if there is time."""
         self.write_end(self._state.outcome)
         limit_s = self._report_s
-        if self._is_stopped:
+        if self._is_stopped():
             remaining_s = self._leave_at() - timeline.AFTER_THE_REPORT_S - time.monotonic()
             limit_s = min(limit_s, timeline.REPORT_LIMIT_WHEN_STOPPED_S, remaining_s)
         write_report(self._job, self._prices, limit_s)
 
     # ---- What the work needs
 
-    @property
     def _is_stopped(self) -> bool:
         return self._child.stopped_by is not None
 
+    def _is_job_decided(self) -> bool:
+        return self._peers.job_outcome is not None or self._peers.restart is not None
+
     def _on_hang(self, beats: Sequence[Beat]) -> None:
-        """Save the stacks of the script's processes, and kill the script. The watchdog's thread calls this."""
+        """Save the stacks of the script's processes, and kill the script."""
         where, stacks = self._where(beats)
         host = self._job.current_host
         self._hang_reason = f"The training hangs: no progress on host {host}. Last seen: {where}.{stacks}"
@@ -472,21 +460,25 @@ class _HostLauncher:
         """Save stacks; return where the script's processes stand, and a sentence with the files."""
         beats, now = self._child.announced() if beats is None else beats, time.monotonic()
         stacks = save_stacks(self._control, beats, self._job.host_output_dir)
-        sentence = f" Stacks: {', '.join(str(one.file) for one in stacks)}." if stacks else ""
-        return described(beats, now, stacks), sentence
+        sentence = f" Stacks: {', '.join(map(str, stacks))}." if stacks else ""
+        return described(beats, now), sentence
 
     def _leave_at(self) -> float:
         """Return when an interrupted host must exit at the latest, in seconds of ``time.monotonic``."""
         child = self._child
         return (child.stopped_at or self._interrupted_at) + self._schedule.kill_s
 
-    def _wait(self, seconds: float, is_over: Callable[[], bool] | None = None) -> None:
-        """Wait for some seconds, or until ``is_over`` returns true (default: until this host is told to stop)."""
-        is_over = is_over or (lambda: self._is_stopped)
+    def _wait_for_peers(self, is_over: Callable[[], bool], seconds: float = math.inf) -> None:
+        """Wait until ``is_over`` returns true, or until nothing more can be learned, or this host must not wait."""
+        self._wait(lambda: is_over() or self._peers.is_done or self._child.has_late_signal, seconds)
+
+    def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
+        """Wait until ``is_over`` returns true, for at most some seconds."""
         deadline = time.monotonic() + seconds
         while not is_over() and (remaining_s := deadline - time.monotonic()) > 0:
             # Not an event: the signal handler would set it, and could interrupt this thread while it holds the lock.
             time.sleep(min(_POLL_S, remaining_s))
+            self._take_news()
 
     def _warn_without_secret(self) -> None:
         """Say once per job that its launchers recognise each other by its name alone; data hosts say it themselves."""
@@ -503,20 +495,36 @@ class _HostLauncher:
             )
 
     def _make_peers(self) -> Peers:
-        return Peers(
-            key=peers_key(self._job.name or "unnamed", self._env),
-            own=self._job.current_host,
-            trainers=self._topology.trainer_hosts,
-            data_hosts=self._topology.data_hosts,
-            main_host=self._topology.main_host,
-            addresses=self._job.addresses,
-            port=self._topology.peers_port,
-            bind=own_address(self._job),
-            on_job_outcome=self._on_job_outcome,
-            on_restart=self._on_restart,
-            max_restarts=self._max_restarts,
-            timings=self._timings,
-        )
+        job, topology, timings = self._job, self._topology, self._timings
+        own, trainers, key = job.current_host, topology.trainer_hosts, peers_key(job.name or "unnamed", self._env)
+        is_only_host = {*trainers, *topology.data_hosts} == {own}
+        if is_only_host and self._max_restarts == 0:
+            return Peers(own, trainers, timings)
+        main_host, port = topology.main_host, topology.peers_port
+        if own != main_host:
+            address = job.addresses.get(main_host, main_host), port
+            return Client(own, trainers, main_host=main_host, address=address, key=key, timings=timings)
+        bind = own_address(job), port
+        try:
+            return Hub(
+                own,
+                trainers,
+                topology.data_hosts,
+                address=None if is_only_host else bind,
+                key=key,
+                timings=timings,
+                max_restarts=self._max_restarts,
+            )
+        except OSError as error:
+            _LOG.warning(
+                "The launcher of this host cannot listen on %s:%d (%s). The hosts will not learn of each other's "
+                "failures: when one fails, the others may hang until their collectives time out, and no script is "
+                "restarted. Set %s to use other ports.",
+                *bind,
+                os.strerror(error.errno or 0),
+                MAIN_PORT.name,
+            )
+            return Peers(own, trainers, timings)
 
 
 def _place(job: SageMakerJob, topology: Topology) -> Place:

@@ -7,7 +7,6 @@ exited is not documented.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ _CHECKPOINT = ".ckpt"
 
 
 class UploadWatch:
-    """A thread that warns once if SageMaker's agent does not upload checkpoints any more. A context manager.
+    """A look at the checkpoints from time to time: warns once if SageMaker's agent does not upload them any more.
 
     It says nothing as long as the agent has never marked a file as uploaded.
 
@@ -40,23 +39,18 @@ class UploadWatch:
         self._pending_since: dict[tuple[Path, int], float] = {}
         self._has_uploaded = False
         self._has_warned = False
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="upload-watch", daemon=True)
+        self._due_at = time.monotonic() + _CHECK_S
 
-    def __enter__(self) -> UploadWatch:
-        if self._folder is not None:
-            self._thread.start()
-        return self
+    def look(self, now: float) -> None:
+        """Look at the folder, if it is time for that.
 
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        if self._folder is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closing.wait(_CHECK_S):
+        Args:
+            now: Seconds of ``time.monotonic``.
+        """
+        if self._folder is not None and now >= self._due_at:
+            self._due_at = now + _CHECK_S
             with contextlib.suppress(FileNotFoundError):  # a folder of shards was removed meanwhile
-                self.check(time.monotonic())
+                self.check(now)
 
     def check(self, now: float) -> None:
         """Look at the folder.

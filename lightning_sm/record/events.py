@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import re
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -25,7 +23,6 @@ from typing import Any, Union
 import msgspec
 
 from lightning_sm._structs import encode
-from lightning_sm._version import installed_version
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import RECORD_DIR
@@ -50,15 +47,14 @@ PARTS = {
 SPANS = {
     "preparation": "start-up",
     "startup": "start-up",
-    "first_batch": "first batches",
+    "first_batch": "first step",
     "validation": "validation",
-    "between": "ends of epochs",
+    "between": "between epochs",
     "checkpoint": "checkpoints",
     "export": "model export",
     "test": "test and prediction",
     "predict": "test and prediction",
 }
-_PACKAGES = ("lightning-sm", "torch", "numpy", "pytorch-lightning", "lightning")
 _ENDING = ".jsonl"
 # Such as "algo-1-launcher.jsonl"; names of hosts contain dashes, too.
 _NAME = re.compile(rf".+-(?:{LAUNCHER}|rank-\d+)\.jsonl")
@@ -82,7 +78,6 @@ class FileHead(Line, frozen=True, tag="file"):
         host: Its host.
         who: ``launcher`` or ``rank-<global rank>``.
         job: Name of the job, if it is known.
-        attempt: The attempt, from 1; the service starts another one after an interruption.
         group: Instance group of the host.
         role: ``trainer`` or ``data``.
         rank: Global rank; None for a launcher.
@@ -91,7 +86,6 @@ class FileHead(Line, frozen=True, tag="file"):
         instance_types: Instance type of each group, by its name; None if unknown.
         cpus: Number of CPUs that the process may use.
         gpus: Number of GPUs of the host.
-        packages: Versions of the packages that matter, by name.
         command: The command line of the script, secrets hidden; empty for ranks.
         hyperparameters: Those of the job, secrets hidden; empty for ranks.
     """
@@ -99,7 +93,6 @@ class FileHead(Line, frozen=True, tag="file"):
     host: str
     who: str
     job: str | None = None
-    attempt: int = 1
     group: str = ""
     role: str = "trainer"
     rank: int | None = None
@@ -108,7 +101,6 @@ class FileHead(Line, frozen=True, tag="file"):
     instance_types: Mapping[str, str | None] = msgspec.field(default_factory=dict)
     cpus: int = 0
     gpus: int = 0
-    packages: Mapping[str, str] = msgspec.field(default_factory=dict)
     command: Sequence[str] = msgspec.field(default_factory=list)
     hyperparameters: Mapping[str, str] = msgspec.field(default_factory=dict)
 
@@ -169,19 +161,17 @@ class Loader(Line, frozen=True, tag="loader"):
 
     Attributes:
         t: When it was written.
-        is_remote: Whether data hosts build the batches.
-        workers: Worker processes of this rank's loader; 0 if the training process itself builds the batches. Those of
-            data hosts are in ``DataService``.
+        workers: Worker processes that this rank's loader asks for; 0 if the training process itself builds the batches.
+            Those of data hosts, which take their place, are in ``DataService``.
         cpus: Number of CPUs that this rank's process may use, together with the other ranks of the host.
         ranks_of_host: Number of ranks on the host.
-        step: ``trainer.global_step`` when the training begins or resumes.
+        batch: Training batches that are done when the training begins or resumes.
     """
 
-    is_remote: bool
     workers: int = 0
     cpus: int = 0
     ranks_of_host: int = 1
-    step: int = 0
+    batch: int = 0
 
 
 class Steps(Line, frozen=True, tag="steps"):
@@ -194,10 +184,8 @@ class Steps(Line, frozen=True, tag="steps"):
         t: When the last one ended.
         step: ``trainer.global_step`` after it, which counts optimizer steps.
         n: Number of steps.
-        wall_s: Time of all of them together.
-        longest_s: Time of the longest one.
         samples: Number of samples in this rank's batches; 0 if it is unknown.
-        parts: Seconds by part (``PARTS``); their sum is ``wall_s``.
+        parts: Seconds by part (``PARTS``), of all of them together.
         gpu_parts: Whether forward, backward and optimizer were measured on the GPU, every few steps. Else they are the
             time of the host, which only launches the work of a GPU.
         untimed: Number of steps since the line before that are in no other field: the first one of a process.
@@ -205,12 +193,15 @@ class Steps(Line, frozen=True, tag="steps"):
 
     step: int
     n: int
-    wall_s: float
-    longest_s: float
     samples: int = 0
     parts: Mapping[str, float] = msgspec.field(default_factory=dict)
     gpu_parts: bool = False
     untimed: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        """The seconds of all of them together."""
+        return sum(self.parts.values())
 
 
 class Span(Line, frozen=True, tag="span"):
@@ -219,9 +210,9 @@ class Span(Line, frozen=True, tag="span"):
     Attributes:
         t: When it ended.
         name: ``startup`` (from the start of the process until the training begins), ``first_batch`` (until the first
-            batch of an epoch arrives; in the first epoch, until its first step has ended, which may compile),
-            ``validation``, ``checkpoint``, ``export``, ``test``, ``predict``, ``between`` (after the last step, such as
-            the end of an epoch); from launchers, ``preparation`` (code and requirements).
+            step has ended, which may start workers and compile), ``between`` (from the last step of an epoch until the
+            first batch of the next one), ``validation``, ``checkpoint``, ``export``, ``test``, ``predict``; from
+            launchers, ``preparation`` (code and requirements).
         begin: When it began, in the same seconds as ``t``.
         seconds: How long it took, without other spans inside it.
     """
@@ -256,7 +247,7 @@ class DataService(Line, frozen=True, tag="data"):
     """
 
     hosts: Sequence[Mapping[str, Any]] = msgspec.field(default_factory=list)
-    ranks: Mapping[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
+    ranks: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
 
 
 class Event(Line, frozen=True, tag="event"):
@@ -264,8 +255,8 @@ class Event(Line, frozen=True, tag="event"):
 
     Attributes:
         t: When it happened.
-        what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``slow_request``,
-            ``hang``, ``failure``, ``checkpoint_saved`` or ``resumed``.
+        what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``hang``, ``failure``,
+            ``checkpoint_saved`` or ``resumed``.
         text: The event in words.
     """
 
@@ -316,7 +307,7 @@ def attempt_folder(job: SageMakerJob, who: str, env: Mapping[str, str] = os.envi
     return folder / str(1 + max(earlier, default=0))
 
 
-def file_attempt(path: Path) -> int:
+def file_attempt(path: PurePath) -> int:
     """Return the attempt to which a file of a record belongs; 0 if its folder does not say."""
     name = path.parent.name
     return int(name) if name.isdecimal() else 0
@@ -337,13 +328,9 @@ def find_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: (file_attempt(path), path.name, str(path)))
 
 
-def read_file(path: Path) -> list[Line]:
-    """Read the lines of a file, skipping malformed ones, such as one that is still being written, or was cut short.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    lines = map(from_json, path.read_bytes().split(b"\n"))
+def read_lines(content: bytes) -> list[Line]:
+    """Read the lines of a file, skipping malformed ones, such as one that is still being written, or was cut short."""
+    lines = map(from_json, content.split(b"\n"))
     return [line for line in lines if line is not None]
 
 
@@ -357,7 +344,7 @@ def from_json(text: str | bytes) -> Line | None:
 
 
 class Recorder:
-    """The writer of this process's file. Any thread may call it.
+    """The writer of this process's file.
 
     A line is written at once, so that it survives even a kill of the process. Nothing is raised, because a job must not
     fail because of its record; an obstacle, such as a full disk, is logged once.
@@ -371,43 +358,28 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
         self._file: int | None = None
         self._has_failed = False
 
     def append(self, line: Line) -> None:
         """Write a line."""
-        with self._lock:
-            if self._has_failed:
-                return
-            try:
-                data = encode(line) + b"\n"
-                if self._file is None:
-                    self._file = self._open()
-                while data:
-                    data = data[os.write(self._file, data) :]
-            except (OSError, ValueError, TypeError) as error:
-                self._has_failed = True
-                logger.warning("The record of this run ends here: %s cannot be written: %s", self.path, error)
-
-    def event(self, what: str, text: str = "") -> None:
-        """Write an event that happens now."""
-        self.append(Event(time.time(), what, text))
+        if self._has_failed:
+            return
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            # The line break comes first: an earlier process may have been killed within a line.
+            os.write(self._file, b"\n" + encode(line))
+        except (OSError, ValueError, TypeError) as error:
+            self._has_failed = True
+            logger.warning("The record of this run ends here: %s cannot be written: %s", self.path, error)
 
     def close(self) -> None:
         """Close the file; a later line reopens it."""
-        with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
-
-    def _open(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":  # an earlier process was killed within a line
-            os.write(file, b"\n")
-        return file
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Recorder:
@@ -424,7 +396,6 @@ def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ
 def head_of(
     job: SageMakerJob,
     who: str,
-    path: Path,
     *,
     role: str = "trainer",
     rank: int | None = None,
@@ -437,21 +408,17 @@ def head_of(
     Args:
         job: The job.
         who: As in ``FileHead``.
-        path: The file.
         role: The host's role.
         rank: Global rank.
         world_size: Number of ranks.
         cpus: Number of CPUs that the process may use.
         command: The command line, without secrets.
     """
-    packages = {"python": platform.python_version()}
-    packages |= {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
     return FileHead(
         t=time.time(),
         host=job.current_host,
         who=who,
         job=job.name,
-        attempt=file_attempt(path),
         group=job.current_group.name,
         role=role,
         rank=rank,
@@ -460,29 +427,18 @@ def head_of(
         instance_types={group.name: group.instance_type for group in job.groups},
         cpus=cpus,
         gpus=job.num_gpus,
-        packages=packages,
         command=list(command),
         hyperparameters=shown("", job.hyperparameters) if rank is None else {},
     )
 
 
-class Pacing:
-    """The pace of a series of lines: frequent at first, then less and less frequent, so that its file stays small.
+def gap_s(elapsed_s: float, least_s: float) -> float:
+    """Return the seconds until the next line of a series: few at first, then more and more.
 
-    The service uploads a file of the checkpoint folder as a whole whenever it has changed.
+    So its file stays small: the service uploads a file of the checkpoint folder as a whole whenever it has changed.
 
     Args:
+        elapsed_s: Seconds since the series began.
         least_s: Seconds between two lines at first.
-        most_s: Seconds between two lines in the end, after 600 times ``most_s``.
     """
-
-    def __init__(self, least_s: float, most_s: float = 30.0) -> None:
-        self._least_s = least_s
-        self._most_s = max(least_s, most_s)
-        self._began_at: float | None = None
-
-    def next_after(self, now: float) -> float:
-        """Return when the next line is due, in the seconds of ``now``."""
-        if self._began_at is None:
-            self._began_at = now
-        return now + min(self._most_s, max(self._least_s, (now - self._began_at) / 600))
+    return min(30.0, max(least_s, elapsed_s / 600))

@@ -1,7 +1,7 @@
 """The use that a job makes of a host: CPUs, memory, network and GPUs.
 
-On SageMaker, a container has the whole instance, so the host's own counters are the job's. In local mode, a limit of
-the container's control group counts. Where hosts share a machine, only the use by this process and its descendants
+CPUs are those that this process and its descendants use, which are the whole job's on this host. Memory and network are
+the machine's, as on SageMaker, where a host has a machine of its own. Where hosts share one, the descendants' memory
 counts, and the network is left out, because all hosts share one loopback interface.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from lightning_sm._linux import CGROUP, usable_cpus
+from lightning_sm._linux import usable_cpus
 from lightning_sm.record.events import GpuUse, HostUse
 
 logger = logging.getLogger(__name__)
@@ -29,28 +29,27 @@ class HostMeter:
 
     Args:
         is_machine_shared: Whether the hosts of the job share this machine (``SageMakerJob.shares_machine``).
-        cgroup: Folder of the control group's files.
     """
 
-    def __init__(self, *, is_machine_shared: bool = False, cgroup: Path = CGROUP) -> None:
+    def __init__(self, *, is_machine_shared: bool = False) -> None:
         self._is_machine_shared = is_machine_shared
-        self._cgroup = cgroup
-        self._cpus = usable_cpus(cgroup)
+        self._cpus = usable_cpus()
         self._gpus = Gpus()
-        self._before: tuple[float, float, int, int] | None = None
-        self._memory_total = self._memory_limit()
-        self._take()
+        self._before = self._take()
 
     def measure(self) -> HostUse:
         """Return the host's use since the last call, or since this object was made."""
-        before, after = self._before or self._take(), self._take()
+        before, after = self._before, self._take()
+        self._before = after
+        memory = psutil.virtual_memory()
+        used = sum(map(_memory_of, _own_processes())) if self._is_machine_shared else memory.total - memory.available
         elapsed_s, cpu_s, received, sent = (max(0.0, new - old) for new, old in zip(after, before, strict=True))
         elapsed_s = max(1e-6, elapsed_s)
         return HostUse(
             t=time.time(),
             cpu=min(1.0, cpu_s / elapsed_s / self._cpus),
-            memory_bytes=self._memory(),
-            memory_total_bytes=self._memory_total,
+            memory_bytes=used,
+            memory_total_bytes=memory.total,
             received_bytes_s=received / elapsed_s,
             sent_bytes_s=sent / elapsed_s,
             gpus=self._gpus.measure(),
@@ -64,34 +63,7 @@ class HostMeter:
                 if name != "lo":
                     received += counters.bytes_recv
                     sent += counters.bytes_sent
-        self._before = (time.monotonic(), self._cpu_s(), received, sent)
-        return self._before
-
-    def _cpu_s(self) -> float:
-        if self._is_machine_shared:
-            return sum(_cpu_s_of(process) for process in _own_processes())
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            # The container's seconds; if it has no control group of its own, the machine's.
-            lines = (self._cgroup / "cpu.stat").read_text(encoding="ascii").splitlines()
-            return int(dict(line.split() for line in lines)["usage_usec"]) / 1e6
-        times = psutil.cpu_times()
-        # "guest" is part of "user".
-        return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
-
-    def _memory(self) -> int:
-        if self._is_machine_shared:
-            return sum(_memory_of(process) for process in _own_processes())
-        with contextlib.suppress(OSError, ValueError):
-            if self._memory_total < psutil.virtual_memory().total:
-                return int((self._cgroup / "memory.current").read_text(encoding="ascii"))
-        memory = psutil.virtual_memory()
-        return int(memory.total - memory.available)
-
-    def _memory_limit(self) -> int:
-        total = psutil.virtual_memory().total
-        with contextlib.suppress(OSError, ValueError):
-            total = min(total, int((self._cgroup / "memory.max").read_text(encoding="ascii")))
-        return int(total)
+        return time.monotonic(), sum(map(_cpu_s_of, _own_processes())), received, sent
 
 
 class Gpus:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.yaml_file import read_mapping
@@ -17,10 +19,16 @@ per_hour:              # an instance type, or the name of an instance group
   ml.g5.xlarge: 1.41
   ml.c5.4xlarge: 0.82
 """
-_DEFAULT_CURRENCY = "$"
 # From here on, amounts have two digits after the point; below, two significant digits.
 _WHOLE = 1.0
 _HOUR_S = 3600.0
+
+
+class _PriceFile(msgspec.Struct):
+    """The keys of ``FILE_FORMAT``."""
+
+    per_hour: dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1e12)]]  # nor infinity, which YAML has
+    currency: str = "$"
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Prices:
     """
 
     per_hour: Mapping[str, float] = field(default_factory=dict)
-    currency: str = _DEFAULT_CURRENCY
+    currency: str = "$"
     source: str = ""
 
     def __bool__(self) -> bool:
@@ -71,7 +79,7 @@ def cost(price_per_hour: float, seconds: float) -> float:
     return price_per_hour * seconds / _HOUR_S
 
 
-def read_prices(file: Path | None, flags: Iterable[str]) -> Prices:
+def read_prices(file: Path | None, flags: Sequence[str]) -> Prices:
     """Read the user's prices.
 
     Args:
@@ -81,32 +89,20 @@ def read_prices(file: Path | None, flags: Iterable[str]) -> Prices:
     Raises:
         JobConfigError: The file cannot be read, or a price is not a number.
     """
-    fields = {} if file is None else _parsed(file)
-    per_hour = {
-        str(name): _price(f"{file}: per_hour.{name}", value) for name, value in fields.get("per_hour", {}).items()
-    }
-    sources = [] if file is None else [str(file)]
+    given = _PriceFile({})
+    if file is not None:
+        try:
+            given = msgspec.convert(read_mapping(file, "file of prices", FILE_FORMAT), _PriceFile)
+        except msgspec.ValidationError as error:
+            raise JobConfigError(f"{file}: {error}. A price file looks like this:\n{FILE_FORMAT}") from error
+    prices = given.per_hour
     for flag in flags:
-        name, equals, value = flag.rpartition("=")
-        if not equals or not name:
+        name, _, value = flag.rpartition("=")
+        try:
+            prices[name] = float(value)
+        except ValueError:
+            prices[name] = math.nan
+        if not name or not 0 <= prices[name] < math.inf:
             raise JobConfigError(f"--price {flag}: expected NAME=PRICE, for example ml.g5.xlarge=1.41 (per hour).")
-        per_hour[name] = _price(f"--price {flag}", value)
-        sources.append("--price")
-    return Prices(per_hour, str(fields.get("currency", _DEFAULT_CURRENCY)), ", ".join(dict.fromkeys(sources)))
-
-
-def _parsed(file: Path) -> dict[str, Any]:
-    fields = read_mapping(file, "file of prices", FILE_FORMAT)
-    if not isinstance(fields.get("per_hour"), dict):
-        raise JobConfigError(f"{file} has no table per_hour. A price file looks like this:\n{FILE_FORMAT}")
-    return fields
-
-
-def _price(where: str, value: Any) -> float:
-    try:
-        price = float(value)
-    except (TypeError, ValueError):
-        price = math.nan
-    if isinstance(value, bool) or not 0 <= price < math.inf:
-        raise JobConfigError(f"{where}: expected an hourly price of 0 or more, got {value!r}.")
-    return price
+    sources = [*([] if file is None else [str(file)]), *(["--price"] if flags else [])]
+    return Prices(prices, given.currency, ", ".join(sources))

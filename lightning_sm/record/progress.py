@@ -11,8 +11,6 @@ from collections.abc import Mapping
 
 from lightning_sm._text import clock_time
 
-# The fields of a line besides the position and the model's own metrics; each can be a metric of the job.
-_RATE, _SAMPLES, _MEMORY, _DATA_WAIT = "steps_per_s", "samples_per_s", "memory_gb", "data_wait"
 # The number of validations so far, in the one line that follows each validation.
 _VALIDATION = "validation"
 # A number as ``progress_line`` prints it, as one group. CloudWatch accepts neither NaN nor infinity, so they do not
@@ -25,53 +23,38 @@ def progress_line(
     metrics: Mapping[str, float],
     *,
     num_validations: int | None = None,
-    rates: str = "",
-    verdict: str | None = None,
-) -> str:
-    """Return a line of progress.
-
-    Args:
-        position: Where the run stands, such as ``epoch=3/10 step=45``.
-        metrics: The model's metrics by name.
-        num_validations: The number of validations so far, in the first line after one; else None.
-        rates: The fields that ``rate_fields`` returned.
-        verdict: What held up the epoch; it ends the line.
-    """
-    words = [position]
-    if num_validations is not None:
-        words.append(f"{_VALIDATION}={num_validations}")
-    words += [f"{name}={value:.6g}" for name, value in metrics.items()]
-    return " ".join(filter(None, [*words, rates, verdict and f"| {verdict}"]))
-
-
-def rate_fields(
-    *,
     steps_per_s: float | None = None,
     samples_per_s: float | None = None,
     eta_s: float | None = None,
     memory_bytes: int | None = None,
     data_wait: float | None = None,
 ) -> str:
-    """Return the fields of a line of progress that say how fast the run is, without those that are None.
+    """Return a line of progress, without what is None.
 
     Args:
+        position: Where the run stands, such as ``epoch=3/10 step=45``.
+        metrics: The model's metrics by name.
+        num_validations: The number of validations so far, in the first line after one.
         steps_per_s: Training batches of this rank per second.
         samples_per_s: Samples of all ranks per second.
         eta_s: Seconds until the training ends.
         memory_bytes: Memory in use, of the GPU if there is one.
         data_wait: The share of the time that training waits for batches, 0 to 1.
     """
-    words = []
+    words = [position]
+    if num_validations is not None:
+        words.append(f"{_VALIDATION}={num_validations}")
+    words += [f"{name}={value:.6g}" for name, value in metrics.items()]
     if steps_per_s is not None:
-        words.append(f"{_RATE}={steps_per_s:.3g}")
+        words.append(f"steps_per_s={steps_per_s:.3g}")
     if samples_per_s is not None:
-        words.append(f"{_SAMPLES}={samples_per_s:.4g}")
+        words.append(f"samples_per_s={samples_per_s:.4g}")
     if eta_s is not None:
         words.append(f"eta={clock_time(eta_s)}")
     if memory_bytes is not None:
-        words.append(f"{_MEMORY}={memory_bytes / 1e9:.3g}")
+        words.append(f"memory_gb={memory_bytes / 1e9:.3g}")
     if data_wait is not None:
-        words.append(f"{_DATA_WAIT}={100 * data_wait:.1f}%")
+        words.append(f"data_wait={100 * data_wait:.1f}%")
     return " ".join(words)
 
 

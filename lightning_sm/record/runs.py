@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tarfile
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import (
@@ -19,11 +18,8 @@ from lightning_sm.record.events import (
     file_attempt,
     find_files,
     is_record_file,
-    read_file,
+    read_lines,
 )
-
-# A larger file is not a record: even a process that runs for a month writes less.
-_MAX_FILE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,8 @@ def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord
         for record in found:
             records[record.head.job or source.absolute().name].append((str(source), record))
     if job is not None and job not in records:
-        known = ", ".join(sorted(records))
-        raise JobConfigError(f"There is no record of the job {job} in {_names(sources)}, only of: {known}.")
+        where, known = ", ".join(map(str, sources)), ", ".join(sorted(records))
+        raise JobConfigError(f"There is no record of the job {job} in {where}, only of: {known}.")
     runs = [_run(name, found) for name, found in records.items() if job in (None, name)]
     return sorted(runs, key=lambda run: min(record.head.t for record in run.records))
 
@@ -101,8 +97,7 @@ def read_run(source: Path, job: str | None = None) -> RunRecord:
     return runs[0]
 
 
-def _run(name: str, found: Iterable[tuple[str, ProcessRecord]]) -> RunRecord:
-    found = list(found)
+def _run(name: str, found: Sequence[tuple[str, ProcessRecord]]) -> RunRecord:
     # A file may exist twice: on the host, and where it was uploaded, perhaps without its end. Keep the longer one.
     longest: dict[tuple[int, str, str, float], ProcessRecord] = {}
     for _, record in found:
@@ -115,44 +110,27 @@ def _run(name: str, found: Iterable[tuple[str, ProcessRecord]]) -> RunRecord:
     return RunRecord(name, ", ".join(dict.fromkeys(source for source, _ in found)), tuple(records))
 
 
+def archived_files(archive: tarfile.TarFile) -> Iterator[tuple[PurePosixPath, bytes]]:
+    """Yield paths and contents of the files of records in an archive, which may be a stream."""
+    for member in archive:
+        path = PurePosixPath(member.name)
+        content = archive.extractfile(member) if is_record_file(path) else None
+        if content is not None:
+            yield path, content.read()
+
+
 def _records(source: Path) -> list[ProcessRecord]:
+    files: Iterable[tuple[PurePath, bytes]]
     try:
         if source.is_dir():
-            return _of_folder(source)
-        with tempfile.TemporaryDirectory(prefix="lightning_sm-") as folder, tarfile.open(source) as archive:
-            extract_records(archive, Path(folder))
-            return _of_folder(Path(folder))
+            files = [(path, path.read_bytes()) for path in find_files(source)]
+        else:
+            with tarfile.open(source) as archive:
+                files = list(archived_files(archive))
     except (OSError, tarfile.TarError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise JobConfigError(f"{source} cannot be read: {reason}. Expected a folder or a tar archive.") from error
-
-
-def extract_records(archive: tarfile.TarFile, folder: Path) -> int:
-    """Copy the records of an archive under names of our own, because an archive may name any path.
-
-    Args:
-        archive: The archive, which may be a stream.
-        folder: Receives them.
-
-    Returns:
-        How many there are.
-    """
-    found = 0
-    for number, member in enumerate(archive):
-        path = PurePosixPath(member.name)
-        if not is_record_file(path) or not member.isfile() or member.size > _MAX_FILE_BYTES:
-            continue
-        content = archive.extractfile(member)
-        if content is not None:
-            copy = folder / str(number) / path.parent.name / path.name
-            copy.parent.mkdir(parents=True)
-            copy.write_bytes(content.read())
-            found += 1
-    return found
-
-
-def _of_folder(folder: Path) -> list[ProcessRecord]:
-    records = [record for path in find_files(folder) for record in _lives(path)]
+    records = [record for path, content in files for record in _lives(path, content)]
     # Without a checkpoint folder, a job cannot know of earlier attempts and numbers each as the first one: count the
     # launcher's starts.
     starts: dict[tuple[str | None, int, str], set[float]] = defaultdict(set)
@@ -169,17 +147,13 @@ def _launcher(record: ProcessRecord) -> tuple[str | None, int, str]:
     return record.head.job, record.attempt, record.head.host
 
 
-def _lives(path: Path) -> list[ProcessRecord]:
+def _lives(path: PurePath, content: bytes) -> list[ProcessRecord]:
     """Return the records of all processes that have written to a file, one after another."""
     records: list[ProcessRecord] = []
     head: FileHead | None = None
-    for is_head, lines in groupby(read_file(path), key=lambda line: isinstance(line, FileHead)):
+    for is_head, lines in groupby(read_lines(content), key=lambda line: isinstance(line, FileHead)):
         if is_head:
             *_, head = (line for line in lines if isinstance(line, FileHead))
         elif head is not None:
             records.append(ProcessRecord(file_attempt(path), head, tuple(lines)))
     return records
-
-
-def _names(sources: Iterable[Path]) -> str:
-    return ", ".join(map(str, sources))

@@ -36,41 +36,23 @@ class StepClock:
         now: Returns the time in seconds.
 
     Attributes:
-        longest_s: The longest step since it was set to 0.
+        n: Number of steps outside spans so far.
+        current: The part to which time is charged, outside spans.
     """
-
-    # Slots, because each step looks these attributes up some thirty times.
-    __slots__ = (
-        "_current", "_finished", "_in_transit_s", "_last", "_n", "_noted_wait_s", "_now", "_parts", "_samples",
-        "_spans", "_step_s", "_untimed", "_whole", "longest_s",
-    )  # fmt: skip
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._last = now()
         self._parts = [0.0] * len(PARTS)
-        self._current = OTHER
+        self.current = OTHER
         self._spans: list[OpenSpan] = []
-        self._step_s = 0.0
-        self._n = 0
+        self.n = 0
         self._untimed = 0
         self._samples = 0
-        self._finished: dict[str, float] = {}
         self._in_transit_s = 0.0
         self._noted_wait_s = 0.0
         # Parts, and time in transit, at the end of the last step.
         self._whole: tuple[list[float], float] = self._parts[:], 0.0
-        self.longest_s = 0.0
-
-    @property
-    def n(self) -> int:
-        """Number of steps outside spans so far."""
-        return self._n
-
-    @property
-    def current(self) -> int:
-        """The part to which time is charged, outside spans."""
-        return self._current
 
     @property
     def span(self) -> str:
@@ -79,16 +61,10 @@ class StepClock:
 
     @property
     def totals(self) -> Totals:
-        """The sums of the steps and spans that have ended: anyone may look in mid-step."""
+        """The sums of the steps that have ended: anyone may look in mid-step."""
         parts, in_transit_s = self._whole
         by_name = dict(zip(PARTS, parts, strict=True))
-        spans = dict(self._finished)
-        return Totals(self._n, self._samples, by_name, spans, in_transit_s, num_untimed=self._untimed)
-
-    @property
-    def unfinished_s(self) -> float:
-        """The time charged to the step that has not ended, up to the last call of any method."""
-        return self._step_s
+        return Totals(self.n, self._samples, by_name, in_transit_s, num_untimed=self._untimed)
 
     def enter(self, part: int) -> None:
         """Charge the time until now to the previous part, and from now on to this one."""
@@ -98,9 +74,8 @@ class StepClock:
         if self._spans:
             self._spans[-1].seconds += elapsed_s
         else:
-            self._parts[self._current] += elapsed_s
-            self._step_s += elapsed_s
-        self._current = part
+            self._parts[self.current] += elapsed_s
+        self.current = part
 
     def note_wait(self, in_transit: float) -> None:
         """Say of the wait that ends now, and began after the last one, why it took so long.
@@ -108,7 +83,7 @@ class StepClock:
         Args:
             in_transit: The share of the time for its batch in which this was in transit from a data host, 0 to 1.
         """
-        self.enter(self._current)
+        self.enter(self.current)
         waited_s = self._parts[DATA_WAIT]
         self._in_transit_s += in_transit * (waited_s - self._noted_wait_s)
         self._noted_wait_s = waited_s
@@ -123,26 +98,22 @@ class StepClock:
         if self._spans:
             self._untimed += 1
         else:
-            self._n += 1
+            self.n += 1
             self._samples += samples
-            self.longest_s = max(self.longest_s, self._step_s)
-            self._step_s = 0.0
             self._whole = self._parts[:], self._in_transit_s
         return self._last
 
     def begin_span(self, name: str) -> None:
         """Charge time to a span from now on, until it ends."""
-        self.enter(self._current)
+        self.enter(self.current)
         self._spans.append(OpenSpan(name, time.time()))
 
     def end_span(self, *names: str) -> OpenSpan | None:
         """End the innermost span if it has one of these names; charge time again as before it began."""
         if not self._spans or self._spans[-1].name not in names:
             return None
-        self.enter(self._current)
-        span = self._spans.pop()
-        self._finished[span.name] = self._finished.get(span.name, 0.0) + span.seconds
-        return span
+        self.enter(self.current)
+        return self._spans.pop()
 
 
 def exposed(host: Mapping[str, float], gpu: Mapping[str, float]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lightning_sm.record.events import PARTS, Steps
 
@@ -17,18 +17,14 @@ class Totals:
         num_steps: Number of steps whose time was measured, over which means are taken.
         samples: Number of samples in their batches.
         parts: Seconds by part.
-        spans: Seconds by name of the span.
         in_transit_s: The part of ``data_wait`` in which the batch was in transit from a data host.
-        longest_s: The longest step, in sums of lines of a record.
         num_untimed: Number of steps besides, in no other sum: the first one of each process.
     """
 
     num_steps: int = 0
     samples: int = 0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    spans: dict[str, float] = field(default_factory=dict)
     in_transit_s: float = 0.0
-    longest_s: float = 0.0
     num_untimed: int = 0
 
     @classmethod
@@ -39,7 +35,6 @@ class Totals:
             sum(line.n for line in lines),
             sum(line.samples for line in lines),
             {part: math.fsum(line.parts.get(part, 0.0) for line in lines) for part in PARTS},
-            longest_s=max((line.longest_s for line in lines), default=0.0),
             num_untimed=sum(line.untimed for line in lines),
         )
 
@@ -67,17 +62,15 @@ class Totals:
         """Return the share of some parts in the steps' time, 0 to 1."""
         return sum(self.parts[name] for name in parts) / max(1e-9, self.wall_s)
 
-    def copy(self) -> Totals:
-        """Return a snapshot."""
-        return replace(self, parts=dict(self.parts), spans=dict(self.spans))
-
-    def since(self, before: Totals) -> Totals:
-        """Return the sums added since a snapshot."""
-        parts = {name: seconds - before.parts[name] for name, seconds in self.parts.items()}
-        spans = {name: seconds - before.spans.get(name, 0.0) for name, seconds in self.spans.items()}
-        steps, samples = self.num_steps - before.num_steps, self.samples - before.samples
-        in_transit_s, untimed = self.in_transit_s - before.in_transit_s, self.num_untimed - before.num_untimed
-        return Totals(steps, samples, parts, spans, in_transit_s, num_untimed=untimed)
+    def plus(self, other: Totals, sign: int = 1) -> Totals:
+        """Return the sums of both; with ``sign=-1`` what was added since ``other``."""
+        return Totals(
+            self.num_steps + sign * other.num_steps,
+            self.samples + sign * other.samples,
+            {part: seconds + sign * other.parts[part] for part, seconds in self.parts.items()},
+            self.in_transit_s + sign * other.in_transit_s,
+            num_untimed=self.num_untimed + sign * other.num_untimed,
+        )
 
 
 def pace_of(ranks: Mapping[int, Totals]) -> tuple[int | None, Totals]:

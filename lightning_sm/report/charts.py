@@ -8,9 +8,9 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -37,9 +37,9 @@ _STYLES = {
     WAITING: ("#d55e00", "//"),
     STEPS: ("#0072b2", ""),
     "start-up": ("#cc79a7", "\\\\"),
-    "first batches": ("#e69f00", "||"),
+    "first step": ("#e69f00", "||"),
     "validation": ("#56b4e9", "xx"),
-    "ends of epochs": ("#44aa99", "-"),
+    "between epochs": ("#44aa99", "-"),
     "checkpoints": ("#009e73", "--"),
     "model export": ("#8c6d31", "++"),
     "test and prediction": ("#b0a030", "/"),
@@ -49,10 +49,6 @@ _STYLES = {
 }
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
-# A few steps that took much longer would flatten the rest of the picture: it is cut at this many times what this share
-# of the run stays below.
-_CUT, _USUAL_SHARE = 1.5, 0.9
-_T = TypeVar("_T")
 # Hosts beyond this number are only in the table.
 _MAX_HOSTS = 8
 _SETTINGS: Any = {
@@ -86,23 +82,22 @@ class Picture:
     svg: str
 
 
-def time_shares(runs: Sequence[Figures]) -> Picture:
-    """Draw where the time of each run went, as one bar per run."""
-    texts = []
-    for run in runs:
-        parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in run.shares.items() if seconds > 0)
-        texts.append(f"{run.run.name}: {parts}")
-    return _bars(f"Where the time went. {'; '.join(texts)}.", runs, [run.shares for run in runs], "shares")
-
-
-def step_parts(runs: Sequence[Figures]) -> Picture | None:
-    """Draw the mean steps of several runs beside each other; None if none has steps."""
-    timed = [run for run in runs if run.pace.num_steps]
-    if not timed:
-        return None
-    bars = [{part: seconds / run.pace.num_steps for part, seconds in run.pace.parts.items()} for run in timed]
-    label = "; ".join(f"{run.run.name}: {duration(run.pace.step_s)} a step" for run in timed)
-    return _bars(f"Parts of a step. {label}.", timed, bars, "parts")
+@mpl.rc_context(_SETTINGS)
+def time_shares(run: Figures) -> Picture:
+    """Draw where the time of a run went, as a bar whose parts follow one another."""
+    figure = Figure(figsize=(_WIDTH, 1.85), layout="constrained")
+    axes = figure.add_subplot()
+    factor, unit = _unit(sum(run.shares.values()))
+    left = 0.0
+    shares = {part: seconds for part, seconds in run.shares.items() if seconds > 0}
+    for part, seconds in shares.items():
+        axes.barh(0, seconds / factor, 0.7, left=left, label=part, linewidth=0.5, **_style(part))
+        left += seconds / factor
+    axes.set_yticks([])
+    axes.margins(x=0)
+    axes.set_xlabel(unit)
+    parts = ", ".join(f"{part} {duration(seconds)}" for part, seconds in shares.items())
+    return _picture(f"Where the time went: {parts}.", figure, axes)
 
 
 @mpl.rc_context(_SETTINGS)
@@ -111,8 +106,7 @@ def step_times(run: Figures) -> Picture | None:
     if not run.pace.num_steps:
         return None
     bins = run.binned_steps(_MAX_BARS)
-    top = top_of_steps([times.step_s for _, _, times in bins])
-    scale, step_unit = _unit(top)
+    scale, step_unit = _unit(max(times.step_s for _, _, times in bins))
     factor, unit = _unit(run.attempts[-1].end - run.begin)
     figure = Figure(figsize=(_WIDTH, 3.4), layout="constrained")
     axes = figure.add_subplot()
@@ -126,24 +120,13 @@ def step_times(run: Figures) -> Picture | None:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for event in run.unusual_events:
         axes.axvline(event.seconds / factor, color=_INK, linewidth=0.8, linestyle=":")
-    axes.set_ylim(0, 1.1 * top / scale)
     axes.set_xlim(left=0)
     axes.set_ylabel(f"{step_unit} per step")
     axes.set_xlabel(f"{unit} since the start")
     parts = ", ".join(
         f"{PARTS[part]} {percent(seconds / run.pace.wall_s)}" for part, seconds in run.pace.parts.items() if seconds > 0
     )
-    return _picture(f"Time of a step over the run. On average: {parts}.", figure, axes, "steps", [run])
-
-
-def top_of_steps(seconds: Sequence[float]) -> float:
-    """Return where a picture of steps is cut: above all of them, unless a few would flatten the others.
-
-    Args:
-        seconds: Of a step, in each part of the time.
-    """
-    usual = sorted(seconds)[int(_USUAL_SHARE * len(seconds))]
-    return min(max(seconds), _CUT * usual)
+    return _picture(f"Time of a step over the run. On average: {parts}.", figure, axes)
 
 
 @mpl.rc_context(_SETTINGS)
@@ -167,7 +150,7 @@ def host_use(run: Figures) -> Picture | None:
             shares = [((use.t - run.begin) / factor, value(use)) for use in host.uses]
             points = [(t, 100 * share) for t, share in shares if share is not None]
             _curve(axes, points, number, name if points else "")
-        axes.set_title(_plain(f"{host.name} ({host.role})", 40), fontsize=10)
+        axes.set_title(_plain(f"{host.name} ({host.role})"), fontsize=10)
         axes.set_ylim(0, 105)
         axes.set_xlim(0, max(1e-9, (run.attempts[-1].end - run.begin) / factor))
         axes.set_ylabel("% in use")
@@ -175,15 +158,15 @@ def host_use(run: Figures) -> Picture | None:
     texts = ", ".join(f"{host.name} {percent(host.cpu or 0)}" for host in hosts)
     label = f"Use of hosts over the run. CPUs in use, mean by host: {texts}."
     most = max(figure.axes, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
-    return _picture(label, figure, most, "hosts", [run])
+    return _picture(label, figure, most)
 
 
 @mpl.rc_context(_SETTINGS)
-def metrics(runs: Sequence[Figures], names: Sequence[str]) -> Picture | None:
+def metrics(run: Figures, names: Sequence[str]) -> Picture | None:
     """Draw the values that the model logged, over steps: a small picture for each metric; None without metrics.
 
     Args:
-        runs: Runs whose curves share a picture.
+        run: The run.
         names: The metrics.
     """
     if not names:
@@ -192,29 +175,17 @@ def metrics(runs: Sequence[Figures], names: Sequence[str]) -> Picture | None:
     figure = Figure(figsize=(_WIDTH, 1.9 * rows + 0.4), layout="constrained")
     for index, name in enumerate(names):
         axes = figure.add_subplot(rows, min(2, len(names)), index + 1)
-        for number, run in enumerate(runs):
-            _curve(axes, run.metrics.get(name, []), number, _plain(run.run.name, 40) if len(runs) > 1 else "")
-        axes.set_title(_plain(name, 40), fontsize=10)
+        _curve(axes, run.metrics[name], 0, "")
+        axes.set_title(_plain(name), fontsize=10)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    label = ", ".join(names)
-    return _picture(f"What the model logged, by step: {label}.", figure, figure.axes[0], f"metrics-{label}", runs)
-
-
-def thinned(points: Sequence[tuple[_T, float]], most: int) -> list[tuple[_T, float]]:
-    """Return a limited number of points: means of neighbours, and the last one as it is."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(len(points) / (most - 1))
-    before = points[:-1]
-    groups = [before[index : index + size] for index in range(0, len(before), size)]
-    means = [(group[-1][0], math.fsum(value for _, value in group) / len(group)) for group in groups]
-    return [*means, points[-1]]
+    return _picture(f"What the model logged, by step: {', '.join(names)}.", figure, figure.axes[0])
 
 
 def _curve(axes: Any, points: Sequence[tuple[float, float]], number: int, label: str) -> None:
     """Draw a curve in the style of its number."""
-    shown = thinned(points, _MAX_POINTS)
+    every = 1 + len(points) // _MAX_POINTS
+    shown = points[::-every]  # from the end: the last value is what one looks for
     axes.plot(
         [x for x, _ in shown],
         [y for _, y in shown],
@@ -227,41 +198,18 @@ def _curve(axes: Any, points: Sequence[tuple[float, float]], number: int, label:
     )
 
 
-@mpl.rc_context(_SETTINGS)
-def _bars(label: str, runs: Sequence[Figures], bars: Sequence[Mapping[str, float]], name: str) -> Picture:
-    """Draw a bar for each run, one below the other, whose parts follow one another."""
-    figure = Figure(figsize=(_WIDTH, 1.5 + 0.35 * len(runs)), layout="constrained")
-    axes = figure.add_subplot()
-    factor, unit = _unit(max(sum(bar.values()) for bar in bars))
-    left = [0.0] * len(runs)
-    for part in bars[0]:
-        widths = [bar[part] / factor for bar in bars]
-        if any(widths):
-            text = PARTS.get(part, part)
-            axes.barh(range(len(runs)), widths, 0.7, left=left, label=text, linewidth=0.5, **_style(part))
-            left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    names = [_plain(run.run.name, 28) for run in runs] if len(runs) > 1 else []
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.margins(x=0)
-    axes.set_xlabel(unit)
-    return _picture(label, figure, axes, name, runs)
-
-
 def _style(part: str) -> dict[str, Any]:
     colour, hatch = _STYLES[part]
     return {"color": colour, "hatch": hatch, "edgecolor": _PAPER}
 
 
-def _picture(label: str, figure: Figure, axes: Any, name: str, runs: Sequence[Figures]) -> Picture:
+def _picture(label: str, figure: Figure, axes: Any) -> Picture:
     """Return a figure as a picture, with the legend of some axes below, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8, frameon=False, handlelength=1.6)
-    # Ids must be the same for the same input, and differ between the pictures of a page.
     text = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": f"{name}-{'-'.join(run.run.name for run in runs)}"}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    figure.savefig(text, format="svg", transparent=True)
     svg = text.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     for colour, variable in _VARIABLES.items():
@@ -277,6 +225,6 @@ def _unit(seconds: float) -> tuple[float, str]:
     return (1.0, "seconds") if seconds >= 1 else (1e-3, "ms")
 
 
-def _plain(text: str, most: int) -> str:
+def _plain(text: str) -> str:
     """Return the user's text without Matplotlib's mathematics, and shortened to fit."""
-    return shortened(text, most).replace("$", r"\$")
+    return shortened(text, 40).replace("$", r"\$")

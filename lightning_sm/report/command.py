@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,36 +32,20 @@ instance type or by the name of a group.
 """
 REPORT_EXAMPLES = f"""\
 examples:
-  the run of an emulated job, or of a downloaded one:
-    lightning-sm report outputs/local-20260102-030405-abcd
-    lightning-sm report output.tar.gz -o report.html --price ml.g5.xlarge=1.41
-  two runs side by side, by names of your own:
-    lightning-sm report run-1/ run-2/ --name before --name after -o both.html
-  a timeline of all ranks and hosts for ui.perfetto.dev:
-    lightning-sm report run/ --trace run.json
-  a job that runs now, until it ends:
-    lightning-sm report --live outputs/local-20260102-030405-abcd
+  lightning-sm report output.tar.gz -o report.html --price ml.g5.xlarge=1.41
+  lightning-sm report run-1/ run-2/ --name before --name after -o both.html
+  lightning-sm report --live outputs/local-20260102-030405-abcd
 {_PRICES}
 exit codes: 0 the report is written or was shown, 2 it cannot be"""
 COMPARE_EXAMPLES = f"""\
-examples:
-  two recorded runs:
-    lightning-sm compare before/ after/ --prices prices.yaml
-  figures that were measured elsewhere:
-    lightning-sm compare one-host.yaml two-hosts.yaml --price ml.p3.2xlarge=3.825 --price ml.c5.9xlarge=1.836
-
-A file of figures:
-{compare.FIGURES_FORMAT}
+example:
+  lightning-sm compare before/ after/ --prices prices.yaml
 {_PRICES}
 exit codes: 0 the comparison is written, 2 it cannot be"""
 PLAN_EXAMPLES = f"""\
 examples:
-  how many workers, or data hosts like the measured ones, remove the wait:
-    lightning-sm plan outputs/local-20260102-030405-abcd
-  data hosts of another type, for a job of 20,000 steps:
-    lightning-sm plan run/ --kind ml.c5.4xlarge --steps 20000 --prices prices.yaml
-  the cheapest hosts and workers as a job file:
-    lightning-sm plan run/ --prices prices.yaml --save planned.yaml
+  lightning-sm plan outputs/local-20260102-030405-abcd
+  lightning-sm plan run/ --kind ml.c5.4xlarge --steps 20000 --prices prices.yaml --save planned.yaml
 {_PRICES}
 exit codes: 0 the plan is written, 2 it cannot be"""
 
@@ -92,12 +77,11 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``compare`` to the parser of its subcommand."""
     for name in ("a", "b"):
-        parser.add_argument(
-            name, type=Path, metavar=name.upper(), help="folder or output.tar.gz of a run, or a file of figures"
-        )
+        parser.add_argument(name, type=Path, metavar=name.upper(), help="folder or output.tar.gz of a run")
     parser.add_argument(
         "--steps", type=positive_whole_number, help="number of steps of the whole run (default: as many as A had)"
     )
+    parser.add_argument("--json", action="store_true", help="write times and costs as JSON instead of a table")
     _add_prices(parser)
 
 
@@ -156,8 +140,7 @@ def _write_report(
         raise JobConfigError(f"--name is given {len(names)} times, for {len(sources)} folders of runs.")
     runs = [Figures(replace(run, name=named.get(run.source, run.name))) for run in read_runs(sources, job)]
     for run in runs:  # first, so that a page that takes too long costs no verdict
-        sentences = (verdict.ending(run), verdict.headline(run), verdict.scope(run))
-        _print(f"{run.run.name}: {' '.join(filter(None, sentences))}")
+        _print(f"{run.run.name}: {verdict.ending(run)} {verdict.headline(run)}")
         for change in verdict.changes(run, prices):
             _print(f"- {change}")
     sys.stdout.flush()
@@ -172,11 +155,12 @@ def compare_runs(options: argparse.Namespace) -> int:
     """Write a comparison to stdout and return the exit code.
 
     Raises:
-        JobConfigError: A run or a file cannot be read, or a price is missing or wrong.
+        JobConfigError: A run cannot be read, or a price is missing or wrong.
     """
     prices = read_prices(options.prices, options.price)
-    comparison = compare.compare(_measured(options.a), _measured(options.b), prices, options.steps)
-    _print(compare.as_text(comparison, prices))
+    first, second = (Figures(read_run(source)) for source in (options.a, options.b))
+    comparison = compare.compare(first, second, prices, options.steps)
+    _print(json.dumps(compare.as_json(comparison)) if options.json else compare.as_text(comparison, prices))
     return 0
 
 
@@ -188,19 +172,12 @@ def plan_run(options: argparse.Namespace) -> int:
         OutputDirectoryError: The new job file exists or cannot be written.
     """
     prices = read_prices(options.prices, options.price)
-    run = Figures(read_run(options.run, options.job))
-    planned = sizing.plan(run, prices, options.kind, options.steps)
+    planned = sizing.plan(Figures(read_run(options.run, options.job)), prices, options.kind, options.steps)
     if options.save is not None:
-        write_new(options.save, job_of_plan(run, planned, prices))
+        write_new(options.save, job_of_plan(planned, prices))
         _LOG.info("job file: %s", options.save)
     _print(sizing.as_text(planned, prices))
     return 0
-
-
-def _measured(source: Path) -> compare.ComparedRun:
-    if source.suffix in (".yaml", ".yml", ".json"):
-        return compare.read_figures(source)
-    return compare.of_run(Figures(read_run(source)))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

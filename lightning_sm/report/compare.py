@@ -1,9 +1,7 @@
 """``lightning-sm compare``: how long two runs take for the same work, and what that costs. Pure arithmetic.
 
 The work is a whole training of so many samples where both runs say how many a step has, else of so many steps, without
-interruptions. What a run takes outside its steps is part of it where both say it: once, or in proportion to the steps.
-A run is what its record says, or a file of figures that were
-measured elsewhere.
+interruptions. What a run takes outside its steps is part of it: once, or in proportion to the steps.
 """
 
 from __future__ import annotations
@@ -12,79 +10,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import msgspec
+from typing import Any
 
 from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, rate, step_time, times
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.yaml_file import read_mapping
 from lightning_sm.record.events import SUCCEEDED
 from lightning_sm.record.limits import MIN_STEPS
 from lightning_sm.record.prices import Prices, cost
 from lightning_sm.report.figures import RESTARTS, Figures
-
-FIGURES_FORMAT = """\
-name: two hosts        # for people
-hosts:                 # how many of each instance type, or of each group that has a price
-  ml.p3.2xlarge: 1
-  ml.c5.9xlarge: 1
-step_s: 0.1968         # seconds of a step of all trainers together, once the first steps are over
-samples_per_step: 8192 # optional: of all trainers; needed where the two runs differ in it
-steps: 4800            # optional: how many steps the run had
-apart_s: 90            # optional: seconds that the job was up besides its steps, however many these are (start-up, end)
-"""
-_Whole = Annotated[int, msgspec.Meta(gt=0)]
-_Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]  # nor infinity, which YAML has
-# The length of a training whose length is unknown: one step costs a fraction of a cent.
-_ASSUMED_STEPS = 1000
-
-
-class _FiguresFile(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of ``FIGURES_FORMAT``."""
-
-    hosts: Annotated[dict[str, _Whole], msgspec.Meta(min_length=1)]
-    step_s: _Positive
-    name: str = ""
-    samples_per_step: _Positive | None = None
-    steps: _Whole | None = None
-    apart_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-
-
-@dataclass(frozen=True)
-class ComparedRun:
-    """The facts about a run that a comparison needs.
-
-    Attributes:
-        name: Name of the run.
-        source: The folder or file that it comes from.
-        hosts: Group and instance type of each host.
-        step_s: Mean seconds of a step.
-        samples_per_step: Samples of a step of all trainers together, if known.
-        steps: Number of steps, if known.
-        apart_s: Seconds that the job took besides its steps, however many these are, if known: start-up and end.
-        apart_step_s: Seconds besides the steps that grow with them, for each one: validations, checkpoints, ends of
-            epochs.
-        waiting: Share of the step in which training waited for data, if known.
-        num_restarts: How often its training began again.
-        restarts_s: What that cost, with the steps that were trained again, in seconds; in no other time here.
-        outcome: How it ended.
-    """
-
-    name: str
-    source: str
-    hosts: tuple[tuple[str, str | None], ...]
-    step_s: float
-    samples_per_step: float | None = None
-    steps: int | None = None
-    apart_s: float | None = None
-    apart_step_s: float = 0.0
-    waiting: float | None = None
-    num_restarts: int = 0
-    restarts_s: float = 0.0
-    outcome: str = SUCCEEDED
 
 
 @dataclass(frozen=True)
@@ -99,8 +33,8 @@ class Comparison:
         steps: Steps of the whole training, of the first run.
     """
 
-    first: ComparedRun
-    second: ComparedRun
+    first: Figures
+    second: Figures
     per_hour: tuple[float, float] | None
     work: float
     steps: int
@@ -112,18 +46,21 @@ class Comparison:
 
     @property
     def apart_s(self) -> tuple[float, float]:
-        """Seconds of each run outside the steps of the whole training; 0 unless both are known."""
-        first, second = self.first.apart_s, self.second.apart_s
-        if first is None or second is None:
-            return 0.0, 0.0
-        growing = (self.first.apart_step_s * self.numbers[0], self.second.apart_step_s * self.numbers[1])
-        return first + growing[0], second + growing[1]
+        """Seconds of each run outside the steps of the whole training."""
+        first, second = self.first, self.second
+        return (
+            first.fixed_s + first.growing_step_s * self.numbers[0],
+            second.fixed_s + second.growing_step_s * self.numbers[1],
+        )
 
     @property
     def seconds(self) -> tuple[float, float]:
         """Seconds that each run takes for the whole training."""
         first, second = self.apart_s
-        return first + self.first.step_s * self.steps, second + self.second.step_s * self.steps * self.work
+        return (
+            first + self.first.pace.step_s * self.steps,
+            second + self.second.pace.step_s * self.steps * self.work,
+        )
 
     @property
     def speed_up(self) -> float:
@@ -141,72 +78,26 @@ class Comparison:
         return None if self.price_ratio is None else self.price_ratio / self.speed_up
 
 
-def compare(first: ComparedRun, second: ComparedRun, prices: Prices, steps: int | None = None) -> Comparison:
+def compare(first: Figures, second: Figures, prices: Prices, steps: int | None = None) -> Comparison:
     """Compare two runs.
 
     Args:
         first: The run that the other is compared to.
         second: The other run.
         prices: Prices of the hosts; empty to compare times only.
-        steps: How many steps the training has, of the first run; default: as many as that run had, if it says so.
+        steps: How many steps the training has, of the first run; default: as many as that run had.
 
     Raises:
-        JobConfigError: There are prices, but not of all hosts.
+        JobConfigError: A run has no training steps, or there are prices, but not of all hosts.
     """
+    for run in (first, second):
+        if not run.pace.num_steps:
+            raise JobConfigError(f"{run.run.source}: no training steps are recorded, so there is nothing to compare.")
     work = 1.0
     if first.samples_per_step and second.samples_per_step:
         work = first.samples_per_step / second.samples_per_step
     per_hour = (_price(first, prices), _price(second, prices)) if prices else None
-    return Comparison(first, second, per_hour, work, steps or first.steps or _ASSUMED_STEPS)
-
-
-def of_run(run: Figures) -> ComparedRun:
-    """Return the facts about a recorded run that a comparison needs.
-
-    Raises:
-        JobConfigError: It has no training steps.
-    """
-    if not run.pace.num_steps:
-        raise JobConfigError(f"{run.run.source}: no training steps are recorded, so there is nothing to compare.")
-    return ComparedRun(
-        name=run.run.name,
-        source=run.run.source,
-        hosts=tuple((host.group, host.instance_type) for host in run.hosts),
-        step_s=run.pace.step_s,
-        samples_per_step=run.samples_per_step,
-        steps=run.num_steps,
-        apart_s=run.fixed_s,
-        apart_step_s=run.growing_step_s,
-        waiting=run.pace.waiting,
-        num_restarts=len(run.restarts),
-        restarts_s=run.shares[RESTARTS] + run.repeated_s,
-        outcome=run.outcome,
-    )
-
-
-def read_figures(file: Path) -> ComparedRun:
-    """Read the figures of a run that was measured elsewhere.
-
-    Args:
-        file: A YAML or JSON file like ``FIGURES_FORMAT``.
-
-    Raises:
-        JobConfigError: The file cannot be read, or a value is missing or wrong.
-    """
-    fields = read_mapping(file, "file of figures", FIGURES_FORMAT)
-    try:
-        found = msgspec.convert(fields, _FiguresFile)
-    except msgspec.ValidationError as error:
-        raise JobConfigError(f"{file}: {error}. A file of figures:\n{FIGURES_FORMAT}") from error
-    return ComparedRun(
-        found.name or file.stem,
-        str(file),
-        tuple((kind, kind) for kind, number in found.hosts.items() for _ in range(number)),
-        found.step_s,
-        samples_per_step=found.samples_per_step,
-        steps=found.steps,
-        apart_s=found.apart_s,
-    )
+    return Comparison(first, second, per_hour, work, steps or first.num_steps)
 
 
 def as_text(comparison: Comparison, prices: Prices) -> str:
@@ -220,20 +111,34 @@ def as_text(comparison: Comparison, prices: Prices) -> str:
     return "\n\n".join([sentence(comparison, prices), table, "\n".join(_notes(comparison, prices))])
 
 
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the times and costs of both runs for programs."""
+    runs = {}
+    for index, (name, run) in enumerate((("a", comparison.first), ("b", comparison.second))):
+        seconds, per_hour = comparison.seconds[index], comparison.per_hour
+        runs[name] = {
+            "step_s": run.pace.step_s,
+            "waiting": run.pace.waiting,
+            "time_to_train_s": seconds,
+            "cost_to_train": None if per_hour is None else cost(per_hour[index], seconds),
+        }
+    return runs
+
+
 def sentence(comparison: Comparison, prices: Prices) -> str:
     """Return the result in a sentence or two, after what makes it doubtful."""
     doubts = [*_doubts("A", comparison.first), *_doubts("B", comparison.second)]
     return " ".join([*doubts, _result(comparison, prices)])
 
 
-def _doubts(name: str, run: ComparedRun) -> Iterator[str]:
-    if run.steps is not None and run.steps < MIN_STEPS:
-        yield f"{name} has only {count(run.steps, 'step')}, whose times say little."
+def _doubts(name: str, run: Figures) -> Iterator[str]:
+    if run.num_steps < MIN_STEPS:
+        yield f"{name} has only {count(run.num_steps, 'step')}, whose times say little."
     if run.outcome != SUCCEEDED:
         yield f"{name} has not succeeded ({run.outcome})."
-    if run.num_restarts:
-        cost_s = duration(run.restarts_s)
-        yield f"{name} was restarted {times(run.num_restarts)}: what that cost ({cost_s}) is left out."
+    if run.restarts:
+        cost_s = duration(run.shares[RESTARTS] + run.repeated_s)
+        yield f"{name} was restarted {times(len(run.restarts))}: what that cost ({cost_s}) is left out."
 
 
 def _result(comparison: Comparison, prices: Prices) -> str:
@@ -255,19 +160,21 @@ def _result(comparison: Comparison, prices: Prices) -> str:
 
 def _rows(comparison: Comparison, prices: Prices) -> Iterator[Sequence[str]]:
     a, b = comparison.first, comparison.second
-    yield "run", a.name, b.name, ""
+    yield "run", a.run.name, b.run.name, ""
     yield "hosts", _hosts(a), _hosts(b), ""
-    if a.waiting is not None or b.waiting is not None:
-        yield "waiting for data", *("not known" if one.waiting is None else percent(one.waiting) for one in (a, b)), ""
-    yield "time of a step", step_time(a.step_s), step_time(b.step_s), _speed(a.step_s / b.step_s)
-    if a.samples_per_step and b.samples_per_step:
-        rates = (a.samples_per_step / a.step_s, b.samples_per_step / b.step_s)
-        yield "samples per second", *map(rate, rates), _speed(rates[1] / rates[0])
+    yield "waiting for data", percent(a.pace.waiting), percent(b.pace.waiting), ""
+    yield "time of a step", step_time(a.pace.step_s), step_time(b.pace.step_s), _speed(a.pace.step_s / b.pace.step_s)
+    if a.samples_per_s and b.samples_per_s:
+        yield (
+            "samples per second",
+            rate(a.samples_per_s),
+            rate(b.samples_per_s),
+            _speed(b.samples_per_s / a.samples_per_s),
+        )
     if comparison.per_hour is not None:
         yield "price of an hour", *map(prices.amount, comparison.per_hour), _change(comparison.price_ratio)
     yield "steps", *(f"{number:,}" for number in comparison.numbers), ""
-    if any(comparison.apart_s):
-        yield "outside the steps", *map(duration, comparison.apart_s), ""
+    yield "outside the steps", *map(duration, comparison.apart_s), ""
     yield "time to train", *map(duration, comparison.seconds), _speed(comparison.speed_up)
     if comparison.per_hour is not None:
         costs = map(cost, comparison.per_hour, comparison.seconds)
@@ -276,8 +183,8 @@ def _rows(comparison: Comparison, prices: Prices) -> Iterator[Sequence[str]]:
 
 def _notes(comparison: Comparison, prices: Prices) -> Iterator[str]:
     a, b = comparison.first, comparison.second
-    yield f"A: {a.source}"
-    yield f"B: {b.source}"
+    yield f"A: {a.run.source}"
+    yield f"B: {b.run.source}"
     if prices:
         yield f"Prices: {prices.source} (as given; storage, transfer and logs cost extra)."
     if comparison.work != 1:
@@ -285,26 +192,24 @@ def _notes(comparison: Comparison, prices: Prices) -> Iterator[str]:
             f"A step of A has {a.samples_per_step:,.0f} samples, one of B {b.samples_per_step:,.0f}: times are for "
             "the same number of samples. Whether both train the model equally well is another question."
         )
-    if (a.apart_s is None) != (b.apart_s is None):
-        known = "A" if b.apart_s is None else "B"
-        yield f"Only {known} says what it took outside the steps (start-up, validation, checkpoints): that is left out."
     if not (a.samples_per_step and b.samples_per_step):
         yield "The comparison is by step: that is the same work only if a step of A and one of B have as many samples."
 
 
-def _price(run: ComparedRun, prices: Prices) -> float:
-    per_hour = prices.total(run.hosts)
+def _price(run: Figures, prices: Prices) -> float:
+    hosts = [(host.group, host.instance_type) for host in run.hosts]
+    per_hour = prices.total(hosts)
     if per_hour is None:
-        missing = sorted({kind or group for group, kind in run.hosts if prices.of(group, kind) is None})
+        missing = sorted({kind or group for group, kind in hosts if prices.of(group, kind) is None})
         raise JobConfigError(
-            f"{run.name} ({run.source}) has hosts without a price: {', '.join(missing)}. "
+            f"{run.run.name} ({run.run.source}) has hosts without a price: {', '.join(missing)}. "
             f"Prices known: {', '.join(sorted(prices.per_hour))} ({prices.source})."
         )
     return per_hour
 
 
-def _hosts(run: ComparedRun) -> str:
-    kinds = Counter(instance_type or group for group, instance_type in run.hosts)
+def _hosts(run: Figures) -> str:
+    kinds = Counter(host.instance_type or host.group for host in run.hosts)
     return ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
 
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from statistics import fmean
-from typing import Any, TypeVar
-
-from msgspec import structs
+from typing import TypeVar
 
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.record.events import (
@@ -31,7 +29,7 @@ from lightning_sm.record.events import (
 )
 from lightning_sm.record.limits import RankPace
 from lightning_sm.record.runs import ProcessRecord, RunRecord
-from lightning_sm.record.totals import Totals, of_all_ranks, pace_of, samples_per_step, with_longest_wait
+from lightning_sm.record.totals import Totals, pace_of, samples_per_step, with_longest_wait
 
 # The parts of the job's whole time, in the order of pictures and tables.
 WAITING = "waiting for data"
@@ -42,16 +40,13 @@ OTHER = "not measured"
 _START, _FIRST, *_LATER = dict.fromkeys(SPANS.values())
 SHARES = (_START, _FIRST, STEPS, WAITING, *_LATER, RESTARTS, SHUTDOWN, OTHER)
 # What a training does again and again.
-_GROWING = tuple(dict.fromkeys(SPANS[name] for name in ("validation", "between", "checkpoint")))
+_GROWING = ("validation", "between epochs", "checkpoints")
 # The first figures of data hosts, in which the first batches are, are left out if enough follow.
 _LEAST_LINES = 4
 RUNNING = "no end recorded"
-_USUAL_EVENTS = {"checkpoint_saved", "retry", "slow_request", "succeeded"}
-# Events beyond this number cannot be told apart in a picture.
-_MAX_UNUSUAL_EVENTS = 30
+_USUAL_EVENTS = {"checkpoint_saved", "succeeded"}
 
 _L = TypeVar("_L", bound=Line)
-_F = TypeVar("_F", RankFigures, HostFigures)
 
 
 @dataclass(frozen=True)
@@ -118,16 +113,6 @@ class HostSummary:
         most = max(self.uses, key=lambda use: use.memory_bytes)
         return most.memory_bytes, most.memory_total_bytes
 
-    @property
-    def received_bytes_s(self) -> float | None:
-        """Mean bytes per second from the network."""
-        return _mean(use.received_bytes_s for use in self.uses)
-
-    @property
-    def sent_bytes_s(self) -> float | None:
-        """Mean bytes per second to the network."""
-        return _mean(use.sent_bytes_s for use in self.uses)
-
 
 @dataclass(frozen=True)
 class TrainingRestart:
@@ -173,11 +158,10 @@ class DataMoment:
 
     @classmethod
     def of(cls, line: DataService) -> DataMoment:
-        """Read a line, which another version may have written. Names of data hosts lose the address behind them."""
-        hosts = [_known_fields(HostFigures, host) for host in line.hosts]
-        short = [structs.replace(host, name=host.name.partition(" (")[0]) for host in hosts]
-        ranks = {name: _known_fields(RankFigures, rank) for name, rank in line.ranks.items()}
-        return cls(line.t, ranks, {host.name: host for host in short})
+        """Read a line. Names of data hosts lose the address behind them."""
+        hosts = [HostFigures(**{**host, "name": host["name"].partition(" (")[0]}) for host in line.hosts]
+        ranks = {name: RankFigures(**rank) for name, rank in line.ranks.items()}
+        return cls(line.t, ranks, {host.name: host for host in hosts})
 
 
 @dataclass(frozen=True)
@@ -213,11 +197,6 @@ class Figures:
         """How the last attempt ended."""
         return self.attempts[-1].outcome
 
-    @property
-    def reason(self) -> str:
-        """Why the last attempt has not succeeded."""
-        return self.attempts[-1].reason
-
     @cached_property
     def hosts(self) -> list[HostSummary]:
         """All hosts of the last attempt, also those without a record here. Trainers come first."""
@@ -237,22 +216,16 @@ class Figures:
                     instance_type=head.instance_types.get(group),
                     cpus=max((one.cpus for one in own), default=0),
                     gpus=max((one.gpus for one in own), default=0),
-                    uses=tuple(_lines([one for one in self.run.records if one.head.host == name], HostUse)),
+                    uses=tuple(lines_of([one for one in self.run.records if one.head.host == name], HostUse)),
                 )
             )
         return sorted(hosts, key=lambda host: (host.role == "data", host.name))
 
     @property
-    def hosts_without_record(self) -> list[str]:
-        """Hosts of the last attempt of which there is no record here."""
-        known = {record.head.host for record in self._latest}
-        return [host.name for host in self.hosts if host.name not in known]
-
-    @property
     def hosts_without_end(self) -> list[str]:
         """Hosts of the last attempt whose records have no end: they were killed, or still ran."""
-        ends = {record.head.host: bool(_lines([record], End)) for record in self._latest if record.head.who == LAUNCHER}
-        return [name for name, has_ended in ends.items() if not has_ended]
+        launchers = {record.head.host: record for record in self._latest if record.head.who == LAUNCHER}
+        return [name for name, record in launchers.items() if not lines_of([record], End)]
 
     @cached_property
     def main_records(self) -> list[ProcessRecord]:
@@ -266,35 +239,31 @@ class Figures:
         lines: dict[int, list[Steps]] = defaultdict(list)
         for record in self.run.records:
             if record.head.rank is not None:
-                lines[record.head.rank] += _lines([record], Steps)
+                lines[record.head.rank] += lines_of([record], Steps)
         return {rank: Totals.of(own) for rank, own in sorted(lines.items()) if any(line.n for line in own)}
 
-    @property
+    @cached_property
     def pace_rank(self) -> int | None:
         """The rank that sets the pace; None without steps."""
-        return self._pace[0]
+        return pace_of(self.ranks)[0]
 
     @cached_property
     def pace_records(self) -> list[ProcessRecord]:
         """What the rank that sets the pace wrote, over all attempts; the first rank, if there are no steps."""
-        rank = self.pace_rank
-        return self.main_records if rank is None else self._of_rank(rank)
+        return self.main_records if self.pace_rank is None else self._of_rank(self.pace_rank)
 
-    @property
+    @cached_property
     def pace(self) -> Totals:
         """The steps of the rank that sets the pace, which all numbers of a page are about.
 
         Data hosts know how much longer training waits than this rank, for ranks without a record here: the others wait
         for the one that waits in their backward pass.
         """
-        return self._pace[1]
-
-    @cached_property
-    def _pace(self) -> tuple[int | None, Totals]:
         rank, steps = pace_of(self.ranks)
-        shares = {_number(name): known.wait_fraction for name, known in self.data[0].items()}
+        # By number of the rank, from a name such as "rank 3 on algo-1".
+        shares = {int(name.split()[1]): known.wait_fraction for name, known in self.data[0].items()}
         longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
-        return rank, replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
+        return replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
 
     @cached_property
     def rank_paces(self) -> list[RankPace]:
@@ -310,7 +279,7 @@ class Figures:
     def spans(self) -> dict[str, list[float]]:
         """Seconds of each span of the pace rank and its host, by what people read for it, without those of restarts."""
         spans: dict[str, list[float]] = defaultdict(list)
-        for span in _lines([*self.pace_records, *self._pace_launchers], Span):
+        for span in lines_of([*self.pace_records, *self._pace_launchers], Span):
             # A process that waited for a restart had begun before it.
             if not any(span.begin < restart.until and restart.since < span.t for restart in self.restarts):
                 spans[SPANS.get(span.name, OTHER)].append(span.seconds)
@@ -320,8 +289,8 @@ class Figures:
     def restarts(self) -> list[TrainingRestart]:
         """The starts of the pace rank's training after the first one."""
         restarts = []
-        for before, after in pairwise(record for record in self.pace_records if _lines([record], Loader)):
-            steps, earlier = _lines([after], Steps), _lines([before], Steps)
+        for before, after in pairwise(record for record in self.pace_records if lines_of([record], Loader)):
+            steps, earlier = lines_of([after], Steps), lines_of([before], Steps)
             since = _stopped_at(before)
             until = steps[0].t - steps[0].wall_s if steps else max(line.t for line in after.lines)
             between = (one for one in self.attempts if before.attempt <= one.number <= after.attempt)
@@ -333,25 +302,14 @@ class Figures:
 
     def _num_undone(self, before: ProcessRecord, after: ProcessRecord) -> int:
         """Return the steps of a process that the next one trained again; below 0: steps that no line has."""
-        begun, steps = _last_fit(before)
-        reached = steps[-1].step if steps else begun.step
-        return round((reached - _lines([after], Loader)[0].step) * self._batches_per_step)
-
-    @cached_property
-    def _batches_per_step(self) -> float:
-        """Steps, of a batch each, for one that ``trainer.global_step`` counts: of the optimizer."""
-        batches, counted = 0, 0
-        for record in self.pace_records:
-            if _lines([record], Loader):
-                begun, steps = _last_fit(record)
-                batches += Totals.of(steps).num_trained
-                counted += steps[-1].step - begun.step if steps else 0
-        return batches / counted if counted > 0 else 1.0
+        begun = lines_of([before], Loader)[-1]
+        steps = [line for line in before.lines[before.lines.index(begun) :] if isinstance(line, Steps)]
+        return begun.batch + Totals.of(steps).num_trained - lines_of([after], Loader)[0].batch
 
     @property
     def on_gpu(self) -> bool:
         """Whether the GPU measured the parts of steps."""
-        return any(line.gpu_parts for line in _lines(self.main_records, Steps))
+        return any(line.gpu_parts for line in lines_of(self.main_records, Steps))
 
     @property
     def fullest_memory(self) -> tuple[str, int, int] | None:
@@ -368,9 +326,9 @@ class Figures:
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole run, of which those that were trained again count once."""
-        trained = [one for one in self.pace_records if any(_lines([one], Loader)) and any(_lines([one], Steps))]
+        trained = [one for one in self.pace_records if any(lines_of([one], Loader)) and any(lines_of([one], Steps))]
         undone = sum(self._num_undone(before, after) for before, after in pairwise(trained))
-        return sum(line.n + line.untimed for line in _lines(self.pace_records, Steps)) - undone
+        return sum(line.n + line.untimed for line in lines_of(self.pace_records, Steps)) - undone
 
     @property
     def samples_per_step(self) -> float | None:
@@ -387,10 +345,6 @@ class Figures:
         """Number of ranks, of those without a record, too; 0 if no rank has one."""
         return max((record.head.world_size or 0 for record in self.run.records), default=0)
 
-    def of_all_ranks(self, values: Sequence[float]) -> float:
-        """Return the sum over all ranks; ranks without a value are taken to be like the others."""
-        return of_all_ranks(values, self.world_size)
-
     @cached_property
     def shares(self) -> dict[str, float]:
         """Seconds by what they went into (``SHARES``), of the pace rank and its host, over all attempts."""
@@ -400,7 +354,7 @@ class Figures:
             # From the last line of the training process to that of its launcher, which may wait for other hosts.
             launchers = [one for one in self._pace_launchers if one.attempt == record.attempt]
             ended = max(line.t for line in record.lines)
-            shares[SHUTDOWN] = max([0.0, *(end.t - ended for end in _lines(launchers, End))])
+            shares[SHUTDOWN] = max([0.0, *(end.t - ended for end in lines_of(launchers, End))])
         shares[WAITING] = self.pace.parts["data_wait"]
         shares[STEPS] = self.pace.wall_s - shares[WAITING]
         shares[OTHER] += max(0.0, self.seconds - math.fsum(shares.values()))
@@ -414,8 +368,7 @@ class Figures:
     @property
     def growing_step_s(self) -> float:
         """Seconds outside the steps for each step: of what a training twice as long has twice as much."""
-        later = math.fsum(self.spans.get(_FIRST, ())[1:])  # the first batches of the epochs after the first one
-        return (later + math.fsum(self.shares[name] for name in _GROWING)) / max(1, self.pace.num_trained)
+        return math.fsum(self.shares[name] for name in _GROWING) / max(1, self.pace.num_trained)
 
     @property
     def fixed_s(self) -> float:
@@ -430,7 +383,7 @@ class Figures:
             record.head.rank: line
             for record in self.run.records
             if record.head.rank is not None
-            for line in _lines([record], Loader)
+            for line in lines_of([record], Loader)
         }
 
     @cached_property
@@ -455,7 +408,7 @@ class Figures:
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for record in self.main_records:
             own: dict[str, list[tuple[int, float]]] = defaultdict(list)
-            for line in _lines([record], Metrics):
+            for line in lines_of([record], Metrics):
                 for name, value in line.values.items():
                     if value is not None:
                         own[name].append((line.step, value))
@@ -473,11 +426,6 @@ class Figures:
         """Those of the last attempt, without secrets, as the job was given them."""
         return dict(next((record.head.hyperparameters for record in self._latest if record.head.hyperparameters), {}))
 
-    @property
-    def packages(self) -> dict[str, str]:
-        """Versions of the packages that matter."""
-        return {name: version for record in self.run.records for name, version in record.head.packages.items()}
-
     @cached_property
     def events(self) -> list[Happening]:
         """What happened, in the order of time. What several hosts say of the same thing is there once for each."""
@@ -494,8 +442,8 @@ class Figures:
 
     @property
     def unusual_events(self) -> list[Happening]:
-        """The first events that do not happen in every job: pictures mark them."""
-        return [event for event in self.events if event.what not in _USUAL_EVENTS][:_MAX_UNUSUAL_EVENTS]
+        """The events that do not happen in every job: pictures mark them."""
+        return [event for event in self.events if event.what not in _USUAL_EVENTS]
 
     def binned_steps(self, number: int) -> list[tuple[float, float, Totals]]:
         """Return the steps over time of the rank that sets the pace.
@@ -509,7 +457,7 @@ class Figures:
         width = max(1e-9, (self.attempts[-1].end - self.begin) / number)
         found = []
         for record in self.pace_records:
-            lines = [line for line in _lines([record], Steps) if line.n]
+            lines = [line for line in lines_of([record], Steps) if line.n]
             for _, own in groupby(lines, key=lambda line: int((line.t - self.begin) / width)):
                 group = list(own)
                 begin = group[0].t - group[0].wall_s - self.begin
@@ -529,7 +477,7 @@ class Figures:
     @cached_property
     def data_moments(self) -> list[list[DataMoment]]:
         """What ranks and data hosts had done at some moments, by life of rank 0, at whose start that was nothing."""
-        lines = [(record, _lines([record], DataService)) for record in self.main_records]
+        lines = [(record, lines_of([record], DataService)) for record in self.main_records]
         return [[DataMoment(record.head.t), *map(DataMoment.of, own)] for record, own in lines if own]
 
     @cached_property
@@ -581,12 +529,6 @@ def _outcome(records: Sequence[ProcessRecord]) -> tuple[str, str]:
     return end.job_outcome or end.outcome, end.reason
 
 
-def _last_fit(record: ProcessRecord) -> tuple[Loader, list[Steps]]:
-    """Return the begin and the steps of the last fit of a process, which has begun at least one."""
-    begun = _lines([record], Loader)[-1]
-    return begun, [line for line in record.lines[record.lines.index(begun) :] if isinstance(line, Steps)]
-
-
 def _stopped_at(record: ProcessRecord) -> float:
     """Return when a training process began to end: before the checkpoint that it saved because of an interruption."""
     saved_at = None
@@ -601,19 +543,11 @@ def _stopped_at(record: ProcessRecord) -> float:
     return max(line.t for line in record.lines)
 
 
-def _lines(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
+def lines_of(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
+    """Return the lines of a kind in some records, in their order."""
     return [line for record in records for line in record.lines if isinstance(line, kind)]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _number(rank: str) -> int:
-    """Return the number of a rank from its name in data hosts' figures, such as ``rank 3 on algo-1``."""
-    return int(rank.split()[1])
-
-
-def _known_fields(kind: type[_F], values: Mapping[str, Any]) -> _F:
-    return kind(**{name: value for name, value in values.items() if name in kind.__struct_fields__})

@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any
 
 from lightning_sm.record.prices import Prices
-from lightning_sm.report.figures import Figures
 from lightning_sm.report.sizing import Sizing, sentence
 
 _WIDTH = 110
@@ -19,19 +18,19 @@ _NUM_WORKERS = "num_workers"
 _OPTION = re.compile(rf"--(?P<name>([\w.]*\.)?{_NUM_WORKERS})=.*", re.ASCII)
 
 
-def job_of_plan(run: Figures, planned: Sizing, prices: Prices) -> str:
+def job_of_plan(planned: Sizing, prices: Prices) -> str:
     """Return a job file that runs the best line of a plan.
 
     It has what the record says of the job; what a job needs besides stands in angle brackets, which ``lightning-sm
     submit`` refuses.
 
     Args:
-        run: The measured run.
-        planned: The plan that was made from it.
+        planned: The plan.
         prices: Prices of hosts.
     """
     import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few commands write a file
 
+    run = planned.run
     command, hyperparameters = run.command, run.hyperparameters
     notes = [f"Planned from {run.run.name}.", sentence(planned, prices)]
     if planned.best.per_rank is not None:
@@ -42,7 +41,7 @@ def job_of_plan(run: Figures, planned: Sizing, prices: Prices) -> str:
         command = tuple(_OPTION.sub(rf"--\g<name>={number}", word) for word in command)
         if not names:
             notes.append(f"Set {_NUM_WORKERS}={number} in the script: no hyperparameter and no argument has this name.")
-    groups = _groups(run, planned)
+    groups = _groups(planned)
     hosts = " ".join(f"--group {name}={group['count']}" for name, group in groups.items())
     notes.append(f"On this machine: lightning-sm local {hosts} -- {shlex.join(command or ('train.py',))}")
     script = next((word for word in run.command if word.endswith(".py")), "<script>").rpartition("/")[2]
@@ -53,15 +52,15 @@ def job_of_plan(run: Figures, planned: Sizing, prices: Prices) -> str:
     return f"{head}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=_WIDTH)}"
 
 
-def _groups(run: Figures, planned: Sizing) -> dict[str, Any]:
+def _groups(planned: Sizing) -> dict[str, Any]:
     """Return the groups of the job, with as many data hosts as planned."""
-    measured = Counter((host.group, host.instance_type) for host in run.hosts)
+    measured = Counter((host.group, host.instance_type) for host in planned.run.hosts)
     groups: dict[str, Any] = {
         group: {"instance_type": kind or "<instance type>", "count": number}
         for (group, kind), number in measured.items()
     }
     if planned.best.num_hosts:
-        name = next((host.group for host in run.hosts if host.role == "data"), _DATA_GROUP)
+        name = next((host.group for host in planned.run.hosts if host.role == "data"), _DATA_GROUP)
         group = groups.setdefault(name, {"instance_type": "<instance type>"})
         group |= {} if planned.kind is None else {"instance_type": planned.kind}
         group["count"] = planned.best.num_hosts

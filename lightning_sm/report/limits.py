@@ -13,7 +13,6 @@ from lightning_sm.record.limits import (
     MIN_SECONDS,
     MIN_STEPS,
     NOT_INPUT_BOUND,
-    WORKERS_ARE_BUSY,
     WORTH_SHOWING,
     WaitCause,
     slow_rank,
@@ -53,9 +52,9 @@ _OWN = ("to_device", "forward", "other")
 _SPANS = {
     "validation": "Validate less often (check_val_every_n_epoch, val_check_interval), or on less data.",
     "checkpoints": "Save less often (every_n_train_steps, train_time_interval), or less.",
-    "first batches": "Keep a local loader's workers between epochs (persistent_workers=True), or compile less.",
+    "first step": "Start fewer workers, or compile less.",
     "model export": "Export a smaller model, or only its weights.",
-    "ends of epochs": "Look at what callbacks and loggers do at the end of an epoch.",
+    "between epochs": "Keep a local loader's workers (persistent_workers=True), and look at what callbacks do there.",
 }
 # By part of a step: the limit, whether it is the work of the training itself, and what to change.
 _PARTS = {
@@ -132,13 +131,7 @@ def cause_of_wait(run: Figures) -> WaitCause | None:
         text = f"{waits}: the training process builds its batches itself."
         return WaitCause("the training process builds its own batches", text, "Set num_workers of the DataLoader.")
     text = f"{waits}: the workers of the loader ({workers} for each rank) are too slow."
-    busy = max((host.cpu for host in run.hosts if host.role == "trainer" and host.cpu is not None), default=0.0)
-    change = "Set a larger num_workers of the DataLoader."
-    if busy:
-        text += f" The host's CPUs are {percent(busy)} busy."
-    if busy >= WORKERS_ARE_BUSY:
-        change = "More workers need more CPUs, such as those of data hosts."
-    return WaitCause("transforms", text, change)
+    return WaitCause("transforms", text, "Set a larger num_workers of the DataLoader, if the host has idle CPUs.")
 
 
 def _of_waiting(run: Figures, advice: str) -> Limit:

@@ -9,21 +9,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from lightning_sm._table import draw_table
 from lightning_sm._text import duration, percent, plain, rate, size
 from lightning_sm.errors import JobConfigError
-from lightning_sm.record.events import INTERRUPTED, LAUNCHER, End, HostUse, Line, Metrics, Steps
+from lightning_sm.record.events import INTERRUPTED, LAUNCHER, End, HostUse, Metrics, Steps
 from lightning_sm.record.runs import ProcessRecord, read_runs
 from lightning_sm.record.totals import Totals, pace_of, samples_per_step
-from lightning_sm.report.figures import RUNNING, Figures, Happening, HostSummary
+from lightning_sm.report.figures import RUNNING, Figures, Happening, HostSummary, lines_of
 
 # Rates are those of the last seconds. Lines become rarer the longer a job runs, so the newest one always counts.
 _WINDOW_S = 15.0
 _MAX_EVENTS = 6
 _MAX_METRICS = 5
-_L = TypeVar("_L", bound=Line)
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
@@ -135,7 +133,7 @@ def live(run: Figures, now: float) -> LiveJob:
     rates = {rank: steps for rank, steps in sums if rank is not None and steps.num_steps}
     _, pace = pace_of(rates)
     samples = samples_per_step(rates.values(), run.world_size)
-    metrics = [line.values for record in run.main_records for line in _lines(record, Metrics)]
+    metrics = [line.values for line in lines_of(run.main_records, Metrics)]
     hosts = [_host(run, host, now) for host in run.hosts]
     return LiveJob(
         job=run.run.name,
@@ -180,9 +178,9 @@ def _host(run: Figures, host: HostSummary, now: float) -> LiveHost:
     own = [record for record in run.newest_records if record.head.host == host.name]
     ranks = [record for record in own if record.head.rank is not None]
     _, pace = pace_of({number: Totals.of(_recent(record)) for number, record in enumerate(ranks)})
-    last = [line for record in ranks for line in _lines(record, Steps)[-1:]]
-    ends = [end for record in own if record.head.who == LAUNCHER for end in _lines(record, End)]
-    use = max((line for record in own for line in _lines(record, HostUse)), key=lambda line: line.t, default=None)
+    last = [line for record in ranks for line in lines_of([record], Steps)[-1:]]
+    ends = lines_of([record for record in own if record.head.who == LAUNCHER], End)
+    use = max(lines_of(own, HostUse), key=lambda line: line.t, default=None)
     state = "training" if last else "starting" if own else "no record here"
     before, after = run.data_moments[-1][-2:] if run.data_moments else (None, None)
     served = None if after is None else after.hosts.get(host.name)
@@ -223,9 +221,5 @@ def _row(host: LiveHost) -> tuple[str, ...]:
 
 
 def _recent(record: ProcessRecord) -> list[Steps]:
-    steps = [line for line in _lines(record, Steps) if line.n]
+    steps = [line for line in lines_of([record], Steps) if line.n]
     return [line for line in steps if steps[-1].t - line.t <= _WINDOW_S]
-
-
-def _lines(record: ProcessRecord, kind: type[_L]) -> list[_L]:
-    return [line for line in record.lines if isinstance(line, kind)]

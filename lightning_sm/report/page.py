@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from lightning_sm.report.figures import Figures
 
 # Metrics beyond this number are only in the table.
 _MAX_CURVES = 8
-# Numbers in boxes below the verdict.
-_BOXES = 4
 # Longer tables are folded.
 _OPEN_ROWS = 12
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -31,7 +28,6 @@ _FILTERS: dict[str, Callable[[Any], str]] = {
     "duration": duration,
     "percent": percent,
     "rate": rate,
-    "size": size,
     "step_time": step_time,
     "memory": lambda used_of: f"{size(used_of[0])} of {size(used_of[1])}",
     "number": "{:.6g}".format,
@@ -69,7 +65,6 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         columns=[_column(run, prices) for run in runs],
-        shared=_shared(runs) if len(runs) > 1 else None,
         parts=PARTS,
         prices=prices,
         open_rows=_OPEN_ROWS,
@@ -85,27 +80,15 @@ def _column(run: Figures, prices: Prices) -> dict[str, Any]:
     return {
         "run": run,
         "ending": verdict.ending(run),
-        "headline": " ".join(filter(None, (verdict.headline(run), verdict.scope(run)))),
-        "numbers": list(islice(_numbers(run, prices), _BOXES)),
+        "headline": verdict.headline(run),
+        "numbers": list(_numbers(run, prices)),
         "changes": verdict.changes(run, prices),
         "pace_rank": "" if run.pace_rank is None else run.name_of(run.pace_rank),
         "metric_names": _metric_names(run),
         "steps": charts.step_times(run),
-        "times": charts.time_shares([run]),
+        "times": charts.time_shares(run),
         "hosts": charts.host_use(run),
-        "metrics": charts.metrics([run], _curves(run)),
-    }
-
-
-def _shared(runs: Sequence[Figures]) -> dict[str, Any]:
-    """Return the pictures that show several runs."""
-    from lightning_sm.report import charts  # noqa: PLC0415 - see above
-
-    names = [name for name in _curves(runs[0]) if all(name in run.metrics for run in runs[1:])]
-    return {
-        "times": charts.time_shares(runs),
-        "steps": charts.step_parts(runs),
-        "metrics": charts.metrics(runs, names),
+        "metrics": charts.metrics(run, _curves(run)),
     }
 
 
@@ -115,7 +98,7 @@ def _known(text: Callable[[Any], str], value: Any) -> str:
 
 
 def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
-    """Yield the figures of a run, each with its name, the most telling ones first."""
+    """Yield the figures of a run in boxes below the verdict, each with its name, the most telling ones first."""
     yield "duration", duration(run.seconds)
     amount = verdict.price(run, prices)
     if amount is not None:
@@ -128,13 +111,10 @@ def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
         is_lower_better = any(word in name for word in ("loss", "err", "perplexity"))
         best, last = f"{(min if is_lower_better else max)(values):.4g}", f"{values[-1]:.4g}"
         yield f"best {name}", best if best == last else f"{best} (last {last})"
+    if run.samples_per_s is not None:
+        yield "samples per second", rate(run.samples_per_s)
     if run.pace.num_steps:
-        what, number = ("samples", run.samples_per_step) if run.samples_per_step else ("steps", 1.0)
-        yield f"{what} per second", rate(number / run.pace.step_s)
         yield "time of a step", step_time(run.pace.step_s)
-    yield "outcome", run.outcome
-    yield "steps", f"{run.num_steps:,}"
-    yield "hosts", f"{len(run.hosts):,}"
 
 
 def _metric_names(run: Figures) -> list[str]:

@@ -21,12 +21,11 @@ from lightning_sm.errors import JobConfigError
 from lightning_sm.job.instance_types import num_vcpus
 from lightning_sm.record.limits import MIN_STEPS, NOT_INPUT_BOUND, WORKERS_ARE_BUSY
 from lightning_sm.record.prices import Prices, cost
+from lightning_sm.record.totals import of_all_ranks
 from lightning_sm.report.figures import Figures
 
 # Plan workers to be busy for at most this share of the time, because batches differ.
 _TARGET = 0.9
-# A line of a plan is a number of workers or of hosts; more lines than this help nobody.
-_MAX_LINES = 7
 # Any host's network carries at least 1 Gbit/s, so that the latency of small batches is not taken for its limit.
 _LEAST_BYTES_S = 1e9 / 8
 # A change that saves less of the job is not proposed.
@@ -37,11 +36,9 @@ _MOST_WORKERS = 10
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The measurements of a run's input: the time of a step, after the first batches.
+    """The measurements of a run's input.
 
     Attributes:
-        step_s: Seconds of a step.
-        waiting: Share of it in which training waited for data.
         own_s: ``t0``: seconds of a step without waiting, the larger of the host's and the GPU's work.
         cost_s: ``c``: seconds of work of all workers for one step of all ranks.
         workers: Number of workers of all ranks or data hosts.
@@ -54,8 +51,6 @@ class MeasuredRun:
         reason: Why more workers would not help; empty if they would, or if none are needed.
     """
 
-    step_s: float
-    waiting: float
     own_s: float
     cost_s: float
     workers: int
@@ -72,11 +67,6 @@ class MeasuredRun:
         return self.most_per_rank is None
 
     @property
-    def is_bound(self) -> bool:
-        """Whether the work of a step is only known not to be more than ``cost_s``: the workers were never too slow."""
-        return not self.is_remote and self.workers > 0 and self.waiting < NOT_INPUT_BOUND
-
-    @property
     def workers_needed(self) -> int:
         """The number of workers with which training does not wait, with a tenth in reserve."""
         return max(1, math.ceil(self.cost_s / max(1e-9, _TARGET * self.own_s)))
@@ -88,14 +78,15 @@ class MeasuredRun:
             return self.num_ranks * self.most_per_rank
         return _MOST_WORKERS * max(1, self.workers)
 
-    def predict_s(self, workers: int) -> float:
-        """Predict the seconds of a step with another number of workers."""
-        return max(self.own_s, self.cost_s / max(1e-9, workers * self.busy), self.wire_s)
-
-    def limit(self, workers: int) -> str:
-        """Name what limits a step: ``training``, ``workers`` or ``network``."""
-        step_s = self.predict_s(workers)
-        return "training" if step_s <= self.own_s else "network" if step_s <= self.wire_s else "workers"
+    def predict(self, workers: int) -> tuple[float, str]:
+        """Predict the seconds of a step with another number of workers, and what limits it; see ``SizingRow``."""
+        terms = {
+            "training": self.own_s,
+            "network": self.wire_s,
+            "workers": self.cost_s / max(1e-9, workers * self.busy),
+        }
+        limit = max(terms, key=lambda name: terms[name])
+        return terms[limit], limit
 
 
 @dataclass(frozen=True)
@@ -126,26 +117,21 @@ class Sizing:
     """The changes that other numbers of workers would bring.
 
     Attributes:
-        name: Name of the measured run.
-        measured: What it says.
-        lines: The measured numbers of workers first, then more, up to the number that removes the waiting, or up to the
-            CPUs that there are.
+        run: The measured run.
+        measured: What it says of its input.
+        lines: The measured numbers of workers first, then the best, and the largest: that removes the waiting, or uses
+            the CPUs that there are.
         best: The line to choose: the cheapest one. If no prices are given, all hosts count as equally expensive.
         kind: Instance type of the data hosts, if it is not that of the measured run.
         steps: Number of steps of the whole job.
     """
 
-    name: str
+    run: Figures
     measured: MeasuredRun
     lines: tuple[SizingRow, ...]
     best: SizingRow
     kind: str | None
     steps: int
-
-    @property
-    def has_data_hosts(self) -> bool:
-        """Whether the predictions are for data hosts, and not for workers on the hosts of the trainers."""
-        return self.measured.is_remote or self.kind is not None
 
     @property
     def saved(self) -> float:
@@ -197,27 +183,24 @@ def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | Non
         amount = None if price is None else cost(price, seconds)
         return SizingRow(workers, per_rank, num_hosts, step_s, limit, seconds, amount)
 
-    limit = "training" if measured.waiting < NOT_INPUT_BOUND else "workers"
-    first = row(measured.workers, measured.num_hosts, measured.step_s, limit, None)
-    if measured.waiting < NOT_INPUT_BOUND and kind is None:
-        return Sizing(run.run.name, measured, (first,), first, kind, steps)
+    limit = "training" if run.pace.waiting < NOT_INPUT_BOUND else "workers"
+    first = row(measured.workers, measured.num_hosts, run.pace.step_s, limit, None)
+    if run.pace.waiting < NOT_INPUT_BOUND and kind is None:
+        return Sizing(run, measured, (first,), first, kind, steps)
     numbers = _data_hosts(measured, kind) if measured.is_remote or kind is not None else _loaders(measured)
-    lines = [
-        row(workers, num_hosts, measured.predict_s(workers), measured.limit(workers), kind)
-        for workers, num_hosts in numbers
-    ]
+    lines = [row(workers, num_hosts, *measured.predict(workers), kind) for workers, num_hosts in numbers]
     best = _cheapest(run, first, lines)
-    shown = [line for line in lines if line is best or line.workers in _spread([one.workers for one in lines])]
-    return Sizing(run.run.name, measured, (first, *shown), best, kind, steps)
+    shown = tuple(line for line in lines if line is best or line is lines[-1])
+    return Sizing(run, measured, (first, *shown), best, kind, steps)
 
 
 def sentence(planned: Sizing, prices: Prices) -> str:
     """Return the plan in a few sentences."""
-    measured = planned.measured
-    waits = f"Training waits {percent(measured.waiting)} of the time for data"
-    if measured.waiting < NOT_INPUT_BOUND and len(planned.lines) == 1:
+    waiting = planned.run.pace.waiting
+    waits = f"Training waits {percent(waiting)} of the time for data"
+    if waiting < NOT_INPUT_BOUND and len(planned.lines) == 1:
         return f"{waits}: more workers would change nothing worth mentioning."
-    return f"{waits}. {measured.reason or advice(planned, prices)}"
+    return f"{waits}. {planned.measured.reason or advice(planned, prices)}"
 
 
 def advice(planned: Sizing, prices: Prices) -> str:
@@ -233,11 +216,9 @@ def advice(planned: Sizing, prices: Prices) -> str:
             f"long as training on it, and to keep up would take {count(measured.workers_needed, 'worker')}, each with "
             "a CPU of its own."
         )
-    equal = (
-        ""
-        if best.cost or not planned.has_data_hosts
-        else " All hosts are taken to cost the same: give their prices (--price)."
-    )
+    has_data_hosts = measured.is_remote or planned.kind is not None
+    equal = " All hosts are taken to cost the same: give their prices (--price)."
+    equal = equal if has_data_hosts and not best.cost else ""
     if len(planned.lines) == 1:
         said.append("Each CPU of these hosts has a worker: data hosts would add some.")
     elif best is first or planned.saved < _WORTH:
@@ -268,11 +249,10 @@ def _proposal(planned: Sizing, prices: Prices) -> str:
 
 def as_text(planned: Sizing, prices: Prices) -> str:
     """Return the plan for people: a sentence, a table, and what it rests on."""
-    measured = planned.measured
-    bound = "at most " if measured.is_bound else ""
+    measured, run = planned.measured, planned.run
     facts = [
-        f"Measured in {planned.name}: {step_time(measured.step_s)} a step, {percent(measured.waiting)} of it waiting "
-        f"for data; without waiting {step_time(measured.own_s)}. A step needs {bound}{step_time(measured.cost_s)} of "
+        f"Measured in {run.run.name}: {step_time(run.pace.step_s)} a step, {percent(run.pace.waiting)} of it waiting "
+        f"for data; without waiting {step_time(measured.own_s)}. A step needs {step_time(measured.cost_s)} of "
         "work by all workers together.",
     ]
     if planned.kind is not None:
@@ -290,15 +270,13 @@ def _local(run: Figures, own_s: float) -> MeasuredRun:
     if not loaders:
         raise JobConfigError(f"{run.run.source}: the record does not say how many workers built the batches.")
     step_s, waiting = run.pace.step_s, run.pace.waiting
-    workers = round(run.of_all_ranks([loader.workers for loader in loaders]))
+    workers = round(of_all_ranks([loader.workers for loader in loaders], run.world_size))
     num_ranks = max(1, run.world_size)
     most = min(max(1, loader.cpus // max(1, loader.ranks_of_host)) for loader in loaders)
     # Workers that are too slow work all the time. Without workers, the training process builds its batches between two
     # steps. Workers that are never too slow need at most the time of the steps.
     work_s = min(workers, num_ranks * most) * (own_s if waiting < NOT_INPUT_BOUND else step_s)
     return MeasuredRun(
-        step_s,
-        waiting,
         own_s,
         cost_s=work_s if workers else waiting * step_s * num_ranks,
         workers=workers,
@@ -315,8 +293,8 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
         raise JobConfigError(f"{run.run.source}: the record has no data host that was up and had workers.")
     num_ranks = max(1, run.world_size)
     # Each by its own steps: the last figures of some ranks may have come too late.
-    cost_s = run.of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()])
-    num_bytes = run.of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()])
+    cost_s = of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()], run.world_size)
+    num_bytes = of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()], run.world_size)
     # What a rank received while it waited, or batch by batch while workers were slower than the network.
     rates = [rank.num_bytes / rank.seconds for rank in ranks.values() if rank.seconds > 0]
     rates += [rank.num_bytes / rank.transfer_s for rank in ranks.values() if rank.transfer_s > 0]
@@ -329,8 +307,6 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
             "them are not the answer: look at the network, at a slow host, and at data_service.window_batches."
         )
     return MeasuredRun(
-        run.pace.step_s,
-        run.pace.waiting,
         own_s,
         cost_s,
         workers,
@@ -392,28 +368,17 @@ def _price_per_hour(run: Figures, prices: Prices, kind: str | None, num_data_hos
     return prices.total(trainers + num_data_hosts * [measured[0] if kind is None else (kind, kind)])
 
 
-def _spread(numbers: Sequence[int]) -> set[int]:
-    """Return some of the numbers, with the first and the last."""
-    parts = min(len(numbers), _MAX_LINES) - 1
-    return {numbers[round((len(numbers) - 1) * index / max(1, parts))] for index in range(parts + 1)}
-
-
 def _table(planned: Sizing, prices: Prices) -> str:
-    headers = [
-        "workers" if planned.has_data_hosts else "num_workers",
-        "data hosts" if planned.has_data_hosts else "ranks",
-        "time of a step",
-        "limited by",
-        f"job of {count(planned.steps, 'step')}",
-        "cost",
-    ]
+    job = f"job of {count(planned.steps, 'step')}"
+    headers = ["workers", "num_workers", "data hosts", "time of a step", "limited by", job, "cost"]
     rows = []
     for line in planned.lines:
         mark = " (measured)" if line is planned.lines[0] else " (best)" if line is planned.best else ""
         rows.append(
             [
-                f"{line.workers if planned.has_data_hosts else line.per_rank:,}{mark}",
-                f"{line.num_hosts if planned.has_data_hosts else planned.measured.num_ranks:,}",
+                f"{line.workers:,}{mark}",
+                "" if line.per_rank is None else line.per_rank,
+                line.num_hosts,
                 step_time(line.step_s),
                 line.limit,
                 duration(line.seconds),

@@ -58,9 +58,9 @@ def _of_process(record: ProcessRecord, pid: int, begin: float) -> Iterator[dict[
         match line:
             case Steps(n=n) if n:
                 parts = {part: round(1e3 * seconds / n, 3) for part, seconds in line.parts.items()}
-                args = {"ms of a step": parts, "longest ms": 1e3 * line.longest_s}
                 began = line.t - line.wall_s
-                yield slice_of(_STEPS, began, line.wall_s, f"{count(n, 'step')} to {line.step}", args)
+                name = f"{count(n, 'step')} to {line.step}"
+                yield slice_of(_STEPS, began, line.wall_s, name, {"ms of a step": parts})
                 yield event("C", began, "ms of a step", parts)
             case Span():
                 yield slice_of(_SPANS, line.begin, line.t - line.begin, line.name, {"own seconds": line.seconds})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_sm._text import count, duration, listed, percent
+from lightning_sm._text import count, duration, percent
 from lightning_sm.data.trainer.verdict import trouble
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import FAILED, INTERRUPTED, STOPPED
@@ -24,9 +24,10 @@ def ending(run: Figures) -> str:
         return f"{how}: the job can resume from the checkpoint that it saved."
     if run.outcome == STOPPED:
         return f"{how}, without a checkpoint of the last step."
-    if run.outcome == FAILED and run.reason.strip():
+    reason = run.attempts[-1].reason
+    if run.outcome == FAILED and reason.strip():
         # The error and its place.
-        return f"{how}: {' '.join(run.reason.splitlines()[:2]).rstrip('.')}."
+        return f"{how}: {' '.join(reason.splitlines()[:2]).rstrip('.')}."
     return f"{how}."
 
 
@@ -48,20 +49,6 @@ def _largest(run: Figures) -> str:
         return "Nothing takes a large part of the time."
     share = f", {_cost(run, limit)}" if limit.seconds else ""
     return f"Limited by {limit.name}{share}. {limit.finding}".rstrip()
-
-
-def scope(run: Figures) -> str:
-    """Return which hosts the numbers leave out, in a sentence; empty if they have all of the job.
-
-    A job's own report knows the main host's record, until the other hosts end: of one from the records of all hosts,
-    the time of the job and the rank that sets the pace may differ.
-    """
-    missing, open_ended = run.hosts_without_record, run.hosts_without_end
-    said = [f"no record of {listed(missing)}"] if missing else []
-    said += [f"no end of that of {listed(open_ended)}"] if open_ended and run.outcome != RUNNING else []
-    if not said:
-        return ""
-    return f"Of {count(len(run.hosts), 'host')}, there is {' and '.join(said)}: numbers from all records may differ."
 
 
 def changes(run: Figures, prices: Prices) -> list[str]:

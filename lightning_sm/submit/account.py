@@ -5,13 +5,12 @@ What is certain to make the job fail is a problem. What may not be looked at, or
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
-from botocore.exceptions import ConnectionError as ConnectionFailure
+from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm.cloud.aws import Clients, error_code
 from lightning_sm.errors import AWSError
@@ -25,20 +24,6 @@ _QUOTA = "{} for training job usage"
 _SPOT_QUOTA = "{} for spot training job usage"
 
 
-class _Check(NamedTuple):
-    """A check of the account.
-
-    Attributes:
-        what: What it looks at.
-        permission: What it needs to look.
-        find: Yields problems, and warnings as text.
-    """
-
-    what: str
-    permission: str
-    find: Callable[[Clients, Job, str], Iterator[JobProblem | str]]
-
-
 def check_account(clients: Clients, job: Job, region: str) -> Findings:
     """Look at what a job needs of the account; nothing is changed.
 
@@ -50,49 +35,41 @@ def check_account(clients: Clients, job: Job, region: str) -> Findings:
     Raises:
         AWSError: AWS does not accept the credentials.
     """
-    findings = Findings(source=job.source)
-    for check in _CHECKS:
-        if check.find is _role and findings.problems:  # the role is of another account
-            continue
-        found = list(_found(check, clients, job, region))
-        findings.add(one for one in found if isinstance(one, JobProblem))
-        findings.warnings += [one for one in found if isinstance(one, str)]
-    return findings
+    # What is looked at, the permission to do so, and what is found: problems, and warnings as text.
+    checks = [
+        ("whether AWS accepts the credentials", "sts:GetCallerIdentity", _credentials(clients)),
+        ("role", "iam:GetRole", _role(clients, job)),
+        ("image", "ecr:DescribeImages", _image(clients, job)),
+        *(
+            (f"{key}: the bucket {bucket}", "s3:ListBucket", _bucket(clients, key, bucket, region))
+            for key, bucket in _buckets(job).items()
+        ),
+        ("the quota of the hosts", "servicequotas:ListServiceQuotas", _quotas(clients, job, region)),
+    ]
+    found = [one for check in checks for one in _found(*check)]
+    problems = [one for one in found if isinstance(one, JobProblem)]
+    return Findings(problems, [one for one in found if isinstance(one, str)], job.positions)
 
 
-def _found(check: _Check, clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]:
+def _found(what: str, permission: str, found: Iterator[JobProblem | str]) -> Iterator[JobProblem | str]:
     try:
-        yield from check.find(clients, job, region)
-    except ClientError as error:
-        why = f"you may not call {check.permission}" if error_code(error) in _DENIED else str(error)
-        yield f"{check.what} was not checked: {why}."
-    except BotoCoreError as error:
-        yield f"{check.what} was not checked: {error}"
+        yield from found
+    except (ClientError, BotoCoreError) as error:
+        is_denied = isinstance(error, ClientError) and error_code(error) in _DENIED
+        why = f"you may not call {permission}." if is_denied else str(error)
+        yield f"{what} was not checked: {why}"
 
 
-def _credentials(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]:
-    del region
+def _credentials(clients: Clients) -> Iterator[JobProblem | str]:
     try:
-        caller = clients.look("sts").get_caller_identity()
-    except (
-        ConnectionFailure,
-        HTTPClientError,
-    ):  # no way to the service from here, which says nothing about the credentials
-        raise
-    except (ClientError, BotoCoreError) as error:  # no permission is needed for this call
+        clients.look("sts").get_caller_identity()
+    except ClientError as error:  # no permission is needed for this call
         raise AWSError(f"AWS does not accept your credentials: {error}") from error
-    account = (job.role or "").split(":")[4]
-    if account != caller["Account"]:
-        yield JobProblem(
-            "role",
-            f"role is of account {account}, but your credentials are of account {caller['Account']}, and a role can "
-            "only be passed to the service within its account. Name a role of yours, or set AWS_PROFILE.",
-        )
+    yield from ()
 
 
-def _role(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]:
-    del region
-    name = (job.role or "").rpartition("/")[2]
+def _role(clients: Clients, job: Job) -> Iterator[JobProblem | str]:
+    name = str(job.role).rpartition("/")[2]
     try:
         role = clients.look("iam").get_role(RoleName=name)["Role"]
     except ClientError as error:
@@ -102,7 +79,8 @@ def _role(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]
         return
     if role["Arn"] != job.role:
         yield JobProblem("role", f"role is {job.role!r}, but the ARN of the account's role {name} is {role['Arn']}.")
-    if not _lets_sagemaker_in(role.get("AssumeRolePolicyDocument", {})):
+    # The policy has many forms, and without this name none of them lets the service in.
+    elif "sagemaker.amazonaws.com" not in json.dumps(role.get("AssumeRolePolicyDocument", {})):
         yield JobProblem(
             "role",
             f"role is {job.role!r}, whose trust policy does not let sagemaker.amazonaws.com assume it. Add a statement "
@@ -110,135 +88,65 @@ def _role(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]
         )
 
 
-def _image(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]:
-    del region
+def _image(clients: Clients, job: Job) -> Iterator[JobProblem | str]:
     image = ECR_IMAGE.fullmatch(job.image)
     if image is None or job.build is not None:  # it is built and pushed before the job is sent
         return
-    path = job.image.partition("/")[2]
-    repository, at, digest = path.partition("@")
-    tag = "" if at else repository.partition(":")[2] or "latest"
-    repository = repository.partition(":")[0]
-    wanted = {"imageDigest": digest} if at else {"imageTag": tag}
+    name, at, digest = job.image.partition("/")[2].partition("@")
+    repository, _, tag = name.partition(":")
+    wanted = {"imageDigest": digest} if at else {"imageTag": tag or "latest"}
     try:
         clients.look("ecr").describe_images(registryId=image["account"], repositoryName=repository, imageIds=[wanted])
     except ClientError as error:
-        if error_code(error) == "RepositoryNotFoundException":
-            yield JobProblem(
-                "image",
-                f"image is {job.image}, but there is no repository {repository} in {image['region']}: aws ecr "
-                f"create-repository --repository-name {repository}",
-            )
-        elif error_code(error) == "ImageNotFoundException":
-            yield JobProblem(
-                "image", f"image is {job.image}, but the repository {repository} has no image {tag or digest}. Push it."
-            )
-        else:
+        if error_code(error) not in {"RepositoryNotFoundException", "ImageNotFoundException"}:
             raise
+        yield JobProblem(
+            "image", f"image is {job.image}, which is not in ECR ({error_code(error)}). Push it, or set build: ."
+        )
 
 
-def _buckets(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]:
-    keys: defaultdict[str, list[str]] = defaultdict(list)
-    uris = {name: getattr(job, name) for name in ("output", "checkpoints")}
-    uris |= {f"channels.{name}": channel.uri for name, channel in job.channels.items()}
-    for key, uri in uris.items():
-        if uri is not None and uri.startswith("s3://"):
-            keys[uri.split("/")[2]].append(key)
-    for bucket, users in keys.items():
-        yield from _bucket(clients, bucket, users, region)
+def _buckets(job: Job) -> Mapping[str, str]:
+    """Return the buckets of a job by the keys that name them."""
+    uris = {f"channels.{name}": channel.uri for name, channel in job.channels.items()}
+    uris |= {"output": job.output or "", "checkpoints": job.checkpoints or ""}
+    return {key: uri.split("/")[2] for key, uri in uris.items() if uri}
 
 
-def _bucket(clients: Clients, bucket: str, keys: list[str], region: str) -> Iterator[JobProblem | str]:
-    first, *others = keys
+def _bucket(clients: Clients, key: str, bucket: str, region: str) -> Iterator[JobProblem | str]:
     try:
         answer: Mapping[str, Any] = clients.look("s3").head_bucket(Bucket=bucket)
     except ClientError as error:
-        answer = error.response
-        if error_code(error) == "404":
-            yield JobProblem(
-                first,
-                f"{', '.join(keys)}: there is no bucket {bucket}. Create it, or name another.",
-                also=tuple(others),
-            )
-            return
-        if error_code(error) not in _DENIED:
+        if error_code(error) != "404":
             raise
-        yield f"{', '.join(keys)}: the bucket {bucket} was not checked: you may not call s3:ListBucket on it."
-    place = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region", region)
+        yield JobProblem(key, f"{key}: there is no bucket {bucket}. Create it, or name another.")
+        return
+    place = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", region)
     if place == region:
         return
-    channels = [key for key in keys if key.startswith("channels.")]
-    text = f"the bucket {bucket} is in {place}, and the job in {region}"
-    if channels:  # API, S3DataSource: "Your input bucket must be located in same region as your training job."
-        yield JobProblem(
-            channels[0],
-            f"{', '.join(channels)}: {text}; the service takes input of its own region only. Copy the data, or set "
-            f"AWS_DEFAULT_REGION={place}.",
-            also=tuple(channels[1:]),
-        )
-    if len(channels) < len(keys):
-        yield f"{', '.join(key for key in keys if key not in channels)}: {text}; the service may refuse that."
+    text = f"{key}: the bucket {bucket} is in {place}, and the job in {region}"
+    if key.startswith("channels."):
+        # API, S3DataSource: "Your input bucket must be located in same region as your training job."
+        yield JobProblem(key, f"{text}. Copy the data, or set AWS_DEFAULT_REGION={place}.")
+    else:
+        yield f"{text}; the service may refuse that."
 
 
 def _quotas(clients: Clients, job: Job, region: str) -> Iterator[JobProblem | str]:
     if job.requested("ResourceConfig.TrainingPlanArn") or job.requested("ResourceConfig.InstancePreferences"):
         return  # hosts are reserved, or the service chooses them
+    name = _QUOTA if job.spot is None else _SPOT_QUOTA
     wanted: Counter[str] = Counter()
     for group in job.groups.values():
-        wanted[group.instance_type] += group.count
-    name = _SPOT_QUOTA if job.spot is not None else _QUOTA
-    quotas = _values(clients, {name.format(one) for one in wanted})
-    for instance_type, count in wanted.items():
-        title = name.format(instance_type)
+        wanted[name.format(group.instance_type)] += group.count
+    pages = clients.look("service-quotas").get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
+    quotas = {quota["QuotaName"]: quota["Value"] for page in pages for quota in page["Quotas"]}
+    for title, count in wanted.items():
         quota = quotas.get(title)
         if quota is None:
             yield f'the account has no value for the quota "{title}" in {region}: its default applies.'
         elif quota < count:
             yield JobProblem(
                 "groups",
-                f"groups: the job needs {count} x {instance_type}, but the account's quota "
-                f'"{title}" in {region} is {quota:g}. Ask for more in Service Quotas, or lower count.',
+                f'groups: the job needs {count}, but the account\'s quota "{title}" in {region} is {quota:g}. Ask for '
+                "more in Service Quotas, or lower count.",
             )
-
-
-def _values(clients: Clients, names: set[str]) -> dict[str, float]:
-    """Return the account's values of quotas, reading as few of the service's many hundred as possible."""
-    found: dict[str, float] = {}
-    pages = (
-        clients.look("service-quotas")
-        .get_paginator("list_service_quotas")
-        .paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
-    )
-    for page in pages:
-        found |= {quota["QuotaName"]: quota["Value"] for quota in page["Quotas"] if quota["QuotaName"] in names}
-        if found.keys() == names:
-            break
-    return found
-
-
-def _lets_sagemaker_in(policy: Mapping[str, Any]) -> bool:
-    """Return whether a trust policy lets the service assume the role, conditions aside."""
-    for statement in _as_list(policy.get("Statement", [])):
-        principal = statement.get("Principal", {})
-        services = ["sagemaker."] if principal == "*" else _as_list(principal.get("Service", []))
-        actions = [action.lower() for action in _as_list(statement.get("Action", []))]
-        if (
-            statement.get("Effect") == "Allow"
-            and any(service.startswith("sagemaker.") for service in services)
-            and any(fnmatchcase("sts:assumerole", action) for action in actions)
-        ):
-            return True
-    return False
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-_CHECKS = (
-    _Check("whether AWS accepts the credentials", "sts:GetCallerIdentity", _credentials),
-    _Check("role", "iam:GetRole", _role),
-    _Check("image", "ecr:DescribeImages", _image),
-    _Check("whether the buckets exist", "s3:ListBucket", _buckets),
-    _Check("the quota of the hosts", "servicequotas:ListServiceQuotas", _quotas),
-)

@@ -14,13 +14,12 @@ from lightning_sm._arguments import CommandParser, positive_number
 from lightning_sm._log import command_logger
 from lightning_sm._untested import SERVICE
 from lightning_sm.cloud.installed import check_boto3
-from lightning_sm.errors import AWSError, JobConfigError, OutputDirectoryError, SDKError, SubmitError
+from lightning_sm.errors import AWSError, JobConfigError, OutputDirectoryError, SubmitError
 from lightning_sm.record.prices import Prices
-from lightning_sm.submit.confirm import confirm
-from lightning_sm.submit.job_file import Job, parse_job
+from lightning_sm.submit.cost_limit import confirm_cost
+from lightning_sm.submit.job_file import Job, read_job
 from lightning_sm.submit.job_keys import KeyPath, all_keys, is_section, shown_default
 from lightning_sm.submit.overrides import parse_overrides
-from lightning_sm.submit.problems import raise_problems
 
 if TYPE_CHECKING:
     from lightning_sm.cloud.records import ReportWriter  # loads boto3
@@ -74,12 +73,8 @@ def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) 
     options = parser.parse_args(words)
     if options.file is None and not overrides:
         parser.error("no job file is given")
-    job = parse_job(options.file, overrides)
-    try:
-        check_boto3("lightning-sm submit")
-    except SDKError:
-        raise_problems(job.source.problems, job.source)
-        raise
+    job = read_job(options.file, overrides)
+    check_boto3("lightning-sm submit")
     from lightning_sm.cloud.follow import exit_code, reason_of  # noqa: PLC0415
     from lightning_sm.submit import submit  # noqa: PLC0415
 
@@ -91,7 +86,7 @@ def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) 
         return 0
     if options.local:
         return submit.run_locally(job, timeout_s=options.timeout_s)
-    ask = None if options.yes else _ask
+    ask = None if options.yes else confirm_cost
     description = submit.send(job, wait=options.wait, shows_log=True, ask=ask)
     code = exit_code(description) if options.wait else 0
     if options.wait and job.tune is None:
@@ -131,13 +126,7 @@ def _add_options(parser: CommandParser) -> list[str]:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="check the job and print the request; send nothing")
     modes.add_argument("--local", action="store_true", help="run the job in containers on this machine")
-    parser.add_argument(
-        "--wait",
-        type=_true_or_false,
-        default=True,
-        metavar="{true,false}",
-        help="false returns right after submission (default: true)",
-    )
+    parser.add_argument("--no-wait", action="store_false", dest="wait", help="return right after submission")
     parser.add_argument("--yes", action="store_true", help="submit without asking, as scripts must")
     parser.add_argument(
         "--timeout_s", type=positive_number, metavar="SECONDS", help="with --local: time limit of the job in seconds"
@@ -154,26 +143,9 @@ def _add_keys(parser: CommandParser) -> None:
 
 def _help(path: KeyPath) -> str:
     field = path.field
-    meaning = _LINK.sub(r"\1", field.about.meaning).replace("`", "")
+    meaning = _LINK.sub(r"\1", field.about.meaning).replace("`", "").rstrip(".")
     if field.is_required:
-        default = "required"
-    else:
-        default = (
-            ""
-            if field.default in (None, [], {}) or is_section(type(field.default))
-            else f"default: {shown_default(field.default)}"
-        )
-    return (f"{meaning.rstrip('.')} ({default})" if default else meaning.rstrip(".")).replace("%", "%%")
-
-
-def _ask(job: Job) -> None:
-    """Say what a job can cost, and ask whether to submit it."""
-    from lightning_sm.submit.cost_limit import shown_cost  # noqa: PLC0415 - after the check for boto3
-
-    confirm(shown_cost(job))
-
-
-def _true_or_false(text: str) -> bool:
-    if text.lower() not in {"true", "false"}:
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text.lower() == "true"
+        meaning += " (required)"
+    elif field.default not in (None, [], {}) and not is_section(type(field.default)):
+        meaning += f" (default: {shown_default(field.default)})"
+    return meaning.replace("%", "%%")

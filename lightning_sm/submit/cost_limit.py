@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator
 
 from lightning_sm._text import count
+from lightning_sm.errors import SubmitError
 from lightning_sm.record.prices import Prices, cost
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.problems import JobProblem
@@ -17,41 +18,35 @@ def cost_problems(job: Job) -> Iterator[JobProblem]:
     Args:
         job: The content of the job file.
     """
-    for name, price in job.prices.items():
-        if not 0 <= price < math.inf:
-            yield JobProblem(f"prices.{name}", f"prices.{name} is {price}; expected an hourly price of 0 or more.")
     if job.max_cost is None:
         return
-    unknown = types_without_price(job)
-    if _is_chosen_by_service(job):
-        text = "max_cost is set, and request has InstancePreferences: the service chooses the hosts. Remove one."
-        yield JobProblem("max_cost", text, also=("request",))
-    elif unknown:
-        types = ", ".join(unknown)
+    why = _why_unknown(job)
+    if why is not None:
+        yield JobProblem("max_cost", f"max_cost is {job.max_cost:g}, but what the job can cost is unknown: {why}.")
+    elif _most(job) > job.max_cost:
         yield JobProblem(
             "max_cost",
-            f"max_cost is {job.max_cost:g}, but there is no price for {types}. Add it, in money per hour of a host: "
-            f"prices: {{{unknown[0]}: 1.41}}.",
-            also=("prices",),
-        )
-    elif job.tune is not None and job.tune.max_jobs is None:
-        yield JobProblem("max_cost", "max_cost with tune needs tune.max_jobs, the number of training jobs.")
-    elif (most := _most(job)) > job.max_cost:
-        yield JobProblem(
-            "max_cost",
-            f"max_cost is {job.max_cost:g}, but the job can cost {_words(job, most)}. Lower max_run_s or the number of "
+            f"max_cost is {job.max_cost:g}, but the job can cost {_words(job)}. Lower max_run_s or the number of "
             "hosts, or raise max_cost.",
-            also=("max_run_s", "groups", "prices"),
         )
 
 
-def shown_cost(job: Job) -> str:
-    """Say what a job can cost, in one sentence; that it is unknown, where a price is missing."""
-    if _is_chosen_by_service(job):
-        return "What the job can cost is unknown: the service chooses the hosts (InstancePreferences)."
-    if types_without_price(job):
-        return f"What the job can cost is unknown: no prices for {', '.join(types_without_price(job))} (key prices)."
-    return f"The job can cost {_words(job, _most(job))}."
+def confirm_cost(job: Job) -> None:
+    """Say what a job can cost, and ask whether to submit it.
+
+    Raises:
+        SubmitError: The answer is no, or stdin is not a terminal.
+    """
+    why = _why_unknown(job)
+    text = f"The job can cost {_words(job)}." if why is None else f"What the job can cost is unknown: {why}."
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise SubmitError(
+            f"{text}\nNothing was sent: stdin is not a terminal. Add --yes to submit without being asked."
+        )
+    sys.stderr.write(f"{text}\nSubmit it? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+        raise SubmitError("The job was not confirmed; nothing was sent.")
 
 
 def types_without_price(job: Job) -> list[str]:
@@ -61,19 +56,27 @@ def types_without_price(job: Job) -> list[str]:
     return list(dict.fromkeys(types))
 
 
-def _is_chosen_by_service(job: Job) -> bool:
-    return job.requested("ResourceConfig.InstancePreferences") is not None
+def _why_unknown(job: Job) -> str | None:
+    """Say why it cannot be known what a job can cost; None if it can."""
+    missing = types_without_price(job)
+    if job.requested("ResourceConfig.InstancePreferences") is not None:
+        return "the service chooses the hosts (InstancePreferences in request)"
+    if missing:
+        return f"there is no price for {', '.join(missing)}; add it, per hour of a host: prices: {{{missing[0]}: 1.41}}"
+    if job.tune is not None and job.tune.max_jobs is None:
+        return "tune.max_jobs, the number of training jobs, is missing"
+    return None
 
 
-def _words(job: Job, most: float) -> str:
+def _words(job: Job) -> str:
     prices = Prices(job.prices)
     hosts = " + ".join(
         f"{group.count} x {group.instance_type} at {prices.amount(prices.of(name, group.instance_type) or 0.0)}"
         for name, group in job.groups.items()
     )
-    seconds = f"{_seconds(job) / 3600:g} h"
     jobs = "" if job.tune is None else f", for {count(_num_jobs(job), 'training job')}"
-    return f"{prices.amount(most)} ({hosts} an hour, for {seconds}{jobs}; without storage and transfer)"
+    hours = f"{_seconds(job) / 3600:g} h"
+    return f"{prices.amount(_most(job))} ({hosts} an hour, for {hours}{jobs}; without storage and transfer)"
 
 
 def _most(job: Job) -> float:

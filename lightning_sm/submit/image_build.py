@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from botocore.exceptions import ClientError
@@ -57,34 +56,7 @@ def push_image(ecr: Any, image: str) -> str:
         ClientError: AWS rejects a request.
         ContainerError: Docker cannot push the image.
     """
-    repository = _repository(image)
-    pushed = _pushed(ecr, repository, _digests(image, repository))
-    if pushed is None:
-        registry = repository.partition("/")[0]
-        token = ecr.get_authorization_token()["authorizationData"][0]["authorizationToken"]
-        user, _, password = base64.b64decode(token).decode().partition(":")
-        docker("login", "--username", user, "--password-stdin", registry, text=password)
-        _LOG.info("Pushing %s", image)
-        _run_docker("push", image)
-        pushed = _pushed(ecr, repository, _digests(image, repository))
-    if pushed is None:
-        raise ContainerError(f"Docker has pushed {image}, but {repository} has no image of its digest.")
-    return f"{repository}@{pushed}"
-
-
-def _repository(image: str) -> str:
-    """Return an image's name without its tag; the registry of ECR has no port."""
-    return image.partition(":")[0]
-
-
-def _digests(image: str, repository: str) -> list[str]:
-    """Return the digests under which Docker knows an image in a repository, from earlier pushes and pulls."""
-    names: list[str] = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", image)) or []
-    return [name.partition("@")[2] for name in names if name.startswith(f"{repository}@")]
-
-
-def _pushed(ecr: Any, repository: str, digests: Sequence[str]) -> str | None:
-    """Return the digest that a repository has, if it has one of them; create the repository if it does not exist."""
+    repository = image.partition(":")[0]  # the registry of ECR has no port
     registry, _, name = repository.partition("/")
     account = registry.partition(".")[0]
     try:
@@ -92,28 +64,40 @@ def _pushed(ecr: Any, repository: str, digests: Sequence[str]) -> str | None:
     except ClientError as error:
         if error_code(error) != "RepositoryNotFoundException":
             raise
-        _create_repository(ecr, name)
-        return None
-    return next((digest for digest in digests if _has(ecr, account, name, digest)), None)
-
-
-def _has(ecr: Any, account: str, name: str, digest: str) -> bool:
-    try:
-        ecr.describe_images(registryId=account, repositoryName=name, imageIds=[{"imageDigest": digest}])
-    except ClientError as error:
-        if error_code(error) != "ImageNotFoundException":
-            raise
-        return False
-    return True
-
-
-def _create_repository(ecr: Any, name: str) -> None:
-    try:
         ecr.create_repository(repositoryName=name)
-    except ClientError as error:
-        if error_code(error) != "RepositoryAlreadyExistsException":  # somebody else has just created it
-            raise
-    _LOG.info("Created the repository %s", name)
+        _LOG.info("Created the repository %s", name)
+    digest = _pushed(ecr, account, repository, image)
+    if digest is None:
+        token = ecr.get_authorization_token()["authorizationData"][0]["authorizationToken"]
+        user, _, password = base64.b64decode(token).decode().partition(":")
+        docker("login", "--username", user, "--password-stdin", registry, text=password)
+        _LOG.info("Pushing %s", image)
+        _run_docker("push", image)
+        digest = _pushed(ecr, account, repository, image)
+    if digest is None:
+        raise ContainerError(f"Docker has pushed {image}, but {repository} has no image of its digest.")
+    return f"{repository}@{digest}"
+
+
+def _pushed(ecr: Any, account: str, repository: str, image: str) -> str | None:
+    """Return a digest under which Docker knows an image, and which its repository still has."""
+    names: list[str] = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", image)) or []
+    for name in names:
+        known, _, digest = name.partition("@")
+        if known != repository:
+            continue
+        try:
+            ecr.describe_images(
+                registryId=account,
+                repositoryName=repository.partition("/")[2],
+                imageIds=[{"imageDigest": digest}],
+            )
+        except ClientError as error:
+            if error_code(error) != "ImageNotFoundException":
+                raise
+        else:
+            return digest
+    return None
 
 
 def _run_docker(*arguments: str) -> None:

@@ -1,25 +1,49 @@
-"""The reader of job files: checks values against the description of the keys, and says what to correct, and where."""
+"""The reader of job files: checks values against the description of the keys, and says what to correct, and where.
+
+Its YAML differs from version 1.1 as jsonargparse's does, which reads the options of a script: ``1e-3`` is a number, a
+date is text. So are times and numbers of another base, which nobody means who writes ``24:00`` or ``0777``.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-import types
+import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+import yaml
+from yaml.constructor import SafeConstructor
 
 from lightning_sm._arguments import did_you_mean
+from lightning_sm._text import shortened
 from lightning_sm.job.redaction import shown
-from lightning_sm.submit.job_keys import JobKey, KeyField, expected, is_section, keys_of, suggestion, without_none
+from lightning_sm.submit.job_keys import KeyField, expected, is_section, keys_of, suggestion
 from lightning_sm.submit.overrides import Override
-from lightning_sm.submit.problems import FilePosition, JobProblem, JobSource, raise_problems
-from lightning_sm.submit.yaml_values import YamlError, YamlValue, read_yaml
+from lightning_sm.submit.problems import located, raise_problems
 
-# What a value is replaced by that could not be read.
-_UNREAD = object()
+_TAG = "tag:yaml.org,2002:"
+_TEXT, _NULL = f"{_TAG}str", f"{_TAG}null"
+_KINDS = {_TEXT: "text", f"{_TAG}bool": "true or false", f"{_TAG}int": "a number", f"{_TAG}float": "a number"}
+_OTHER_RESOLVERS = {f"{_TAG}timestamp", f"{_TAG}float", f"{_TAG}int"}
+_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z")
+_NUMBER = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?\Z"
+    r"|[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"
+)
 _SHOWN_CHARS = 60
-# Their values may be secrets, whatever their names.
-_NOT_QUOTED = ("environment", "hyperparameters", "request")
+
+
+class _JobFileLoader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the name is PyYAML's
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHER_RESOLVERS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_JobFileLoader.add_implicit_resolver(f"{_TAG}int", _WHOLE, list("-+0123456789"))
+_JobFileLoader.add_implicit_resolver(f"{_TAG}float", _NUMBER, list("-+0123456789."))
 
 
 class JobReader:
@@ -29,13 +53,15 @@ class JobReader:
         section: The class of the job.
 
     Attributes:
-        source: Where the values come from, and what is wrong with them.
+        positions: Where each key is written, as in ``job.yaml:4``; that of the file by the empty key.
+        problems: What is wrong, each with its position.
     """
 
     def __init__(self, section: type) -> None:
-        self.source = JobSource()
+        self.positions: dict[str, str] = {}
+        self.problems: list[str] = []
         self._section = section
-        self._root: dict[str, YamlValue] = {}
+        self._root = yaml.MappingNode(f"{_TAG}map", [])
 
     def read_file(self, path: str | os.PathLike[str]) -> None:
         """Read a file.
@@ -43,69 +69,54 @@ class JobReader:
         Raises:
             SubmitError: It cannot be read, or is not YAML.
         """
-        name = os.fspath(path)
-        position = FilePosition(name)
-        self.source.positions[""] = position
+        name = self.positions[""] = os.fspath(path)
         try:
-            value, problems = read_yaml(Path(path).read_bytes().decode("utf-8-sig"), name)
+            text = Path(path).read_bytes().decode("utf-8-sig")
+            node = _compose(text, name)
         except OSError as error:
-            self._stop(f"the file cannot be read: {error.strerror}.", position)
+            _stop(f"{name}: the file cannot be read: {error.strerror}.")
         except UnicodeDecodeError as error:
-            self._stop(f"the file is not UTF-8 text (byte {error.start}).", position)
-        except YamlError as error:
-            self._stop(str(error), FilePosition(name, error.line))
-        if value is None:
-            self._stop("the file is empty; a job has at least image and groups.", position)
-        if not isinstance(value.content, dict):
-            self._stop(f"the file is {value.kind}; expected keys with values, such as image: and groups:.", position)
-        self._root = value.content
-        for problem in problems:
-            self._add(problem.key, problem.text, problem.position)
+            _stop(f"{name}: the file is not UTF-8 text (byte {error.start}).")
+        except yaml.YAMLError as error:
+            line, why = _explained(text, error)
+            _stop(f"{name}:{line}: {why}")
+        if node is None:
+            _stop(f"{name}: the file is empty; a job has at least image and groups.")
+        if not isinstance(node, yaml.MappingNode):
+            _stop(f"{name}: the file is {_kind(node)}; expected keys with values, such as image: and groups:.")
+        self._root = node
 
     def override(self, override: Override) -> None:
         """Replace a value by that of an option."""
-        position = FilePosition(override.option)
+        option = f"--{override.key}"
+        mark = yaml.Mark(option, 0, 0, 0, None, 0)
         parts, kind = self._place(override.key)
-        if without_none(kind) is str:
-            is_none = kind is not str and override.text == "null"
-            value = YamlValue(None if is_none else override.text, position)
-        else:
+        node: yaml.Node = yaml.ScalarNode(_TEXT, override.text, mark)
+        if override.is_json or kind is not str or override.text == "null":
             try:
-                found, problems = read_yaml(override.text, override.option, override.key)
-            except YamlError as error:
+                node = _compose(override.text, option) or yaml.ScalarNode(_NULL, "", mark)
+            except yaml.YAMLError as error:
                 if kind is not Any:
-                    self._add(override.key, f"the value is not YAML: {error}", position)
+                    self.problems.append(f"{option}: the value is not YAML: {_explained(override.text, error)[1]}")
                     return
-                found, problems = YamlValue(override.text, position), []
-            for problem in problems:
-                self._add(problem.key, problem.text, position)
-            value = found or YamlValue(None, position)
-        entries = self._root
+        outer = self._root
         for part in parts[:-1]:
-            inner = entries.get(part)
-            if inner is None or not isinstance(inner.content, dict):
-                inner = entries[part] = YamlValue({}, position)
-            entries = inner.content
-        if parts[0] == "hyperparameters" and len(parts) > 1:
-            # An option replaces the file's value of the same hyperparameter and of its parts. A value that contains it
-            # can stay, because the script applies data.size after data.
-            for stated in [name for name in entries if f"{name}.".startswith(f"{parts[-1]}.")]:
-                del entries[stated]
-        entries[parts[-1]] = value
+            inner = next((value for name, value in outer.value if name.value == part), None)
+            if not isinstance(inner, yaml.MappingNode):
+                inner = yaml.MappingNode(f"{_TAG}map", [])
+                _put(outer, part, inner, mark)
+            outer = inner
+        _put(outer, parts[-1], node, mark)
 
     def build(self) -> Any:
-        """Return the job, with defaults in place of values that cannot be read."""
-        return self._instance(self._section, YamlValue(self._root, FilePosition("")), "")
+        """Return the job.
 
-    def _stop(self, text: str, position: FilePosition) -> NoReturn:
-        raise_problems([JobProblem("", text, position=position)], self.source)
-        raise AssertionError
-
-    def _add(self, key: str, text: str, position: FilePosition | None = None) -> Any:
-        self.source.problems.append(JobProblem(key, text, position=position))
-        if key:  # else all that follows from the rules would be left out, for a name that nothing depends on
-            self.source.unread.add(key)
-        return _UNREAD
+        Raises:
+            SubmitError: There are problems, which the message lists.
+        """
+        job = self._instance(self._section, self._root, "")
+        raise_problems(self.problems)
+        return job
 
     def _place(self, key: str) -> tuple[list[str], Any]:
         """Return the parts of an option's key, of which the last may have dots, and the type of its value."""
@@ -113,137 +124,158 @@ class JobReader:
         kind: Any = self._section
         rest = key
         while rest:
-            plain = without_none(kind)
-            inner = get_args(plain)[1] if get_origin(plain) is dict else Any
-            if not is_section(plain) and not is_section(inner):
+            inner = get_args(kind)[1] if get_origin(kind) is dict else Any
+            if not is_section(kind) and not is_section(inner):
                 return [*parts, rest], inner
             name, _, rest = rest.partition(".")
             parts.append(name)
-            field = keys_of(plain).get(name) if is_section(plain) else None
+            field = keys_of(kind).get(name) if is_section(kind) else None
             kind = inner if field is None else field.kind
         return parts, kind
 
-    def _instance(self, section: type, value: YamlValue, key: str) -> Any:
-        """Return an instance of a section; what cannot be read has its default, or an empty value."""
+    def _instance(self, section: type, node: yaml.MappingNode, key: str) -> Any:
+        """Return an instance of a section; None if there are problems, in it or elsewhere."""
         fields = keys_of(section)
+        entries = self._entries(node, key)
         found: dict[str, Any] = {}
-        for name, inner in value.content.items():
+        for name, value in entries.items():
             path = _join(key, name)
-            self.source.positions[path] = inner.position
-            field = fields.get(name)
-            if field is None:
-                self._unknown(section, name, key)
-            elif inner.content is not None:  # a key without a value, perhaps above comments, counts as left out
-                converted = self._converted(field.kind, inner, path, field.about)
-                if converted is not _UNREAD:
-                    found[name] = converted
-        for name, field in fields.items():
-            path = _join(key, name)
-            if name in found or not field.is_required:
-                continue
-            if path not in self.source.unread:
-                example = f", as in {name}: {field.about.example}"
-                self._add(path, f"{path} is missing{example}.", value.position if key else None)
-            found[name] = _empty(field)
-        return section(**found)
+            if name not in fields:
+                where = f"{key} has no key {name}" if key else f"{name} is not a key of a job file"
+                self._add(path, f"{where}.{suggestion(name, section, self._section)}")
+            elif value.tag != _NULL:  # a key without a value, perhaps above comments, counts as left out
+                found[name] = self._value(fields[name], value, path)
+        if entries.keys() <= fields.keys():  # else an unknown key may stand for the missing one
+            for field in fields.values():
+                if field.is_required and field.name not in found:
+                    self._add(key, f"{_join(key, field.name)} is missing, as in {field.shown_example}.")
+        return None if self.problems else section(**found)
 
-    def _unknown(self, section: type, name: str, key: str) -> None:
-        """Report an unknown key; the key that is meant by it is not missing."""
-        where = f"{key} has no key {name}" if key else f"{name} is not a key of a job file"
-        hint, meant = suggestion(name, section, self._section)
-        self._add(_join(key, name), f"{where}.{hint}")
-        if meant is not None:
-            self.source.unread.add(_join(key, meant))
-
-    def _converted(  # noqa: PLR0911 - one for each kind of value
-        self, field_kind: Any, value: YamlValue, key: str, about: JobKey
-    ) -> Any:
-        kind = without_none(field_kind)
-        content = value.content
-        if kind is Any:
-            self._locate(value, key)
-            return value.plain()
-        if is_section(kind) and isinstance(content, dict):
-            return self._instance(kind, value, key)
-        if get_origin(kind) is dict and isinstance(content, dict):
-            return self._names(get_args(kind)[1], value, key, about)
-        if get_origin(kind) is list and isinstance(content, list):
-            return self._items(get_args(kind)[0], value, key)
-        if not _is_scalar(kind, content):
-            return self._wrong(value, key, kind, about)
-        if about.least is not None and content < about.least:
-            return self._add(key, f"{key} is {value.written}; expected at least {about.least:g}.")
-        return content
-
-    def _locate(self, value: YamlValue, key: str) -> None:
-        for name, inner in value.content.items() if isinstance(value.content, dict) else ():
-            self.source.positions[_join(key, name)] = inner.position
-            self._locate(inner, _join(key, name))
-
-    def _names(self, kind: Any, value: YamlValue, key: str, about: JobKey) -> Any:
-        required = [one.name for one in keys_of(kind).values() if one.is_required] if is_section(kind) else []
-        if any(name in value.content and not isinstance(value.content[name].content, dict) for name in required):
-            return self._add(key, f"{key} lacks a name for each of its entries, as in {key}: {about.example}.")
-        found: dict[str, Any] = {}
-        for name, inner in value.content.items():
-            path = _join(key, name)
-            self.source.positions[path] = inner.position
-            if inner.content is None and kind is not Any:
-                empty = " Write '' for an empty text." if kind is str else f" As in {key}: {about.example}."
-                self._add(path, f"{path} has no value.{empty}")
-                continue
-            converted = self._converted(kind, inner, path, JobKey("", example=about.example if required else ""))
-            if converted is not _UNREAD:
-                found[name] = converted
+    def _entries(self, node: yaml.MappingNode, key: str) -> dict[str, yaml.Node]:
+        """Return what a mapping has by name, and note where."""
+        found: dict[str, yaml.Node] = {}
+        for name_node, value in node.value:
+            position = _position(name_node)
+            name = name_node.value
+            path = _join(key, str(name))
+            if name_node.tag != _TEXT:
+                place = f"{key}: " if key else ""
+                self.problems.append(f"{position}: {place}a name is {_kind(name_node)}; expected text. Quote it.")
+            elif name in found:
+                self.problems.append(f"{position}: {path} is given twice, first at {self.positions[path]}. Remove one.")
+            else:
+                self.positions[path] = position
+                found[name] = value
         return found
 
-    def _items(self, kind: Any, value: YamlValue, key: str) -> list[Any]:
-        items = []
-        for number, inner in enumerate(value.content, 1):
-            path = f"{key}.{number}"
-            self.source.positions[path] = inner.position
-            items.append(self._converted(kind, inner, path, JobKey("")))
-        return [item for item in items if item is not _UNREAD]
+    def _value(self, field: KeyField, node: yaml.Node, key: str) -> Any:
+        """Return a value of a key, whatever it is after a problem."""
+        kind, origin = field.kind, get_origin(field.kind)
+        if isinstance(node, yaml.MappingNode) and is_section(kind):
+            return self._instance(kind, node, key)
+        if isinstance(node, yaml.MappingNode) and (origin is dict or kind is Any):
+            inner = replace(field, kind=get_args(kind)[1] if origin is dict else Any)
+            entries = self._entries(node, key)
+            return {name: self._value(inner, value, _join(key, name)) for name, value in entries.items()}
+        if isinstance(node, yaml.SequenceNode) and (origin is list or kind is Any):
+            inner = replace(field, kind=get_args(kind)[0] if origin is list else Any)
+            return [self._value(inner, item, f"{key}.{number}") for number, item in enumerate(node.value, 1)]
+        content = _content(node)
+        least = field.about.least
+        if isinstance(node, yaml.ScalarNode) and content is node:
+            self._add(key, f"{key}: the value does not fit its YAML type. Quote it if it is text.")
+        elif kind is not Any and not _fits(kind, content):
+            self._wrong(field, node, key)
+        elif least is not None and content < least:
+            self._add(key, f"{key} is {node.value}; expected at least {least:g}.")
+        return content
 
-    def _wrong(self, value: YamlValue, key: str, kind: Any, about: JobKey) -> Any:
+    def _wrong(self, field: KeyField, node: yaml.Node, key: str) -> None:
         """Report a value of the wrong type, with what it is and how it should look."""
+        kind = field.kind
         name = key.rpartition(".")[2]
-        hint = f" For example, {name}: {about.example}." if about.example else ""
-        if kind is str and not isinstance(value.content, (dict, list)):
-            hint = f" Quote it: {name}: '{shown(name, value.written)}'."
-        elif get_origin(kind) is Literal:
-            hint = did_you_mean(value.written, get_args(kind))
-        what = value.kind if kind is str else _quoted(value, key)
-        return self._add(key, f"{key} is {what}; expected {expected(kind, about)}.{hint}")
+        what, hint = _kind(node), f" For example, {field.shown_example}."
+        if isinstance(node, yaml.ScalarNode):
+            text = shortened(str(shown(key, node.value)), _SHOWN_CHARS)
+            if kind is str:
+                hint = f" Quote it: {name}: '{text}'."
+            elif get_origin(kind) is not dict:  # which may hold secrets, whatever their names
+                what = repr(text) if node.tag == _TEXT else text
+            if get_origin(kind) is Literal:
+                hint = did_you_mean(node.value, get_args(kind))
+        self._add(key, f"{key} is {what}; expected {expected(kind, field.about.unit)}.{hint}")
+
+    def _add(self, key: str, text: str) -> None:
+        self.problems.append(located(text, key, self.positions))
+
+
+def _compose(text: str, source: str) -> yaml.Node | None:
+    loader = _JobFileLoader(text)
+    loader.name = source
+    node: yaml.Node | None = loader.get_single_node()
+    return node
+
+
+def _put(mapping: yaml.MappingNode, name: str, value: yaml.Node, mark: yaml.Mark) -> None:
+    """Replace a value, and those of its parts: hyperparameters have names with dots."""
+    kept = [entry for entry in mapping.value if not f"{entry[0].value}.".startswith(f"{name}.")]
+    mapping.value = [*kept, (yaml.ScalarNode(_TEXT, name, mark), value)]
+
+
+def _position(node: yaml.Node) -> str:
+    source = node.start_mark.name
+    return source if source.startswith("--") else f"{source}:{node.start_mark.line + 1}"
+
+
+def _kind(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return "empty" if node.tag == _NULL else _KINDS.get(node.tag, "no text")
+    return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
 
 
 def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-def _is_scalar(kind: Any, content: Any) -> bool:
-    """Return whether a value has the type of a text, a word of several, true and false, or a number."""
+def _content(node: yaml.Node) -> Any:
+    """Return the value of a scalar; the node itself if it is none, or does not fit its YAML type."""
+    if isinstance(node, yaml.ScalarNode):
+        try:
+            value = SafeConstructor().construct_object(node)
+        except (yaml.YAMLError, ValueError, KeyError):
+            return node
+        if value is None or isinstance(value, (str, bool, int, float)):
+            return value
+    return node
+
+
+def _fits(kind: Any, content: Any) -> bool:
+    """Return whether a scalar has the type of a text, of a word of several, or of a number."""
     if get_origin(kind) is Literal:
         return content in get_args(kind)
-    if isinstance(content, bool) or kind in {str, bool}:
-        return kind in {str, bool} and isinstance(content, kind)
-    if kind is int:
-        return isinstance(content, int)
-    is_number = kind is float or get_origin(kind) in {types.UnionType, Union}
-    return is_number and isinstance(content, (int, float)) and math.isfinite(content)
+    if kind is float:
+        return type(content) in {int, float} and math.isfinite(content)
+    return type(content) is kind
 
 
-def _quoted(value: YamlValue, key: str) -> str:
-    """Return a value as an error shows it: not what may be a secret, and not all of a long text."""
-    if not isinstance(value.content, (str, int, float)) or key.partition(".")[0] in _NOT_QUOTED:
-        return value.kind
-    text = str(shown(key, value.written))
-    if isinstance(value.content, str):
-        return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
-    return text
+def _explained(text: str, error: yaml.YAMLError) -> tuple[int, str]:
+    """Explain an error by the characters at its marks, with its line: PyYAML's own words are about its tokens."""
+    if isinstance(error, yaml.reader.ReaderError):
+        return text.count("\n", 0, error.position) + 1, "the line has a character that YAML does not allow."
+    began, mark = getattr(error, "context_mark", None), getattr(error, "problem_mark", None)
+    lines = [*text.splitlines(), ""]
+    number = 0 if mark is None else min(mark.line, len(lines) - 1)
+    if mark is not None and "\t" in lines[number][: mark.column + 1]:
+        return number + 1, "a tab is where YAML needs a space; YAML indents with spaces."
+    opening = lines[began.line][began.column : began.column + 1] if began is not None else ""
+    if began is not None and opening in {'"', "'", "[", "{"}:
+        return began.line + 1, f"{opening} is not closed, or a comma is missing after it."
+    return number + 1, (
+        "the line is not valid YAML, or does not fit those above it: check its indentation, the colon and space after "
+        "a name, and quote a value that contains ': ' or begins with a sign such as @ or *."
+    )
 
 
-def _empty(field: KeyField) -> Any:
-    """Return a value for a required key whose own could not be read."""
-    kind = without_none(field.kind)
-    return get_args(kind)[0] if get_origin(kind) is Literal else (get_origin(kind) or kind)()
+def _stop(problem: str) -> NoReturn:
+    raise_problems([problem])
+    raise AssertionError

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_sm._arguments import did_you_mean
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit.job_keys import keys_of, suggestion
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """An option that stands for a key.
 
     Attributes:
         key: The key, with dots between its parts.
         text: Its value.
-        start: What stands before the key.
+        is_json: Whether the value is JSON, and not as people type it.
     """
 
     key: str
     text: str
-    start: str = "--"
-
-    @property
-    def option(self) -> str:
-        """The option without its value."""
-        return f"{self.start}{self.key}"
+    is_json: bool = False
 
 
 def parse_overrides(
@@ -57,7 +51,7 @@ def parse_overrides(
             continue
         key = option.removeprefix("--")
         if key.partition(".")[0] not in keys_of(section):
-            hint = did_you_mean(option, list(own_options)) or suggestion(key, section, section, "--")[0]
+            hint = did_you_mean(option, list(own_options)) or suggestion(key, section, section, "--")
             raise SubmitError(f"unknown option {option}.{hint}")
         if not equals:
             if not remaining or remaining[0].startswith("--"):

@@ -30,15 +30,12 @@ _QUOTA = re.compile(r"is (\d+) Instances.* delta of (\d+) Instances", re.DOTALL)
 # The FailureReason of a job without hosts: "CapacityError: Unable to provision requested ML compute capacity".
 _NO_CAPACITY = "CapacityError"
 
-# Ctrl-C interrupts it, and nothing else ends a wait for capacity.
-_sleep = time.sleep
-
 
 def submit_until_capacity(
     submit: Callable[[], str],
     watch: Callable[[str], Mapping[str, Any]] | None,
     retries: Retries,
-    sleep: Callable[[float], object] = _sleep,
+    sleep: Callable[[float], object] = time.sleep,
 ) -> Mapping[str, Any]:
     """Submit a job until there is capacity for it, and return its final description.
 

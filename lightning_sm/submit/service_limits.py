@@ -14,6 +14,7 @@ from typing import Any
 import botocore.session
 
 from lightning_sm._arguments import did_you_mean
+from lightning_sm._text import shortened
 from lightning_sm.job.redaction import shown
 from lightning_sm.submit.problems import JobProblem
 
@@ -154,8 +155,7 @@ def _member_violations(value: Mapping[str, Any], shape: Any, path: str) -> Itera
 
 
 def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
-    safe = shown(path, text)
-    quoted = repr(safe if len(safe) <= _SHOWN_CHARS else f"{safe[:_SHOWN_CHARS]}...")
+    quoted = repr(shortened(str(shown(path, text)), _SHOWN_CHARS))
     pattern = shape.metadata.get("pattern")
     if pattern is not None and not re.fullmatch(_pattern(pattern), text):
         yield _problem(path, f"is {quoted}, which does not match {pattern}.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_sm.cloud.installed import check_boto3
 from lightning_sm.submit.job_file import read_job
+from lightning_sm.submit.overrides import Override
 
 
 def submit_job(
@@ -37,6 +38,7 @@ def submit_job(
     check_boto3("submit_job")
     from lightning_sm.submit.submit import send  # noqa: PLC0415 - loads boto3, which may be missing
 
-    # Options are YAML, of which JSON is a part.
-    options = [f"--{key}={json.dumps(value, default=os.fspath)}" for key, value in (overrides or {}).items()]
-    return send(read_job(path, options), wait=wait)
+    changes = [
+        Override(key, json.dumps(value, default=os.fspath), is_json=True) for key, value in (overrides or {}).items()
+    ]
+    return send(read_job(path, changes), wait=wait)

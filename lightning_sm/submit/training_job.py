@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from lightning_sm.submit.job_file import InputChannel
-from lightning_sm.submit.request import TrainingRequest
+from lightning_sm.job.hyperparameters import encode
+from lightning_sm.job.secret import new_secret
+from lightning_sm.job.variables import MAX_RESTARTS
+from lightning_sm.job.yaml_file import read_mapping
+from lightning_sm.record.progress import metric_pattern, objective_pattern
+from lightning_sm.submit.job_file import InputChannel, Job
 
 # As the SDKs name jobs; they end with milliseconds, which two submitters may share.
 _TIME = "-%Y-%m-%d-%H-%M-%S-"
@@ -25,25 +31,87 @@ def new_job_name(start: str) -> str:
     return f"{start}{time.strftime(_TIME, time.gmtime())}{secrets.randbelow(16**3):03x}"
 
 
-def training_job(plan: TrainingRequest, name: str, output: str) -> dict[str, Any]:
+def prepared(job: Job) -> Job:
+    """Return a job whose hosts have the variables that follow from its keys, and a new secret.
+
+    Either all of its channels name groups or none does, as the service requires.
+    """
+    has_groups = len(job.groups) > 1 and any(channel.groups for channel in job.channels.values())
+    channels = {
+        name: replace(channel, groups=(channel.groups or list(job.groups)) if has_groups else None)
+        for name, channel in job.channels.items()
+    }
+    restarts = {MAX_RESTARTS.name: str(job.max_restarts)} if job.max_restarts else {}
+    return replace(job, channels=channels, environment={**new_secret(), **restarts, **job.environment})
+
+
+def config_of(job: Job) -> dict[str, Any]:
+    """Return the content of the config file; it is empty if there is none.
+
+    Raises:
+        JobConfigError: The file cannot be read, or is not a mapping.
+    """
+    return {} if job.config is None else read_mapping(Path(job.config), "config")
+
+
+def script_options(job: Job) -> dict[str, Any]:
+    """Join the config file, the hyperparameters and the script.
+
+    Hyperparameters that override parts of the config file become options of their own, for example
+    ``{"data": {"size": 3}}`` becomes ``data.size``: only the script knows how to merge them. Those that a tuning job
+    chooses are left out.
+
+    Raises:
+        JobConfigError: The config file cannot be read, or is not a mapping.
+    """
+    config = config_of(job)
+    options = dict(config)
+    for name, value in job.hyperparameters.items():
+        options |= _flat(name, value) if name in config else {name: value}
+    if job.script is not None:
+        options["sagemaker_program"] = job.script
+    tuned = set() if job.tune is None else set(job.tune.ranges)
+    return {name: value for name, value in options.items() if name not in tuned}
+
+
+def metric_definitions(names: Iterable[str], objective: str | None = None) -> list[dict[str, str]]:
+    """Build the metric definitions, by which CloudWatch reads metrics from the log.
+
+    Args:
+        names: Metrics as LineProgress prints them (``record/progress.py``).
+        objective: The one that a tuning job optimizes, which is read once per validation.
+    """
+    regexes = {name: metric_pattern(name) for name in names}
+    if objective is not None:
+        regexes[objective] = objective_pattern(objective)
+    return [{"Name": name, "Regex": regex} for name, regex in regexes.items()]
+
+
+def training_job(job: Job, name: str, output: str, code: str | None = None) -> dict[str, Any]:
     """Build the arguments of CreateTrainingJob.
 
     Args:
-        plan: The job, with the address of its code if it has any of its own.
+        job: The job, ``prepared``.
         name: Name of the training job.
         output: S3 prefix for model and output.
+        code: Address of the archive of the job's own code, if it has any.
+
+    Raises:
+        HyperparameterError: A name or a value cannot be passed on.
+        JobConfigError: The config file cannot be read, or is not a mapping.
     """
-    job = plan.job
+    code_option = {} if code is None else {"sagemaker_submit_directory": code}
+    metrics = metric_definitions(job.metrics, None if job.tune is None else job.tune.objective)
     algorithm = {"TrainingInputMode": "File", "TrainingImage": job.image}
     request = present(
         TrainingJobName=name,
-        AlgorithmSpecification=present(**algorithm, MetricDefinitions=plan.metrics or None),
+        AlgorithmSpecification=present(**algorithm, MetricDefinitions=metrics or None),
         RoleArn=job.role,
-        HyperParameters=dict(plan.hyperparameters) or None,
+        HyperParameters=encode({**script_options(job), **code_option}) or None,
         Environment=dict(job.environment),
-        InputDataConfig=[_channel(name, channel) for name, channel in plan.channels.items()] or None,
+        InputDataConfig=[_channel(name, channel) for name, channel in job.channels.items()] or None,
         OutputDataConfig={"S3OutputPath": output},
-        ResourceConfig={**_hosts(plan), "VolumeSizeInGB": job.volume_gb},
+        ResourceConfig={**_hosts(job), "VolumeSizeInGB": job.volume_gb},
         StoppingCondition=present(
             MaxRuntimeInSeconds=job.max_run_s, MaxWaitTimeInSeconds=job.spot.max_wait_s if job.spot else None
         ),
@@ -75,17 +143,31 @@ def joined(request: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-def _hosts(plan: TrainingRequest) -> dict[str, Any]:
-    group = plan.single_group
-    if group is None:
+def present(**values: Any) -> dict[str, Any]:
+    """Return the members of a request that have a value."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {name: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= _flat(f"{name}.{key}", item)
+    return flat
+
+
+def _hosts(job: Job) -> dict[str, Any]:
+    if len(job.groups) > 1:
         return {
             "InstanceGroups": [
                 {"InstanceGroupName": name, "InstanceType": group.instance_type, "InstanceCount": group.count}
-                for name, group in plan.job.groups.items()
+                for name, group in job.groups.items()
             ]
         }
-    if plan.job.requested("ResourceConfig.InstancePreferences") is not None:
+    if job.requested("ResourceConfig.InstancePreferences") is not None:
         return {}  # the service accepts one or the other
+    (group,) = job.groups.values()
     return {"InstanceType": group.instance_type, "InstanceCount": group.count}
 
 
@@ -97,8 +179,3 @@ def _channel(name: str, channel: InputChannel) -> dict[str, Any]:
         InstanceGroupNames=channel.groups,
     )
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": channel.mode}
-
-
-def present(**values: Any) -> dict[str, Any]:
-    """Return the members of a request that have a value."""
-    return {name: value for name, value in values.items() if value is not None}

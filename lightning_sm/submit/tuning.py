@@ -10,13 +10,12 @@ Source:
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_sm.errors import HyperparameterError
-from lightning_sm.job.hyperparameters import encode
+from lightning_sm.job.hyperparameters import check_name
 from lightning_sm.submit.job_file import Job, Range, Tune
 from lightning_sm.submit.problems import JobProblem
 from lightning_sm.submit.service_limits import fitting
@@ -39,8 +38,16 @@ def tuning_problems(job: Job) -> Iterator[JobProblem]:
             "tune.ranges is empty; name a hyperparameter, as in {model.learning_rate: {min: 1e-4, max: 0.1}}.",
         )
     for name, one in job.tune.ranges.items():
-        for problem in _range_problems(name, one):
-            yield JobProblem(f"tune.ranges.{name}", f"tune.ranges.{name}: {problem}")
+        key = f"tune.ranges.{name}"
+        try:
+            check_name(name)
+        except HyperparameterError as error:
+            yield JobProblem(key, f"{key}: {error}")
+        limits = [limit for limit in (one.min, one.max) if limit is not None]
+        if len(limits) != (2 if one.values is None else 0) or one.values == []:
+            yield JobProblem(key, f"{key}: give either min and max, or values.")
+        elif one.min is not None and one.max is not None and not one.min < one.max:
+            yield JobProblem(key, f"{key}: min is {one.min} and max is {one.max}; min must be the smaller one.")
 
 
 def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -58,58 +65,29 @@ def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[
     definition["StaticHyperParameters"] = dict(request.get("HyperParameters", {}))
     # None stands for all combinations of a grid, which the service counts itself.
     max_jobs = tune.max_jobs if tune.max_jobs is not None or tune.strategy == "grid" else _DEFAULT_JOBS
+    ranges: dict[str, list[dict[str, Any]]] = {}
+    for option, one in tune.ranges.items():
+        kind, content = _range(one)
+        ranges.setdefault(kind, []).append({"Name": option, **content})
     arguments = {
         "HyperParameterTuningJobName": f"{name}{time.strftime(_TIME, time.gmtime())}",
         "HyperParameterTuningJobConfig": {
             "Strategy": tune.strategy.capitalize(),
             "HyperParameterTuningJobObjective": {"Type": tune.direction.capitalize(), "MetricName": tune.objective},
             "ResourceLimits": present(MaxNumberOfTrainingJobs=max_jobs, MaxParallelTrainingJobs=tune.parallel_jobs),
-            "ParameterRanges": _parameter_ranges(tune.ranges),
+            "ParameterRanges": ranges,
         },
         "TrainingJobDefinition": definition,
         **present(Tags=request.get("Tags")),
     }
-    warnings = [
-        f"{member} is ignored: the training jobs of a tuning job cannot have it."
-        for member in dropped
-        if member not in _NOT_MISSED
-    ]
+    ignored = [member for member in dropped if member not in _NOT_MISSED]
+    warnings = [f"{member} is ignored: the training jobs of a tuning job cannot have it." for member in ignored]
     return joined(arguments, tune.request), warnings
 
 
-def _range_problems(name: str, one: Range) -> Iterator[str]:
-    try:
-        encode({name: 0})
-    except HyperparameterError as error:
-        yield str(error)
-    has_limits = one.min is not None and one.max is not None
-    if (one.values is None) != has_limits or (one.values is not None and (one.min, one.max) != (None, None)):
-        yield "give either min and max, or values."
-    elif one.values is not None:
-        if not one.values:
-            yield "values is empty."
-        for value in one.values:
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{value} has no JSON form."
-    elif one.min is not None and one.max is not None and not one.min < one.max:
-        yield f"min is {one.min} and max is {one.max}; min must be the smaller one."
-
-
-def _parameter_ranges(ranges: Mapping[str, Range]) -> dict[str, Any]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, one in ranges.items():
-        if one.values is not None:
-            found.setdefault("CategoricalParameterRanges", []).append(
-                {"Name": name, "Values": [json.dumps(value) for value in one.values]}
-            )
-            continue
-        is_whole = isinstance(one.min, int) and isinstance(one.max, int)
-        found.setdefault("IntegerParameterRanges" if is_whole else "ContinuousParameterRanges", []).append(
-            {
-                "Name": name,
-                "MinValue": repr(one.min),
-                "MaxValue": repr(one.max),
-                "ScalingType": _SCALES[one.scale],
-            }
-        )
-    return found
+def _range(one: Range) -> tuple[str, dict[str, Any]]:
+    if one.values is not None:
+        return "CategoricalParameterRanges", {"Values": [json.dumps(value) for value in one.values]}
+    is_whole = all(isinstance(limit, int) for limit in (one.min, one.max))
+    kind = "IntegerParameterRanges" if is_whole else "ContinuousParameterRanges"
+    return kind, {"MinValue": repr(one.min), "MaxValue": repr(one.max), "ScalingType": _SCALES[one.scale]}

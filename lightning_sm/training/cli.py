@@ -35,11 +35,10 @@ from lightning_sm.job.control_folder import note_options_read
 from lightning_sm.job.facts import Channel, SageMakerJob
 from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.redaction import shown
-from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import HIDDEN_OPTIONS
 from lightning_sm.training.argument_parser import DATA_SERVICE, ScriptArgumentParser
-from lightning_sm.training.config_overlay import JobOverlay
+from lightning_sm.training.config_overlay import channel_arguments, has_free_folders
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.fetching_trainer import fetch_from
 from lightning_sm.training.group_exit import leave_at_exit
@@ -62,8 +61,8 @@ class SageMakerCLI(LightningCLI):
     - sets arguments of the DataModule to the paths of channels: ``x_dir`` to channel ``x``; ``data_dir`` or ``root``
       to ``training``, ``train`` or the only channel;
     - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
-      job has them, and otherwise to the output data directory (one folder per host). Relative folders in the
-      configuration or in a ``ModelCheckpoint`` become relative to these;
+      job has them, and otherwise to the output data directory (one folder per host). Relative folders of
+      ``default_root_dir``, of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
     - lets TensorBoard and W&B of a restarted attempt continue the curves of earlier attempts;
     - saves a checkpoint in the checkpoint directory when the job is interrupted, and resumes from the latest valid one
       whenever ``fit`` is called, by the CLI or by the script (see ``SpotCheckpoint``);
@@ -78,8 +77,6 @@ class SageMakerCLI(LightningCLI):
         datamodule_class: As in ``LightningCLI``.
         channels: Maps channel names to arguments that the rule above does not reach: to a parameter of the DataModule,
             or to a dotted key such as ``model.weights``.
-        main_port: Port on which rank 0 listens. Default: derived from the job.
-        resolve_timeout_s: Seconds to wait for the main host's name to resolve.
         *args: Other positional arguments of ``LightningCLI``.
         **kwargs: Other keyword arguments of ``LightningCLI``.
 
@@ -97,8 +94,6 @@ class SageMakerCLI(LightningCLI):
         datamodule_class: Any = None,
         *args: Any,
         channels: Mapping[str, str] | None = None,
-        main_port: int | None = None,
-        resolve_timeout_s: float = RESOLVE_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         settings = inspect.signature(LightningCLI).bind(model_class, datamodule_class, *args, **kwargs).arguments
@@ -116,9 +111,7 @@ class SageMakerCLI(LightningCLI):
             if self.topology.role is Role.DATA:
                 show_log_lines()
             else:
-                self.environment = SageMakerEnvironment(
-                    self.job, main_port=main_port, resolve_timeout_s=resolve_timeout_s
-                )
+                self.environment = SageMakerEnvironment(self.job)
                 prepare_process(self.environment)
             # Without it, a resumed job fails because the config.yaml of its first attempt exists.
             settings["save_config_kwargs"] = {"overwrite": True, **(settings.get("save_config_kwargs") or {})}
@@ -174,7 +167,7 @@ class SageMakerCLI(LightningCLI):
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Instantiate the trainer, in a job with the cluster environment and the job's callbacks."""
+        """Instantiate the trainer, in a job with what the job adds to it."""
         if self.job is None:
             return super().instantiate_trainer(**kwargs)
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
@@ -185,17 +178,14 @@ class SageMakerCLI(LightningCLI):
         ]
         dump = self._configuration_to_save()
         # A function given as trainer_class need not accept every argument.
-        added = self._setup.arguments(settings, callbacks, dump)
+        setup = TrainerSetup(self.job, self.environment)
+        added = setup.arguments(settings, callbacks, dump)
         kwargs.update({name: value for name, value in added.items() if name in settings})
         trainer = super().instantiate_trainer(**kwargs)
-        self._setup.complete(trainer)
+        setup.complete(trainer)
         if self.topology.data_hosts:
-            fetch_from(trainer, self._connection_to(self.job))
+            fetch_from(trainer, ServiceConnection.of_job(self.job, self.topology, self.data_service))
         return trainer
-
-    def _connection_to(self, job: SageMakerJob) -> ServiceConnection:
-        """Return the connection to the data hosts of a job."""
-        return ServiceConnection.of_job(job, self.topology, self.data_service)
 
     def _configuration_to_save(self) -> str:
         """Return the configuration as YAML without secrets, and let the ``save_config_callback`` save none, either."""
@@ -243,15 +233,11 @@ class SageMakerCLI(LightningCLI):
         config = self.config[subcommand] if subcommand else self.config
         if self.topology.role is Role.DATA:
             return  # it makes nothing, and need not have what the arguments of trainers require
-        overlay = JobOverlay(config, explicit[subcommand] if subcommand else explicit)
-        self._setup = TrainerSetup(job, self.environment)
-        overlay.fit_trainer(self.environment)
-        overlay.follow_distribution(job, self.environment.num_nodes)
-        overlay.route_outputs(job, self._parser(subcommand).callback_keys)
-        if self.topology.data_hosts and overlay.has_free_folders(self._channel_mapping):
+        explicit = explicit[subcommand] if subcommand else explicit
+        if self.topology.data_hosts and has_free_folders(config, explicit, self._channel_mapping):
             job = self._with_channels_of_data_hosts(job, config[DATA_SERVICE])
-        overlay.route_channels(job, self._channel_mapping)
-        self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
+        changes = channel_arguments(config, explicit, job, self._channel_mapping)
+        self.config = parser.parse_object({subcommand: changes} if subcommand else changes, self.config)
 
     def _with_channels_of_data_hosts(self, job: SageMakerJob, settings: Namespace) -> SageMakerJob:
         """Return the job with the channels that only the data hosts have: rank 0 makes the DataModule for them."""
@@ -267,9 +253,7 @@ class SageMakerCLI(LightningCLI):
         config = self.config[subcommand] if subcommand else self.config
         values = config.pop(DATA_SERVICE)
         self.data_service = DataServiceSettings(**vars(values))
-        # The configuration is saved, outside of a job beside the logs: leave out the secret.
-        values["token"] = None
-        if DataServiceSettings(**vars(values)) != DataServiceSettings():
+        if self.data_service != DataServiceSettings():
             config[DATA_SERVICE] = values
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lightning_sm.errors import TopologyError
-from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.rank_starter import RankStart, RankStarter, host_variables, stray_variables
+from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import DEVICES
 
@@ -18,12 +16,11 @@ _DEVICES_SETTING = f"{DEVICES.name} (lightning-sm local --devices) or distributi
 _SET_BY_OURS = "SageMakerCLI, SageMakerTrainer and SageMakerFabric set it"
 
 
-def check_launcher(start: RankStart, job: SageMakerJob, topology: Topology) -> None:
+def check_launcher(start: RankStart, topology: Topology) -> None:
     """Raise if torchrun or mpirun does not span the trainer hosts.
 
     Args:
         start: How this process was started.
-        job: The facts of the job.
         topology: Roles and ranks of all hosts.
 
     Raises:
@@ -33,44 +30,13 @@ def check_launcher(start: RankStart, job: SageMakerJob, topology: Topology) -> N
     if devices is None or world_size is None or world_size == devices * topology.num_nodes:
         return
     launcher = start.launcher.value
-    advice = ""
-    groups = [group.name for group in job.groups if set(group.hosts) & set(topology.trainer_hosts)]
-    is_one_group = world_size // devices == len(job.current_group.hosts)
-    if start.launcher is RankStarter.TORCHRUN and len(groups) > 1 and is_one_group:
-        # sagemaker 2.257.7, pytorch/estimator.py, _pytorch_distribution_configuration: with torch_distributed, the
-        # names of the groups are not sent; with mpi they are.
-        names = ", ".join(f'"{name}"' for name in groups)
-        advice = (
-            " Each instance group seems to run its own torchrun, because the SDK does not send the instance_groups "
-            "of distribution with torch_distributed. Send them with "
-            f'hyperparameters={{"sagemaker_distribution_instance_groups": [{names}]}}.'
-        )
     raise TopologyError(
         f"{launcher} set world size {world_size} and local world size {devices}, but the job needs world "
         f"size {devices * topology.num_nodes}: trainer hosts x local world size = {topology.num_nodes} x {devices} "
         f"({topology.source}).\n{topology.table(devices)}\n"
-        f"Start {launcher} on all trainer hosts with the same number of processes on each.{advice}"
-    )
-
-
-def check_launcher_of_ranks(environment: SageMakerEnvironment, *, starts_ranks: bool) -> None:
-    """Raise if both a launcher and the strategy would start the local ranks.
-
-    Args:
-        environment: The environment.
-        starts_ranks: Whether the strategy forks or spawns the local ranks, whoever has started the process.
-
-    Raises:
-        TopologyError: Each local rank would start as many again.
-    """
-    start = environment.start
-    if not starts_ranks or start.devices in (None, 1):
-        return
-    stated = f" because {_DEVICES_SETTING} states the number" if start.launcher is RankStarter.LAUNCHER else ""
-    raise TopologyError(
-        f"The strategy starts the local ranks of each host by itself (ddp_spawn, ddp_fork, ddp_notebook), but "
-        f"{start.launcher.value} has already started {start.devices}{stated}. Use strategy=ddp, or leave the number of "
-        f"processes to the script: {DEVICES.name}= (empty), and devices=... in the Trainer."
+        f"Start {launcher} on all trainer hosts with the same number of processes on each. Where the SDK starts one in "
+        "each of several training groups, join these by the hyperparameter sagemaker_distribution_instance_groups, a "
+        "list of their names."
     )
 
 
@@ -95,46 +61,6 @@ def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | N
         f"which contradicts the job (trainer hosts: {environment.num_nodes}{devices}; {environment.topology.source}).\n"
         f"{environment.topology.table(environment.devices)}\n"
         f"Set num_nodes={environment.num_nodes} and the same number of devices on every host."
-    )
-
-
-def check_variables(environment: SageMakerEnvironment, size: int, env: Mapping[str, str]) -> None:
-    """Raise if rank variables of an unprepared process cannot be Lightning's.
-
-    Lightning sets LOCAL_RANK together with NODE_RANK, MASTER_PORT and WORLD_SIZE, in the processes that it starts and
-    in the one that starts them. A stray LOCAL_RANK would keep Lightning from starting any, and the job would hang.
-
-    Args:
-        environment: The environment, with the rank that Lightning computed.
-        size: The world size that Lightning computed.
-        env: Environment variables.
-
-    Raises:
-        TopologyError: A variable contradicts the job, or LOCAL_RANK stands without its companions.
-    """
-    found = stray_variables(env, environment.start)
-    if environment.start.launcher is not RankStarter.PLAIN or not found:
-        return
-    expected = {
-        "GROUP_RANK": environment.node_rank(),
-        "LOCAL_WORLD_SIZE": size // environment.num_nodes,
-        "MASTER_PORT": environment.main_port,
-        "NODE_RANK": environment.node_rank(),
-        "RANK": environment.global_rank(),
-        "WORLD_SIZE": size,
-    }
-    ours = host_variables(environment.job, environment.topology)
-    wrong = [name for name in found if name in expected and env[name] not in (str(expected[name]), ours.get(name))]
-    lacking = {"MASTER_PORT", "NODE_RANK", "WORLD_SIZE"} - set(found)
-    if not wrong and not ("LOCAL_RANK" in found and lacking):
-        return
-    stated = ", ".join(f"{name}={env[name]}" for name in found)
-    right = ", ".join(f"{name}={number}" for name, number in expected.items())
-    raise TopologyError(
-        f"Neither SageMaker nor the launcher of this process has set {stated}, and Lightning would have set {right}.\n"
-        f"{environment.topology.table(environment.devices)}\n"
-        "Remove the variables, or call lightning_sm.prepare_process(environment) before the Trainer is made, which "
-        "does."
     )
 
 

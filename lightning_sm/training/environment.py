@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
 from lightning_sm._lightning import ClusterEnvironment, rank_zero_only
-from lightning_sm.errors import JobConfigError
+from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import RANK_ZERO_PID
 from lightning_sm.training import cluster_checks
-from lightning_sm.training.mpi_host import main_host_of_mpi
 
-
-class RunListener(Protocol):
-    """The listener that an environment notifies of the runs that Lightning makes with it."""
-
-    def begin_run(self, environment: SageMakerEnvironment, world_size: int) -> None:
-        """Note that Lightning asks for ranks: when the Trainer is made, and at the start of each run."""
-
-    def end_run(self) -> None:
-        """Note that Lightning tears down a run."""
+if TYPE_CHECKING:
+    from lightning_sm.training.process import PreparedProcess
 
 
 class SageMakerEnvironment(ClusterEnvironment):
@@ -41,17 +34,14 @@ class SageMakerEnvironment(ClusterEnvironment):
         prepare_process(environment)
         Trainer(plugins=[environment], num_nodes=environment.num_nodes)
 
-    ``prepare_process`` sets what the process needs besides its ranks. Without it, ranks are the same, but rank
-    variables of unknown origin are an error instead of being removed.
+    ``prepare_process`` sets what the process needs besides its ranks. It also removes rank variables of unknown origin,
+    which Lightning would believe without it.
 
     Every trainer process must build one. In an mpirun script that uses mpi4py, the constructor makes a collective call:
     rank 0 tells the others its host. If a property made it on first read, it would hang when only some ranks read it.
 
     Args:
         job: The facts of the job. Default: read from this host.
-        main_port: Port on which rank 0 listens, unless torchrun chose one. Default: ``LIGHTNING_SM_MAIN_PORT``, else
-            derived from the job.
-        resolve_timeout_s: Seconds to wait for the main host's name to resolve.
 
     Attributes:
         job: The facts of the job.
@@ -65,13 +55,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         TopologyError: The hosts contradict each other or the launcher, or this host serves data.
     """
 
-    def __init__(
-        self,
-        job: SageMakerJob | None = None,
-        *,
-        main_port: int | None = None,
-        resolve_timeout_s: float = RESOLVE_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, job: SageMakerJob | None = None) -> None:
         super().__init__()
         job = job or SageMakerJob.from_environment()
         if job is None:
@@ -88,11 +72,10 @@ class SageMakerEnvironment(ClusterEnvironment):
         node_rank = self.topology.node_rank  # raises on a data host, also where the launcher states a node rank
         self._node_rank = node_rank if self.start.node_rank is None else self.start.node_rank
         # torchrun's port comes first: its agent already listens there.
-        self._main_port = self.start.main_port or main_port or self.topology.main_port
-        self._resolve_timeout_s = resolve_timeout_s
-        cluster_checks.check_launcher(self.start, job, self.topology)
-        self.main_host = main_host_of_mpi(self.start, job, self.topology) if is_mpi else self.topology.main_host
-        self.listener: RunListener | None = None
+        self._main_port = self.start.main_port or self.topology.main_port
+        cluster_checks.check_launcher(self.start, self.topology)
+        self.main_host = _main_host_of_mpi(self.start, job, self.topology) if is_mpi else self.topology.main_host
+        self.listener: PreparedProcess | None = None
         self._global_rank: int | None = None
         self._world_size: int | None = None
 
@@ -121,8 +104,7 @@ class SageMakerEnvironment(ClusterEnvironment):
     def creates_processes_externally(self) -> bool:
         """Whether the local ranks are already running: another launcher or Lightning itself started them.
 
-        Lightning sets ``LOCAL_RANK`` when it starts them; a stray one was removed by ``prepare_process``, or is an
-        error of ``set_world_size``, which Lightning calls before it starts any.
+        Lightning sets ``LOCAL_RANK`` when it starts them; ``prepare_process`` removes a stray one.
         """
         return self.start.launcher is not RankStarter.PLAIN or "LOCAL_RANK" in os.environ
 
@@ -139,7 +121,7 @@ class SageMakerEnvironment(ClusterEnvironment):
             return self.start.main_address
         addresses = self.job.addresses
         is_reporter = self.local_rank() == 0
-        wait_for_host(self.main_host, addresses, self._resolve_timeout_s, is_reporter=is_reporter)
+        wait_for_host(self.main_host, addresses, RESOLVE_TIMEOUT_S, is_reporter=is_reporter)
         if self.global_rank() == 0 and not torch.distributed.is_initialized():
             check_port_is_free(self._main_port, self.main_host)
         return addresses.get(self.main_host, self.main_host)
@@ -165,13 +147,9 @@ class SageMakerEnvironment(ClusterEnvironment):
             size: ``num_nodes`` x ``devices``.
 
         Raises:
-            TopologyError: The size contradicts the trainer hosts, the launcher or a variable of unknown origin; the
-                message has the table of hosts.
+            TopologyError: The size contradicts the trainer hosts or the launcher; the message has the table of hosts.
         """
         cluster_checks.check_world_size(self, size, self._global_rank)
-        # Later, and in processes that Lightning starts, such variables are Lightning's own.
-        if self._world_size is None and self.listener is None and RANK_ZERO_PID.read(os.environ) != os.getpid():
-            cluster_checks.check_variables(self, size, os.environ)
         self._world_size = size
         if self.listener is not None:
             self.listener.begin_run(self, size)
@@ -224,3 +202,31 @@ class SageMakerEnvironment(ClusterEnvironment):
             TopologyError: They contradict the cluster; the message has the table of hosts.
         """
         cluster_checks.check_settings(self, num_devices, num_nodes)
+
+
+def _main_host_of_mpi(start: RankStart, job: SageMakerJob, topology: Topology) -> str:
+    """Find the host of rank 0; a collective call where the script uses mpi4py.
+
+    mpirun may order the hosts by the service's shuffled list instead of our table.
+    """
+    own, hosts = job.current_host, topology.trainer_hosts
+    if "mpi4py" in sys.modules:
+        # Used only if the script or "python -m mpi4py" (the toolkit's command) has imported mpi4py: importing it here
+        # would register MPI_Finalize at exit, where a failing rank and the others wait for each other.
+        mpi = importlib.import_module("mpi4py.MPI")
+        if mpi.COMM_WORLD.Get_size() == start.world_size:  # else mpi4py has loaded the library of another MPI
+            return str(mpi.COMM_WORLD.bcast(own, root=0))
+    if start.node_rank == 0:
+        return own
+    # The toolkit's mpirun passes rank 0's SM_* variables to all ranks; the job's file is each host's own.
+    stated = os.environ.get("SM_CURRENT_HOST")
+    if stated in hosts and (stated != own or not job.has_own_file):
+        return stated
+    if hosts.index(own) == start.node_rank:
+        return topology.main_host
+    raise TopologyError(
+        f"mpirun gave host {own!r} node rank {start.node_rank}, which is not its position in the table, so the "
+        f"host of rank 0 is unknown.\n{topology.table(start.devices)}\n"
+        "Pass the hosts to mpirun in the order of the table, add -x SM_CURRENT_HOST, or start the script with "
+        "python -m mpi4py."
+    )

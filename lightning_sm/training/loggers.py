@@ -29,8 +29,8 @@ def log_folder(job: SageMakerJob, *, is_tensorboard: bool) -> Path:
     return job.checkpoint_dir or job.host_output_dir
 
 
-def default_logger(job: SageMakerJob, stated: Any, *, barebones: Any) -> tuple[str, Path] | None:
-    """Return class and folder of the logger for a job whose user has chosen none; None leaves it to Lightning.
+def default_logger(job: SageMakerJob, stated: Any, *, barebones: Any) -> TensorBoardLogger | CSVLogger | None:
+    """Return the logger for a job whose user has chosen none; None leaves it to Lightning.
 
     Args:
         job: The job.
@@ -40,11 +40,11 @@ def default_logger(job: SageMakerJob, stated: Any, *, barebones: Any) -> tuple[s
     if stated not in (None, True) or barebones or (job.tensorboard_dir is None and job.checkpoint_dir is None):
         return None
     if importlib.util.find_spec("tensorboard") is not None:
-        return "TensorBoardLogger", log_folder(job, is_tensorboard=True)
+        return TensorBoardLogger(log_folder(job, is_tensorboard=True))
     if job.tensorboard_dir is not None:
         logger.warning("The job's TensorBoard output needs tensorboard, which is missing: add it to requirements.txt.")
     # Without TensorBoard, Lightning's own default is CSVLogger, too.
-    return None if job.checkpoint_dir is None else ("CSVLogger", job.checkpoint_dir)
+    return None if job.checkpoint_dir is None else CSVLogger(job.checkpoint_dir)
 
 
 def is_fixed(folder: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The preparation of a training process: clean variables, marked errors, the table of hosts, a clean exit."""
+"""The preparation of a training process: clean variables, the table of hosts, the reason of a failure, a clean exit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from lightning_sm.job.rank_starter import RankStarter, host_variables, stray_var
 from lightning_sm.job.variables import RANK_ZERO_PID
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.group_exit import leave_at_exit, stay_at_exit
-from lightning_sm.training.known_warnings import hide_known_warnings
-from lightning_sm.training.rank_marks import mark_errors
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
 
     - shows the log lines of ``lightning_sm``, and the table of hosts once Lightning has asked for ranks;
     - removes rank variables that neither SageMaker nor the launcher has set, with a warning;
-    - tells Lightning's log the rank, and marks uncaught exceptions and warnings with it;
+    - tells Lightning's log the rank;
     - tells the launcher of the exception that ends this process;
     - points NCCL and Gloo at the job's network interface;
     - sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would, while Lightning runs;
@@ -75,17 +73,13 @@ class PreparedProcess:
         self._environment = environment
         self._pid = os.getpid()
         self._is_announced = False
-        self._during_run = _Variables()
-        self._variables = _Variables()
+        self._after_run = ExitStack()
         self._undo = ExitStack()
-        self._undo.callback(self._variables.restore)
         package = logging.getLogger("lightning_sm")
         self._undo.callback(_restore_logger, package, package.level, package.propagate, list(package.handlers))
         show_log_lines()
         self._undo.callback(setattr, rank_zero_only, "rank", rank_zero_only.rank)  # type: ignore[attr-defined]
         self._report_failures()
-        self._undo.callback(mark_errors(lambda: rank_of_several(self._environment)))
-        self._undo.callback(hide_known_warnings())
         self._remove_stray_variables()
         self._export_interface()
         leave_at_exit()
@@ -93,7 +87,7 @@ class PreparedProcess:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker, which undoes nothing."""
-        return {**vars(self), "_undo": ExitStack()}
+        return {**vars(self), "_undo": ExitStack(), "_after_run": ExitStack()}
 
     def follow(self, environment: SageMakerEnvironment) -> None:
         """Take the rank of an environment, and listen for the runs that Lightning makes with it.
@@ -108,7 +102,7 @@ class PreparedProcess:
 
     def undo(self) -> None:
         """Restore everything, as if the process had not been prepared."""
-        self._during_run.restore()
+        self._after_run.close()
         self._undo.close()
         self._environment.listener = None
         PreparedProcess.current = None
@@ -137,7 +131,6 @@ class PreparedProcess:
             world_size: The number of all processes.
         """
         if self._pid != os.getpid():
-            hide_known_warnings()
             self._report_failures()
         self.announce(environment, world_size // environment.num_nodes)
         # Not before Lightning has started the other local ranks, which would inherit the rank of this process.
@@ -149,7 +142,7 @@ class PreparedProcess:
 
         In a worker of ddp_spawn, Lightning calls this after success only; after a failure, the peers may be gone.
         """
-        self._during_run.restore()
+        self._after_run.close()
         if self._pid != os.getpid():
             leave_at_exit()
 
@@ -171,9 +164,9 @@ class PreparedProcess:
             stated = ", ".join(f"{name}={os.environ[name]}" for name in strays)
             logger.warning("Ignoring %s: not set by SageMaker or by the launcher of this process.", stated)
         for name in strays:
-            self._variables.set(name, None)
+            _set_variable(self._undo, name, None)
         if start.launcher not in (RankStarter.TORCHRUN, RankStarter.LAUNCHER):
-            self._variables.set(RANK_ZERO_PID.name, str(os.getpid()))
+            _set_variable(self._undo, RANK_ZERO_PID.name, str(os.getpid()))
 
     def _export_interface(self) -> None:
         """Point NCCL and Gloo at the job's interface, if this host has it (SDK v3 names one that no host has)."""
@@ -182,9 +175,9 @@ class PreparedProcess:
             return
         for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             if _has_interface(interface):
-                self._variables.set(variable, os.environ.get(variable, interface))
+                _set_variable(self._undo, variable, os.environ.get(variable, interface))
             elif os.environ.get(variable) == interface:
-                self._variables.set(variable, None)
+                _set_variable(self._undo, variable, None)
                 logger.warning("Ignoring %s=%s: this host has no such interface.", variable, interface)
 
     def _export_ranks(self, environment: SageMakerEnvironment, world_size: int) -> None:
@@ -198,30 +191,21 @@ class PreparedProcess:
             (utils.pytorch_worker_info) RANK and WORLD_SIZE, and MosaicML Streaming 0.13 (base/distributed.py) also
             LOCAL_WORLD_SIZE; LitData 0.2 (utilities/env.py) WORLD_SIZE. s3torchconnector 1.5 asks torch.distributed.
         """
-        self._during_run.set("RANK", str(environment.global_rank()))
-        self._during_run.set("WORLD_SIZE", str(world_size))
-        self._during_run.set("LOCAL_WORLD_SIZE", str(world_size // environment.num_nodes))
-        self._during_run.set("GROUP_RANK", str(environment.node_rank()))
+        _set_variable(self._after_run, "RANK", str(environment.global_rank()))
+        _set_variable(self._after_run, "WORLD_SIZE", str(world_size))
+        _set_variable(self._after_run, "LOCAL_WORLD_SIZE", str(world_size // environment.num_nodes))
+        _set_variable(self._after_run, "GROUP_RANK", str(environment.node_rank()))
         if environment.start.launcher is RankStarter.MPI:  # nothing else sets it there
-            self._during_run.set("LOCAL_RANK", str(environment.local_rank()))
+            _set_variable(self._after_run, "LOCAL_RANK", str(environment.local_rank()))
 
 
-class _Variables:
-    """Environment variables that are set, and restored later."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, str | None] = {}
-
-    def set(self, name: str, value: str | None) -> None:
-        self._before.setdefault(name, os.environ.get(name))
-        _set_variable(name, value)
-
-    def restore(self) -> None:
-        while self._before:
-            _set_variable(*self._before.popitem())
+def _set_variable(undo: ExitStack, name: str, value: str | None) -> None:
+    """Set an environment variable, or remove it with None, until ``undo`` is closed."""
+    undo.callback(_assign_variable, name, os.environ.get(name))
+    _assign_variable(name, value)
 
 
-def _set_variable(name: str, value: str | None) -> None:
+def _assign_variable(name: str, value: str | None) -> None:
     if value is None:
         os.environ.pop(name, None)
     else:
@@ -248,13 +232,6 @@ def rank_of_several(environment: SageMakerEnvironment) -> int | None:
 
 def _report(environment: SageMakerEnvironment, devices: int) -> None:
     start, job, topology = environment.start, environment.job, environment.topology
-    if environment.local_rank() == 0 and environment.node_rank() != topology.node_rank:
-        logger.info(
-            "Host %s has node rank %d: %s orders the hosts differently from the table of hosts.",
-            job.current_host,
-            environment.node_rank(),
-            start.launcher.value,
-        )
     if environment.global_rank() != 0:
         return
     if job.num_gpus:

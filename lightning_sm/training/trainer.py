@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_sm._collector import freeze_imports
-from lightning_sm._lightning import (
-    CSVLogger,
-    DummyLogger,
-    Fabric,
-    TensorBoardLogger,
-    check_same_distribution,
-)
+from lightning_sm._lightning import DummyLogger, Fabric, check_same_distribution
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
@@ -27,12 +20,9 @@ from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.fetching_trainer import FetchingTrainer
 from lightning_sm.training.group_exit import leave_at_exit
-from lightning_sm.training.loggers import default_logger, is_fixed
 from lightning_sm.training.process import prepare_process
-from lightning_sm.training.strategies.choice import distribution_arguments, refuse_in_fabric
+from lightning_sm.training.strategies.choice import refuse_in_fabric
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list, cluster_arguments
-
-logger = logging.getLogger(__name__)
 
 
 class SageMakerTrainer(FetchingTrainer):
@@ -92,13 +82,7 @@ class SageMakerTrainer(FetchingTrainer):
         environment = SageMakerEnvironment(self._job)
         prepare_process(environment)
         setup = TrainerSetup(self._job, environment)
-        settings = {
-            **kwargs,
-            **cluster_arguments(environment, kwargs),
-            **distribution_arguments(self._job, environment.num_nodes, kwargs.get("strategy")),
-            **_folders(self._job, kwargs),
-        }
-        super().__init__(**{**settings, **setup.arguments(settings, as_list(settings.get("callbacks")))})
+        super().__init__(**{**kwargs, **setup.arguments(kwargs, callbacks)})
         setup.complete(self)
 
     def _fetch(self, given: Iterable[Any]) -> None:
@@ -163,16 +147,3 @@ class SageMakerFabric(Fabric):
             serve(*self._data_hosts, DataServiceSettings())
             sys.exit(0)
         return super().setup_dataloaders(*dataloaders, **kwargs)
-
-
-def _folders(job: SageMakerJob, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``default_root_dir``, and the job's ``logger`` if the user has chosen none."""
-    root = given.get("default_root_dir")
-    folders: dict[str, Any] = {}
-    if root is None or not is_fixed(root):
-        folders["default_root_dir"] = str(job.host_output_dir / (root or ""))
-    chosen = default_logger(job, given.get("logger"), barebones=given.get("barebones"))
-    if chosen is not None:
-        name, folder = chosen
-        folders["logger"] = (TensorBoardLogger if name == "TensorBoardLogger" else CSVLogger)(folder)
-    return folders

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sm._lightning import Callback, ClusterEnvironment, MultiProcessingLauncher, Trainer
+from lightning_sm._lightning import Callback, ClusterEnvironment, Trainer
 from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.timing.step_times import StepTimes
 from lightning_sm.training.callbacks.failing_rank import FailingRank
 from lightning_sm.training.callbacks.heartbeat import Heartbeat
 from lightning_sm.training.callbacks.line_progress import own_progress
@@ -18,16 +18,13 @@ from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.mid_epoch import MidEpoch
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
-from lightning_sm.training.callbacks.step_times import StepTimes
 from lightning_sm.training.checkpoints.durable_io import make_durable
 from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.sharded import install_shard_hooks
-from lightning_sm.training.cluster_checks import check_launcher_of_ranks
 from lightning_sm.training.environment import SageMakerEnvironment
-from lightning_sm.training.loggers import continue_runs
+from lightning_sm.training.loggers import continue_runs, default_logger, is_fixed
 from lightning_sm.training.process import prepare_process
-
-logger = logging.getLogger(__name__)
+from lightning_sm.training.strategies.choice import distribution_arguments
 
 
 class TrainerSetup:
@@ -59,7 +56,7 @@ class TrainerSetup:
     def arguments(
         self, given: Mapping[str, Any], callbacks: Iterable[Callback], config: str | None = None
     ) -> dict[str, Any]:
-        """Return the ``plugins`` and ``callbacks`` for the Trainer, which include the given ones.
+        """Return arguments of the Trainer: the size of the cluster, folders, strategy, plugins and callbacks.
 
         Args:
             given: The user's arguments of the Trainer, or those that a ``trainer_class`` function accepts.
@@ -67,11 +64,17 @@ class TrainerSetup:
             config: The resolved configuration as YAML, to be saved next to the model; None if there is none.
 
         Raises:
-            TopologyError: The user gave another cluster environment.
+            TopologyError: The user set a value that contradicts the cluster, or gave another cluster environment.
+            StrategyError: The job asks for model parallelism, and the user has chosen another strategy.
         """
         self._outputs.config = config
-        plugins = as_list(given.get("plugins"))
-        arguments = {"plugins": self._with_environment(plugins, given.get("strategy"))}
+        strategy = given.get("strategy")
+        arguments: dict[str, Any] = {
+            **cluster_arguments(self._environment, given),
+            **distribution_arguments(self._job, self._environment.num_nodes, strategy),
+            **self._folders(given),
+            "plugins": self._with_environment(as_list(given.get("plugins")), strategy),
+        }
         own = list(self._callbacks)
         if given.get("enable_progress_bar") is not False and not given.get("barebones"):
             own[:0] = own_progress(callbacks)
@@ -82,8 +85,7 @@ class TrainerSetup:
         """Add what needs the finished Trainer.
 
         Raises:
-            TopologyError: The Trainer, which a function of the user's made, did not get the cluster environment; or its
-                strategy would start local ranks that have been started.
+            TopologyError: The Trainer, which a function of the user's made, did not get the cluster environment.
         """
         used = getattr(trainer.strategy, "cluster_environment", None)
         if self._environment.num_nodes > 1 and not isinstance(used, SageMakerEnvironment):
@@ -107,9 +109,18 @@ class TrainerSetup:
             callbacks.append(SpotCheckpoint(self._job.checkpoint_dir or self._job.host_output_dir / "checkpoints"))
         # Only now is an environment of the user's own known.
         environment = used if isinstance(used, SageMakerEnvironment) else self._environment
-        starts_ranks = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
-        check_launcher_of_ranks(environment, starts_ranks=starts_ranks)
         prepare_process(environment).announce(environment, trainer.num_devices)
+
+    def _folders(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``default_root_dir``, and the job's ``logger`` if the user has chosen none."""
+        root = given.get("default_root_dir")
+        folders: dict[str, Any] = {}
+        if not is_fixed(root):
+            folders["default_root_dir"] = str(self._job.host_output_dir / (root or ""))
+        chosen = default_logger(self._job, given.get("logger"), barebones=given.get("barebones"))
+        if chosen is not None:
+            folders["logger"] = chosen
+        return folders
 
     def _with_environment(self, plugins: Sequence[Any], strategy: Any) -> list[Any]:
         candidates = [*plugins, getattr(strategy, "cluster_environment", None)]
@@ -139,8 +150,7 @@ def cluster_arguments(environment: SageMakerEnvironment, given: Mapping[str, Any
         TopologyError: The user set a value that contradicts the cluster.
     """
     stated_nodes = given.get("num_nodes")
-    if stated_nodes == 1 != environment.num_nodes:
-        logger.info("num_nodes=1, Lightning's default, becomes %d: the number of trainer hosts.", environment.num_nodes)
+    if stated_nodes == 1:
         stated_nodes = None
     stated_devices = _num_devices(given.get("devices"))
     environment.validate_settings(

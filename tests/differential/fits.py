@@ -295,5 +295,5 @@ class Runner:
     def close(self) -> None:
         """Disconnect from the data hosts."""
         for connection in self._connections.values():
-            connection.close("finished", is_success=True)
+            connection.close()
         self._folder.cleanup()

@@ -54,11 +54,9 @@ def trailers(stream: int = 1, fields: Iterable[tuple[str, str]] = OK_TRAILERS) -
     return headers(stream, fields, END_STREAM)
 
 
-def data(content: bytes, stream: int = 1, padding: int | None = None, flags: int = 0) -> bytes:
-    """Return a DATA frame, with so many bytes of padding."""
-    if padding is None:
-        return frame(DATA, flags, stream, content)
-    return frame(DATA, flags | PADDED, stream, bytes([padding]) + content + bytes(padding))
+def data(content: bytes, stream: int = 1, flags: int = 0) -> bytes:
+    """Return a DATA frame."""
+    return frame(DATA, flags, stream, content)
 
 
 def message(content: bytes, is_compressed: int = 0) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.exported_model import exported_weights
 from tests.gpu import staged
 from tests.integration.emulators import job_dir
 
@@ -43,9 +44,7 @@ def weights(folder: Path, ranks: tuple[str, str], *options: str) -> dict[str, to
         command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, errors="replace"
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (path,) = job_dir(folder).glob("algo-*/model/state_dict.pt")
-    found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu")
-    return found
+    return exported_weights(job_dir(folder).glob("algo-*/model"))
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

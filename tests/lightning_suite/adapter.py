@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import secrets
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +17,12 @@ from lightning_sm import DataHost, DataServiceSettings
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.remote_trainer import use_data_hosts
+from lightning_sm.job.secret import new_secret
 from tests.lightning_suite.__main__ import PROPERTY
 
-# A token: without one, a data host sets a variable of the environment, and Lightning's tests look for such leaks.
-_SETTINGS = DataServiceSettings(token=secrets.token_hex())
+# Else a data host sets it, and Lightning's tests look for such leaks.
+os.environ.update(new_secret())
+_SETTINGS = DataServiceSettings()
 # The longest test takes half a minute on an idle machine.
 _TEST_TIMEOUT_S = 180
 _METHODS = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict")}
@@ -85,7 +87,7 @@ def _on_data_host(_data_host: DataHost, record_property: Callable[[str, object],
         for name in _METHODS:
             monkeypatch.setattr(Trainer, name, connection.method(name))
         yield
-    connection.close("the test has ended", is_success=True)
+    connection.close()
     record_property(PROPERTY, connection.num_runs)
     for (cls, name), original in _ORIGINALS.items():
         if original is not None:

@@ -29,11 +29,7 @@ _SECRETS = "hides secrets in whatever a text says"
 _EXCEPTIONS = {
     "_text.py": {"_ESCAPES.sub('', text)": "what a terminal would act upon"},
     "cloud/follow.py": {"_EXIT_CODE": _SERVICE},
-    "cloud/logs.py": {
-        "_BANNER": "which host is in which group, only the host's log says",
-        "_BANNER.search(line.text)": "as above",
-        "_HOST.findall(reason)": _SERVICE,
-    },
+    "cloud/logs.py": {"_HOST.findall(reason)": _SERVICE},
     "data/protocol/probe.py": {"first.startswith(REFUSED)": "a message of the protocol"},
     "data/server/peers.py": {"text.partition('%')": "the zone of an address"},
     "emulator/faults.py": {
@@ -93,7 +89,6 @@ _EXCEPTIONS = {
     },
     "report/verdict.py": {
         "run.outcome == RUNNING": "the constant is the kind, and says itself to people",
-        "run.outcome != RUNNING": "as above",
     },
     "submit/retry.py": {"_QUOTA": _SERVICE, "_NO_CAPACITY not in reason": _SERVICE},
     "training/argument_parser.py": {
@@ -101,10 +96,6 @@ _EXCEPTIONS = {
         "'unrecognized arguments' in message.lower()": "as above",
     },
     "submit/service_limits.py": {"re.fullmatch(_pattern(pattern), text)": _SETTING},
-    "launcher/hang.py": {
-        "_FRAME": "faulthandler writes nothing but text",
-        "text.rpartition('(most recent call first):')": "the same",
-    },
     "report/live.py": {
         "run.outcome not in (RUNNING, INTERRUPTED)": "the constant is the kind, and says itself to people",
         "one.text.split()": "puts a text on one line",

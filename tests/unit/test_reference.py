@@ -52,7 +52,6 @@ def test_job_file_has_all_keys():
     assert all(len(cells) == 3 and all(cells) for cells in shown.values())
     assert shown["image"][:2] == ["text", "**required**"]
     assert shown["groups"][:2] == ["`{name: value}`, each value: [Group](#group)", "**required**"]
-    assert shown["model"][:2] == ["`full` or `weights` or `none`", "`full`"]
     assert shown["max_restarts"][:2] == ["whole number", "`0`"]
     assert shown["request"][:2] == ["`{name: value}`, each value: any", "none"]
     assert shown["role"][:2] == ["text", "none"]

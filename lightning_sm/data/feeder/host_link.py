@@ -11,24 +11,25 @@ import time
 from enum import Enum
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from lightning_sm.data.protocol import calls, openings
 from lightning_sm.data.protocol.calls import FinishRequest, HeartbeatRequest, HostReport, LoadRequest, Request
 from lightning_sm.data.protocol.codec import decode
-from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.frames import Destination, FrameReader
+from lightning_sm.data.protocol.frames import FrameReader
 from lightning_sm.data.protocol.grpc_call import Call
 from lightning_sm.data.protocol.grpc_client import GrpcChannel
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus
-from lightning_sm.data.protocol.openings import Opening
+from lightning_sm.data.protocol.openings import Opening, OpeningsReply, OpeningsRequest
 from lightning_sm.data.protocol.probe import diagnose
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
 from lightning_sm.data.protocol.tls import certificate_hint
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireError
+
+if TYPE_CHECKING:
+    from lightning_sm.data.feeder.process import Feeder
 
 logger = logging.getLogger(__name__)
 
@@ -62,37 +63,6 @@ class LinkState(Enum):
     REFUSED = "the host will never do what is requested"
 
 
-class Owner(Protocol):
-    """The receiver of a link's events, in the link's threads."""
-
-    @property
-    def figures(self) -> RankFigures | None:
-        """Measurements of this rank, sent with every heartbeat."""
-
-    def link_up(self, link: HostLink) -> None:
-        """Note that the host is connected."""
-
-    def link_lost(self, link: HostLink) -> None:
-        """Note that the host does not answer (``LinkState.SILENT``), or cannot be reached."""
-
-    def snapshot(self, digest: str) -> tuple[int, int] | None:
-        """Return a descriptor of a snapshot of this rank, to be closed, and its size; None: it has none."""
-
-    def link_opened_source(
-        self, link: HostLink, name: str, outcome: calls.Problem | openings.CallResult | None
-    ) -> None:
-        """Note that the host has opened a source, with the result if it is the call of a hook; or why it cannot."""
-
-    def link_refused(self, error: DataServiceError) -> None:
-        """Note that the host will never do what is requested."""
-
-    def link_frame(self, link: HostLink, request_id: int, kind: int, value: int, payload: memoryview) -> None:
-        """Take a part of an answer that is no piece of a batch."""
-
-    def link_piece(self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int) -> Destination | None:
-        """Return where a piece of a batch goes, and who is told when it has arrived; None: nobody wants it."""
-
-
 class HostLink:
     """A data host, as seen from a trainer rank.
 
@@ -100,7 +70,7 @@ class HostLink:
         address: Where it listens.
         credentials: Job, token, TLS.
         client: The heartbeat of this rank, without figures.
-        owner: Receives the events.
+        owner: Receives the events, in the threads of the link.
 
     Attributes:
         report: The last answer to a heartbeat.
@@ -109,7 +79,7 @@ class HostLink:
         num_lost: How often the connection was lost.
     """
 
-    def __init__(self, address: str, credentials: Credentials, client: HeartbeatRequest, owner: Owner) -> None:
+    def __init__(self, address: str, credentials: Credentials, client: HeartbeatRequest, owner: Feeder) -> None:
         self.address = address
         self.report: HostReport | None = None
         self.num_lost = 0
@@ -180,14 +150,14 @@ class HostLink:
         if stream is not None:
             stream.call.send(message)
 
-    def finish(self, outcome: str, *, is_success: bool) -> None:
-        """Tell the host how the training ended, and close the connection."""
+    def finish(self) -> None:
+        """Tell the host that the training has ended, and close the connection."""
         self._closed.set()
         self._nudge.set()
         with self._beating:
             pass
         try:
-            self._unary(FinishRequest(self._client.client, outcome, is_success), _FINISH_TIMEOUT_S)
+            self._unary(FinishRequest(self._client.client), _FINISH_TIMEOUT_S)
         except CallError as error:
             logger.debug("Could not notify data host %s that the training ended: %s", self.name, error)
         self._break_stream()
@@ -254,46 +224,37 @@ class HostLink:
         with self._lock:
             wanted = list(self._openings.values())
             num_losses = self._num_losses
+            calls_to_know = [one.name for one in wanted if one.is_call and one.name not in self._open_sources]
             if wanted == self._told and self._open_sources.issuperset(self._openings):
                 return
-        answer = self._unary(openings.OpeningsRequest(self._client.client, wanted), _CALL_TIMEOUT_S)
-        reply = decode(openings.OpeningsReply, answer, "answer to OpenSources")
+        request = OpeningsRequest(self._client.client, wanted, calls_to_know)
+        answer = self._unary(request, _CALL_TIMEOUT_S)
+        reply = decode(OpeningsReply, answer, "answer to OpenSources")
         if reply.missing:
             self._send_snapshots(reply.missing)
         with self._lock:
             if self._num_losses != num_losses:
                 return
             self._told = wanted
-            new = [
-                self._openings[name] for name in reply.open if name in self._openings and name not in self._open_sources
-            ]
-        results = {opening.name: self._result(opening.name) for opening in new if opening.is_call}
-        with self._lock:
-            if self._num_losses != num_losses:
-                return
-            self._open_sources.update(opening.name for opening in new)
-        for opening in new:
-            self._owner.link_opened_source(self, opening.name, results.get(opening.name))
+            opened = {name for name in reply.open if name not in calls_to_know or name in reply.results}
+            new = (opened & self._openings.keys()) - self._open_sources
+            self._open_sources |= new
+        for name in sorted(new):
+            self._owner.link_opened_source(self, name, reply.results.get(name))
         for name, problem in reply.problems.items():
             self._owner.link_opened_source(self, name, problem)
         self._period_s = _FAILED_PERIOD_S if reply.problems else self._usual_period_s
         if not reply.problems and not self._open_sources.issuperset(self._openings):
             self._nudge.set()
 
-    def _result(self, call: str) -> openings.CallResult:
-        request = openings.ResultRequest(call)
-        answer = self._channel.stream(request.NAME, [request.encode()], _SNAPSHOT_TIMEOUT_S)
-        return decode(openings.CallResult, answer, f"result of {call}")
-
     def _send_snapshots(self, digests: list[str]) -> None:
         """Send the sources that the host needs."""
-        found = {digest: self._owner.snapshot(digest) for digest in digests}
-        if not found or None in found.values():
-            self._set_state(LinkState.OPENING, "the dataset that it needs was closed meanwhile")
-            return
-        for digest, snapshot in found.items():
-            if snapshot is not None:
-                self._send_snapshot(digest, *snapshot)
+        for digest in digests:
+            snapshot = self._owner.snapshot(digest)
+            if snapshot is None:
+                self._set_state(LinkState.OPENING, "the dataset that it needs was closed meanwhile")
+                return
+            self._send_snapshot(digest, *snapshot)
         self._nudge.set()
 
     def _send_snapshot(self, digest: str, fd: int, num_bytes: int) -> None:
@@ -393,7 +354,7 @@ class _Stream(FrameReader):
 
     call: Call
 
-    def __init__(self, link: HostLink, owner: Owner) -> None:
+    def __init__(self, link: HostLink, owner: Feeder) -> None:
         super().__init__(partial(owner.link_frame, link), partial(owner.link_piece, link))
         self._link = link
 

@@ -6,10 +6,13 @@ It also chooses how many batches a request is for, and how many may be in flight
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_sm.data.feeder.answer import InFlightRange, Piece
+import numpy as np
+import numpy.typing as npt
+
 from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, StartIterator
 from lightning_sm.data.ipc.ring import Ring
@@ -30,6 +33,68 @@ _MIN_RANGES = 8
 # Batches differ in size, and a range that does not fit into a slot is requested again step by step: fill only this part
 # of a slot.
 _SLOT_PART = 1 / 2
+
+
+_NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, b"")
+
+
+@dataclass(eq=False)
+class InFlightRange:
+    """The answer to the request for a step range; the destination of the one piece of it that is being written.
+
+    Attributes:
+        step_range: The steps.
+        slot: Slot for the bytes of the batches.
+        buffer: Memory for its bytes, uint8.
+        header: Its header.
+        received: Bytes received so far.
+        piece: Where a piece is being written; None: nowhere.
+        is_dropped: Whether the request was cancelled: the memory is free once that piece is written.
+        transfer_s: Seconds from request to the last byte, without those in queue and worker.
+        ended: Told whether the piece has arrived.
+    """
+
+    step_range: StepRange
+    slot: int
+    buffer: npt.NDArray[np.uint8]
+    header: StepRangeHeader = _NOT_ARRIVED
+    received: int = 0
+    piece: memoryview | None = None
+    is_dropped: bool = False
+    transfer_s: float = 0.0
+    ended: Callable[[bool], None] = field(init=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the header and all bytes have arrived."""
+        return self.received == self.header.num_bytes
+
+    @property
+    def memory(self) -> memoryview | None:
+        """Where the bytes of the piece go; None: the request was cancelled."""
+        return None if self.is_dropped else self.piece
+
+    def begin_piece(self, offset: int, size: int, ended: Callable[[bool], None]) -> InFlightRange:
+        """Reserve the place of a piece, and return its destination.
+
+        Args:
+            offset: Where the piece begins among the bytes of the answer.
+            size: Bytes that arrive.
+            ended: Called once, with whether it has arrived; if not, nothing more is written to it.
+
+        Raises:
+            WireError: The piece is out of order, or exceeds the announced size.
+        """
+        num_bytes = self.header.num_bytes
+        stop = offset + size
+        if offset != self.received or stop > num_bytes:
+            raise WireError(f"bytes {offset} to {stop} arrived after {self.received} of {num_bytes}")
+        self.piece, self.ended = self.buffer[offset:stop].data, ended
+        return self
+
+    def end(self, is_complete: bool) -> None:
+        """Note whether the piece has arrived."""
+        self.ended(is_complete)
 
 
 class IteratorBuffer:
@@ -134,7 +199,7 @@ class IteratorBuffer:
         answer = self.in_flight.pop(request_id, None)
         if answer is None:
             return
-        if answer.is_written:
+        if answer.piece is not None:
             answer.is_dropped = True
         else:
             self.free.append(answer.slot)
@@ -158,14 +223,17 @@ class IteratorBuffer:
                 f"{self._ring.slot_bytes} (data_service.max_batch_bytes). Raise the limit on all hosts, or make "
                 "batches smaller."
             )
-        answer.take_header(header)
+        if answer.header is not _NOT_ARRIVED:
+            raise WireError("a second header arrived")
+        answer.header = header
         # At once, not when the bytes have arrived: the window opens, or closes, that much earlier. Batches without
         # bytes are known, too.
         self.largest = max(self.largest, 1, -(-header.num_bytes // header.num_batches))
 
-    def end_piece(self, answer: InFlightRange, piece: Piece, *, is_complete: bool = True) -> None:
+    def end_piece(self, answer: InFlightRange, *, is_complete: bool = True) -> None:
         """Count a piece that is complete; free the slot if the answer was dropped meanwhile."""
-        answer.end_piece(piece, is_complete=is_complete)
+        answer.received += len(answer.piece or b"") * is_complete
+        answer.piece = None
         if answer.is_dropped:
             self.free.append(answer.slot)
 

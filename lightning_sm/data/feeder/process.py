@@ -14,9 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from lightning_sm.data.feeder.answer import InFlightRange, Piece
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
-from lightning_sm.data.feeder.iterator_buffer import IteratorBuffer
+from lightning_sm.data.feeder.iterator_buffer import InFlightRange, IteratorBuffer
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.source_openings import SourceOpenings
 from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
@@ -75,7 +74,7 @@ class Feeder:
             selector.register(self._releases, selectors.EVENT_READ, self._take_releases)
             # EOF on the socket is not enough: a fork of the training process may hold its end open.
             parent = os.pidfd_open(os.getppid())
-            selector.register(parent, selectors.EVENT_READ, lambda: self._finish("the training process exited"))
+            selector.register(parent, selectors.EVENT_READ, self._finish)
             while self._is_running:
                 with self._lock:
                     wakeup = self._scheduler.next_wakeup(time.monotonic())
@@ -92,7 +91,7 @@ class Feeder:
     def _receive(self) -> None:
         self._handle(self._trainer.pending())
         if self._trainer.is_at_end:
-            self._finish("the training process exited")
+            self._finish()
 
     def _handle(self, messages: list[Message]) -> None:
         for message in messages:
@@ -108,7 +107,7 @@ class Feeder:
                 case kinds.ShareFigures():
                     self.figures = message.figures
                 case kinds.Finish():
-                    self._finish(message.outcome, is_success=message.is_success)
+                    self._finish()
                 case kinds.OpenSource(opening):
                     with self._lock:
                         self._openings.open(opening)
@@ -174,12 +173,12 @@ class Feeder:
         buffer.free.extend(run.slot for run in buffer.ready.values())
         self._send_requests()
 
-    def _finish(self, outcome: str, *, is_success: bool = False) -> None:
+    def _finish(self) -> None:
         if not self._is_running:
             return
         self._is_running = False
         with ThreadPoolExecutor(max(1, len(self._links))) as pool:
-            list(pool.map(lambda link: link.finish(outcome, is_success=is_success), self._links.values()))
+            list(pool.map(HostLink.finish, self._links.values()))
 
     # Messages to the training process
 
@@ -219,7 +218,6 @@ class Feeder:
         """Send the host's requests to others."""
         with self._lock:
             self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is LinkState.SILENT))
-            self._openings.host_lost(link)
         self._send_requests()
 
     def snapshot(self, digest: str) -> tuple[int, int] | None:
@@ -259,7 +257,9 @@ class Feeder:
             except WireError as error:
                 raise _about(request, error) from error
 
-    def link_piece(self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int) -> Piece | None:
+    def link_piece(
+        self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int
+    ) -> InFlightRange | None:
         """Return where a piece of a batch goes."""
         with self._lock:
             request = self._scheduler.request(request_id, link.address)
@@ -274,15 +274,10 @@ class Feeder:
                 raise _about(request, error) from error
 
     def _piece_ended(
-        self,
-        request: StepRequest,
-        buffer: IteratorBuffer,
-        answer: InFlightRange,
-        piece: Piece,
-        is_complete: bool,
+        self, request: StepRequest, buffer: IteratorBuffer, answer: InFlightRange, is_complete: bool
     ) -> None:
         with self._lock:
-            buffer.end_piece(answer, piece, is_complete=is_complete)
+            buffer.end_piece(answer, is_complete=is_complete)
             if answer.is_dropped:
                 self._send_requests()
             elif answer.is_complete:

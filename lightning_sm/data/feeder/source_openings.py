@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.ipc.feeder_messages import SourceOpened
@@ -14,8 +14,8 @@ from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.errors import DataHostMismatchError
 
-# A host that is not up for so long loses the workers of streams to others.
-_LATE_S = 5.0
+# A host that is not up for so long, while others are, loses the workers of streams to these.
+_LATE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +61,8 @@ class SourceOpenings:
         if opening is not None and all(other.source != opening.source for other in self._wanted.values()):
             self._drop_snapshot(opening.source)
 
-    def host_lost(self, link: HostLink) -> None:
-        """Move the workers of streams that a host had to others that are up; they begin again, and skip."""
-        if link.address not in self._stream_hosts.values():  # as the feeder starts, other links are still missing
-            return
-        up = [other for other in self._links.values() if other is not link and other.state is LinkState.UP]
-        if up:
-            self._move([link.address], up)
-
     def tick(self, now: float) -> None:
-        """Move the workers of streams from hosts that are late, if others are up.
+        """Move the workers of streams from hosts that are lost or late, if others are up: they begin again, and skip.
 
         Args:
             now: Time, by a monotonic clock.
@@ -80,18 +72,13 @@ class SourceOpenings:
         self._down_since = {
             address: self._down_since.get(address, now)
             for address, link in links.items()
-            if link.state is not LinkState.UP and address in self._stream_hosts.values()
+            if link.state not in (LinkState.UP, LinkState.OPENING) and address in self._stream_hosts.values()
         }
         late = [address for address, since in self._down_since.items() if now - since >= _LATE_S]
-        if late and up:
-            self._move(late, up)
-
-    def _move(self, sources: Sequence[str], targets: Sequence[HostLink]) -> None:
-        links = self._links
         for name, address in list(self._stream_hosts.items()):
-            if address in sources:
+            if address in late and up:
                 taken = Counter(self._stream_hosts.values())
-                target = min(targets, key=lambda link: taken[link.address])
+                target = min(up, key=lambda link: taken[link.address])
                 links[address].release_source(name)
                 self._stream_hosts[name] = target.address
                 target.want_source(self._wanted[name])

@@ -21,19 +21,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show_log_lines()
     owner = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    serve = owner.receive()
+    if not isinstance(serve, Serve):
+        return
     # The training waits for these imports.
     with pause_collector():
         from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
 
-        # Most of what either Lightning imports, while the owner may still be importing it.
-        importlib.import_module("torchmetrics")
-        freeze_imports()
-    serve = owner.receive()
-    if not isinstance(serve, Serve):
-        return
-    with pause_collector():
         for name in serve.imports:
             importlib.import_module(name)
+        freeze_imports()
     try:
         MainProcess(serve.settings, lambda address: owner.send(Listening(address))).serve(until=owner)
     except Exception as error:

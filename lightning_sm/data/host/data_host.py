@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import subprocess
 import sys
 import threading
 from types import TracebackType
-from typing import ClassVar
 
 from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
 from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
-from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.errors import DataServiceError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.variables import JOB_SECRET
@@ -48,11 +46,11 @@ class DataHost:
     It gets the datasets of loaders, pickled, as the workers of ``DataLoader`` do. Classes and functions of the script
     travel by value; what they look up in ``globals()`` by a name in a string is not there.
 
-    Its processes import torch and Lightning, which takes as long as in the script. See ``preload``.
+    Its processes import torch and Lightning, which takes as long as in the script.
 
-    It accepts connections from its own machine, and from ``settings.trust``. Without a token or a job's secret, it sets
+    It accepts connections from its own machine, and from ``settings.trust``. Without a job's secret, it sets
     ``LIGHTNING_SM_JOB_SECRET`` to random characters in this process, where a ``RemoteDataModule``, and ranks that this
-    process starts, find it. A training in another terminal needs the same ``LIGHTNING_SM_JOB_SECRET`` or token.
+    process starts, find it. A training in another terminal needs the same ``LIGHTNING_SM_JOB_SECRET``.
 
     Args:
         address: Where to listen: ``host:port`` (port 0: any free port), or ``unix:path``.
@@ -61,12 +59,7 @@ class DataHost:
         job: Name of the job; trainers must use the same name.
         name: Name of the host in messages. Default: its address.
 
-    Raises:
-        DataSettingsError: ``address`` is a DataModule.
     """
-
-    # Main processes that wait for their settings.
-    _preloaded: ClassVar[list[tuple[subprocess.Popen[bytes], MessageSocket]]] = []
 
     def __init__(
         self,
@@ -77,14 +70,8 @@ class DataHost:
         job: str = LOCAL_JOB,
         name: str = "",
     ) -> None:
-        if not isinstance(address, str):
-            raise DataSettingsError(
-                f"DataHost got a {type(address).__name__} as its address. It needs no DataModule: rank 0 sends one. "
-                "Write DataHost(workers=4), and give RemoteDataModule the DataModule."
-            )
         settings = settings or DataServiceSettings()
-        if settings.token is None:
-            _ensure_secret()
+        _ensure_secret()
         self.address = address
         self._settings = HostSettings(
             address=address,
@@ -99,34 +86,6 @@ class DataHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: MessageSocket | None = None
         self._is_listening = False
-
-    @classmethod
-    def preload(cls) -> None:
-        """Start the process of the next DataHost, so that its imports overlap with those of this script.
-
-        Call it before the script's own imports, once for each DataHost. The data host gets the environment variables,
-        the working directory and the module path of that moment::
-
-            from lightning_sm import DataHost
-
-            DataHost.preload()
-
-            import torch
-            from lightning_sm import RemoteDataModule  # imports torch and Lightning, too
-
-        Raises:
-            NeedsLinuxError: This system is not Linux.
-        """
-        if not cls._preloaded:
-            atexit.register(cls._end_preloaded)
-        cls._preloaded.append(start_module(_MAIN_PROCESS))
-
-    @classmethod
-    def _end_preloaded(cls) -> None:
-        while cls._preloaded:
-            process, _ = cls._preloaded.pop()
-            process.kill()
-            process.wait()
 
     def __enter__(self) -> DataHost:
         """Start the processes, and wait until they listen.
@@ -143,7 +102,7 @@ class DataHost:
             self.close()
             raise DataServiceError(
                 f"The data host at {self.address} is not listening after {_START_TIMEOUT_S:g} s: its process "
-                "is still importing torch and Lightning. Start it on a less busy machine, or earlier, with preload()."
+                "is still importing torch and Lightning. Start it on a less busy machine."
             ) from error
         except BaseException:
             self.close()
@@ -156,19 +115,10 @@ class DataHost:
         self._is_listening = True
         return self
 
-    def start(self) -> None:
-        """Start the processes, and do not wait: clients connect to the address once they listen.
-
-        Raises:
-            DataSettingsError: A TLS file is missing or invalid.
-            NeedsLinuxError: This system is not Linux.
-        """
-        self._start()
-
     def _start(self) -> tuple[subprocess.Popen[bytes], MessageSocket]:
         """Return the main process, and the connection to it."""
         read_tls(self._settings.credentials)
-        self._process, self._socket = self._preloaded.pop(0) if self._preloaded else start_module(_MAIN_PROCESS)
+        self._process, self._socket = start_module(_MAIN_PROCESS)
         try:
             lightning = [name for name in sys.modules if name in _LIGHTNING]
             self._socket.send(Serve(self._settings, lightning))

@@ -104,10 +104,6 @@ class HeldGenerators:
         for place in _find(self._owners):
             self._places.setdefault((id(place[1]), place[2]), place)
 
-    def __bool__(self) -> bool:
-        """Return whether there are any."""
-        return bool(self._places)
-
     def __iter__(self) -> Iterator[Any]:
         """Yield each generator once."""
         return (generator for _, generator in self._numbered())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +18,6 @@ from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.host.world import RankWorld
 from lightning_sm.data.protocol.openings import CallResult
 from lightning_sm.errors import DataSettingsError
-
-logger = logging.getLogger(__name__)
-
-# A hook that takes longer gets a line in the log.
-_SLOW_HOOK_S = 10.0
 
 # An order of a million samples, as a sampler may hold it, has 8 MB.
 _MAX_RESULT_BYTES = 20_000_000
@@ -43,7 +36,6 @@ class HookCall:
         arguments: Its arguments, by name.
         datamodule: The DataModule, with the first call; None: the data host has it.
         values: Attributes that were set on rank 0 since the last call.
-        removed: Names of those that were deleted there.
         trainer: The Trainer; None: there is none.
         random_state: That of rank 0.
         by_name: Whether classes and functions of the script go by name.
@@ -54,7 +46,6 @@ class HookCall:
     arguments: dict[str, Any]
     datamodule: Any
     values: dict[str, Any]
-    removed: list[str]
     trainer: TrainerView | None
     random_state: RandomState
     by_name: bool
@@ -103,10 +94,8 @@ class HookCalls:
         datamodule = call.datamodule
         if datamodule is None:
             datamodule = self._datamodules[call.run]
-        for removed in call.removed:
-            vars(datamodule).pop(removed, None)
         for attribute, value in call.values.items():
-            set_attribute(datamodule, attribute, value)
+            setattr(datamodule, attribute, value)
         before = Attributes(datamodule, (TRAINER,), by_name=call.by_name)
         returned = self._returned(datamodule, call)
         states = RandomState.now()
@@ -138,7 +127,6 @@ class HookCalls:
 
     def _returned(self, datamodule: Any, call: HookCall) -> Any:
         """Call the hook, in the world of rank 0."""
-        began = time.monotonic()
         if call.datamodule is None and datamodule.trainer is not None and call.trainer is not None:
             datamodule.trainer.update(call.trainer)  # what the hooks have made refers to this view
         else:
@@ -147,19 +135,16 @@ class HookCalls:
         # Lightning makes some loaders again, from the arguments of their classes.
         with replace_dunder_methods(DataLoader, "dataset"), replace_dunder_methods(BatchSampler):
             if call.trainer is None:
-                returned = getattr(datamodule, call.hook)(**call.arguments)
-            else:
-                self._world.show(0, call.trainer.world_size)
-                try:
-                    with datamodule.trainer.noting_reads() as reads:
-                        returned = getattr(datamodule, call.hook)(**call.arguments)
-                finally:
-                    self._world.show(0, 1)
-                loaders = loaders_in(returned)
-                if not loaders or not all(map(distributed_samplers, loaders)):
-                    reads.check(str(call))
-        seconds = time.monotonic() - began
-        logger.log(logging.INFO if seconds >= _SLOW_HOOK_S else logging.DEBUG, "%s took %.1f s", call, seconds)
+                return getattr(datamodule, call.hook)(**call.arguments)
+            self._world.show(0, call.trainer.world_size)
+            try:
+                with datamodule.trainer.noting_reads() as reads:
+                    returned = getattr(datamodule, call.hook)(**call.arguments)
+            finally:
+                self._world.show(0, 1)
+        loaders = loaders_in(returned)
+        if not loaders or not all(map(distributed_samplers, loaders)):
+            reads.check(str(call))
         return returned
 
     def keep(self, names: Iterable[str]) -> None:
@@ -170,21 +155,6 @@ class HookCalls:
             forget_parts(name)
         needed = set(self._runs.values())
         self._datamodules = {run: each for run, each in self._datamodules.items() if run in needed}
-
-
-def set_attribute(datamodule: Any, name: str, value: Any) -> None:
-    """Set an attribute to what it was changed to in another process.
-
-    A list, dict or set is changed in place: a dataset may share it.
-    """
-    own = vars(datamodule).get(name)
-    if isinstance(value, list) and type(own) is type(value):
-        own[:] = value
-    elif isinstance(value, (dict, set)) and type(own) is type(value):
-        own.clear()
-        own.update(value)
-    else:
-        setattr(datamodule, name, value)
 
 
 def loaders_in(returned: Any) -> list[DataLoader[Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
 
 from lightning_sm.data.host.parts import length_of
@@ -28,72 +29,38 @@ def compared_fields(call: str, loaders: Sequence[DataLoader[Any]], missing: Sequ
     for number, loader in enumerate(loaders):
         of = f"{call}[{number}]" if len(loaders) > 1 else call
         sampler = type(loader.sampler if loader.batch_sampler is None else loader.batch_sampler).__name__
-        fields[f"{of} batches"] = f"batch_size={loader.batch_size}, {sampler}, length {length_of(loader)}"
-        own = describe_data(loader.dataset, loader.sampler)
-        name = type(loader.dataset).__name__
-        fields[f"{of} dataset"] = f"{name}, length {length_of(loader.dataset)} ({_digest_of_json(own)})"
-        for dataset in datasets_in(loader.dataset):
+        samples = f"{length_of(loader.dataset)} samples"
+        fields[f"{of} batches"] = f"batch_size={loader.batch_size}, {sampler}, length {length_of(loader)}, of {samples}"
+        if isinstance(loader.sampler, SubsetRandomSampler):
+            fields[f"{of} sampler.indices"] = _digest(loader.sampler.indices)
+        for place, dataset in enumerate(datasets_in(loader.dataset)):
+            name = f"{of} dataset" + (f" {place}" if place else "")
+            fields.update({name + part: text for part, text in describe_data(dataset).items()})
             packages.add(type(dataset).__module__.partition(".")[0])
-            fields.update({f"{of} dataset.{name}": text for name, text in _listings(dataset)})
     installed = metadata.packages_distributions() if packages else {}
     return fields | {f"package {one}": metadata.version(installed[one][0]) for one in packages & installed.keys()}
 
 
-def _listings(dataset: Any) -> Iterator[tuple[str, str]]:
-    """Yield the lists of names, numbers, or tuples of these, in a dataset that does not say what must be equal."""
-    if callable(getattr(dataset, "fingerprint", None)):
-        return
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        if not isinstance(value, (list, tuple)) or not value:
-            continue
-        first = value[0] if isinstance(value[0], tuple) else value[:1]
-        if not all(isinstance(part, (str, int, Path)) for part in first):
-            continue
-        try:
-            yield name, f"{len(value)} items ({_digest_of_json(value)})"
-        except (TypeError, ValueError):  # other items are no names
-            continue
+def describe_data(dataset: Any) -> dict[str, str]:
+    """Return texts that are equal for the same data, by the part of the dataset.
 
-
-def _digest_of_json(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, default=_path).encode(), digest_size=8).hexdigest()
-
-
-def _path(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"a {type(value).__name__} is no name")
-
-
-def describe_data(dataset: Any, sampler: Any = None) -> list[str]:
-    """Return texts that are equal for the same data.
-
-    The texts cover the class and, if there is one, the ``fingerprint()`` of the dataset and of each dataset in its
-    attributes. They also cover the indices that ``Subset`` and ``SubsetRandomSampler`` select: hosts that split the
-    data differently would train on each other's validation samples.
-
-    Args:
-        dataset: The dataset.
-        sampler: The sampler of single samples.
+    They are of its class, and its ``fingerprint()``, if it has one; else of its lists of names or numbers, such as the
+    indices that a ``Subset`` selects: hosts that split the data differently would train on each other's validation
+    samples.
     """
-    texts = [text for one in datasets_in(dataset) for text in _texts(one)]
-    if isinstance(sampler, SubsetRandomSampler):
-        texts.append(_digest(sampler.indices))
-    return texts
+    cls = type(dataset)
+    texts = {"": f"{cls.__module__}.{cls.__qualname__}"}
+    if callable(getattr(dataset, "fingerprint", None)):
+        return texts | {".fingerprint()": str(dataset.fingerprint())}
+    lists = {name: value for name, value in getattr(dataset, "__dict__", {}).items() if _has_names(value)}
+    if isinstance(dataset, Subset):
+        lists["indices"] = dataset.indices
+    return texts | {f".{name}": _digest(value) for name, value in lists.items()}
 
 
 def datasets_in(dataset: Any) -> list[Any]:
     """Return a dataset, and the datasets in its attributes, in a fixed order."""
     return list(_walk(dataset, set()))
-
-
-def _texts(dataset: Any) -> Iterator[str]:
-    cls = type(dataset)
-    yield f"{cls.__module__}.{cls.__qualname__}"
-    fingerprint = getattr(dataset, "fingerprint", None)
-    yield str(fingerprint() if callable(fingerprint) else None)
-    if isinstance(dataset, Subset):
-        yield _digest(dataset.indices)
 
 
 def _walk(dataset: Any, seen: set[int]) -> Iterator[Any]:
@@ -116,14 +83,27 @@ def _items(value: Any) -> list[Any]:
     return [value]
 
 
-def _digest(indices: Any) -> str:
+def _has_names(value: Any) -> bool:
+    """Return whether a value is a list of names, numbers or tuples of these, as far as its first item shows."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    first = value[0] if isinstance(value[0], tuple) else value[:1]
+    return all(isinstance(part, (str, int, Path)) for part in first)
+
+
+def _digest(values: Any) -> str:
     try:
-        array = np.asarray(indices)
-    except (TypeError, ValueError):  # keys of different lengths, or that NumPy cannot look at
-        return f"{len(indices)} keys"
-    if array.dtype.kind in "iu":
-        array = array.astype("<i8")
-    elif array.dtype.kind != "U":
-        # Keys of the user's own classes: repr() may show addresses, which differ between hosts.
-        return f"{len(indices)} keys"
-    return hashlib.blake2b(array.dtype.str.encode() + array.tobytes(), digest_size=8).hexdigest()
+        text = json.dumps(values, default=_plain)
+    except (TypeError, ValueError):  # of the user's own classes: repr() may show addresses, which differ between hosts
+        return f"{len(values)} items"
+    return f"{len(values)} items ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
+        return value.tolist()
+    if isinstance(value, range):
+        return list(value)
+    raise TypeError(f"a {type(value).__name__} is no name or number")

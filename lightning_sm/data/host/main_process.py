@@ -22,10 +22,9 @@ from multiprocessing.connection import wait
 
 from lightning_sm.data.host.source_builder import builder_of
 from lightning_sm.data.host.sources import Sources
-from lightning_sm.data.host.spawned_worker import SpawnedSource
 from lightning_sm.data.host.worker import Builder, WorkerPlace, run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
-from lightning_sm.data.host.world import world_of_one
+from lightning_sm.data.host.world import show_world_of_one
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
@@ -34,7 +33,7 @@ from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.settings import HostSettings
-from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.errors import DataServiceError
 from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
@@ -46,11 +45,6 @@ _SLOTS_PER_WORKER = 2
 # Pauses before a worker is started that could not start before. Without them, one that cannot start takes a whole CPU.
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
-
-# After this many deaths in a row without a trainer's request for workers, the server process is not restarted. One that
-# has served for some time may be a victim of a lack of memory, and counts from one again.
-_MAX_SERVER_STARTS = 5
-_SERVED_LONG_S = 60.0
 
 # Time for the server process to finish the batches that it is sending, and to notify the trainers.
 _STOP_TIMEOUT_S = 5.0
@@ -68,20 +62,15 @@ class _WorkerProcess:
         pid: Its process.
         place: Its opening, and its number on the host.
         notes: Its notes.
-        is_fork: Whether it is a fork of this process.
     """
 
     pid: int
     place: tuple[str, int]
     notes: WorkerNotes
-    is_fork: bool
 
 
 class MainProcess:
     """The data host: serves the trainers from the current process until the trainers have finished.
-
-    The host fails if it could not open the last source and training failed, too. A training that succeeded did not need
-    that source.
 
     Args:
         settings: Address, workers, limits, credentials.
@@ -99,21 +88,14 @@ class MainProcess:
         self._num_workers_started = 0
         self._num_streams = 0
         self._failed_starts: Counter[tuple[str, int]] = Counter()  # in a row
-        # By opening; for workers that are no forks.
-        self._pickled: dict[str, SpawnedSource] = {}
         self._sources = Sources()
         self._scheduler = sched.scheduler(time.monotonic)
         self._server: MessageSocket  # of the newest server process
-        self._server_starts = 0
-        self._server_started = 0.0
+        self._has_listened = False  # a server process
         self._outcome: host_messages.Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
-        # Why the last source could not be opened, if so: trainers cannot continue without it.
-        self._problem: Problem | None = None
-        self._training_succeeded = False
 
-    @world_of_one()
     def serve(self, until: MessageSocket | None = None) -> None:
         """Serve until the trainers have finished, until SIGTERM, or until the other end of a socket is closed.
 
@@ -121,9 +103,9 @@ class MainProcess:
             until: The socket, if any.
 
         Raises:
-            DataServiceError: The host cannot serve: its address is taken, no trainer connected, or the user's hooks
-                failed.
+            DataServiceError: The host cannot serve: its address is taken, or no trainer connected.
         """
+        show_world_of_one()
         if until is not None:
             self._selector.register(until, selectors.EVENT_READ, self._on_owner_closed)
         self._start_server()
@@ -142,9 +124,6 @@ class MainProcess:
         except _Terminated:
             outcome = self._outcome or host_messages.Finished("the job was stopped before it served anything")
         finally:
-            # SIGTERM follows soon after the trainers have finished: read outcomes that came before it.
-            if wait([self._server.fileno()], 0.0):
-                self._note_outcomes(self._server.pending())
             self._close()
             # Ignored until the process is gone. The interpreter takes a second to exit, and restores default handlers:
             # a signal of the ending job in this second must not change the exit code.
@@ -155,10 +134,6 @@ class MainProcess:
             waker.close()
         if outcome.is_error:
             raise DataServiceError(outcome.reason)
-        # An owner (``until``) has the error already: it is raised on the trainers in the owner's process.
-        problem = self._problem
-        if until is None and problem is not None and not self._training_succeeded:
-            raise problem.exception(self._settings.name)
         logger.info("Data host done: %s.", outcome.reason)
 
     def _wait_for_outcome(self) -> host_messages.Finished:
@@ -193,8 +168,6 @@ class MainProcess:
     # The server process
 
     def _start_server(self) -> None:
-        self._server_starts += 1
-        self._server_started = time.monotonic()
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, lambda status: self._on_server_exit(process, status))
         self._server.send(host_messages.Serve(self._settings, snapshots=self._sources.snapshots))
@@ -205,18 +178,16 @@ class MainProcess:
 
     def _on_server_messages(self) -> None:
         server = self._server
-        messages = server.pending()
-        self._note_outcomes(messages)  # before the hooks that other messages run: SIGTERM may interrupt these
-        for message in messages:
+        for message in server.pending():
             match message:
                 case host_messages.Listening(address):
                     # If the server process restarts, trainers must find it at the same address.
                     self._settings = replace(self._settings, address=address)
+                    self._has_listened = True
                     self._listening(address)
                 case host_messages.NewSnapshot(digest, kept, (fd,)):
                     self._sources.take(digest, fd, kept)
                 case host_messages.StartWorkers(opening):
-                    self._server_starts = 0
                     self._open_source(opening)
                 case host_messages.KeepOpenings(names):
                     self._sources.keep(names)
@@ -230,22 +201,13 @@ class MainProcess:
         if server.is_at_end:
             self._selector.unregister(server)
 
-    def _note_outcomes(self, messages: list[Message]) -> None:
-        """Remember whether any trainer succeeded, for ``serve``, which decides whether this host has failed."""
-        if host_messages.TrainerFinished(is_success=True) in messages:
-            self._training_succeeded = True
-
     def _on_server_exit(self, process: subprocess.Popen[bytes], status: int) -> None:
         process.returncode = status
         if self._outcome is not None:
             return
         how = describe_exit(status)
-        if time.monotonic() - self._server_started >= _SERVED_LONG_S:
-            self._server_starts = 0
-        if self._server_starts >= _MAX_SERVER_STARTS:
-            reason = (
-                f"The data host's gRPC server {how}, {self._server_starts} times in a row. See the log lines above."
-            )
+        if not self._has_listened:
+            reason = f"The data host's gRPC server {how} before it listened. See the log lines above."
             self._outcome = host_messages.Finished(reason, is_error=True)
             return
         logger.warning("The data host's gRPC server %s. Restarting it.", how)
@@ -261,15 +223,10 @@ class MainProcess:
         finally:
             self._in_hook = False
         if outcome is None:
-            try:
-                self._start_workers(opening.name)
-            except DataSettingsError as error:  # of a source for new processes that cannot be pickled
-                self._sources.openings.pop(opening.name)
-                outcome = Problem.of(error, "starting the workers")
+            self._start_workers(opening.name)
         problem = outcome if isinstance(outcome, Problem) else None
         if problem is not None:
             logger.warning("%s failed; trainers get the error: %s", problem.where, first_line(problem.text))
-        self._problem = problem
         result = outcome if isinstance(outcome, CallResult) else None
         self._send(host_messages.StartedWorkers(opening.name, problem, result))
 
@@ -284,22 +241,14 @@ class MainProcess:
     # Workers
 
     def _start_workers(self, opening: str) -> None:
-        """Start workers. Those of other openings keep their caches and open files, and wait.
-
-        Raises:
-            DataSettingsError: The source needs new processes, and cannot be pickled.
-        """
+        """Start workers. Those of other openings keep their caches and open files, and wait."""
         self._forget_places()
-        if opening not in self._pickled and (spawned := self._spawned(opening)) is not None:
-            self._pickled[opening] = spawned
         for number in self._worker_numbers(opening):
             self._start_worker(opening, number)
 
     def _forget_places(self) -> None:
         """Forget the workers of what is no longer open."""
         self._current_ids = {place: worker for place, worker in self._current_ids.items() if self._is_open(place[0])}
-        for opening in [opening for opening in self._pickled if not self._is_open(opening)]:
-            self._pickled.pop(opening).close()
 
     def _is_open(self, opening: str) -> bool:
         return opening in self._sources.openings
@@ -311,34 +260,17 @@ class MainProcess:
         self._num_streams += 1
         return (self._settings.workers - 1 + self._num_streams,)
 
-    def _spawned(self, opening: str) -> SpawnedSource | None:
-        """Return what starts workers that are no forks; None: they are forks.
-
-        Raises:
-            DataSettingsError: The source cannot be pickled.
-        """
-        source = self._sources.source(opening)
-        if source.start_method == "fork":
-            return None
-        memory, stream = self._sources.descriptor(opening), self._sources.openings[opening].stream
-        return SpawnedSource(source, memory, stream, self._host_name, self._settings.workers)
-
     def _builder(self, opening: str, number: int) -> Builder:
         place = WorkerPlace(self._host_name, number, self._settings.workers)
-        return builder_of(self._sources.source(opening), self._sources.openings[opening].stream, place)
+        what = self._sources.openings[opening]
+        return builder_of(self._sources.source(what.source), what.stream, place)
 
     def _start_worker(self, opening: str, number: int) -> None:
         self._num_workers_started += 1
         worker_id = self._num_workers_started
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
         notes = WorkerNotes()
-        pickled = self._pickled.get(opening)
-        process: subprocess.Popen[bytes] | None = None
-        if pickled is None:
-            pid, sock = self._fork_worker(opening, number, ring, notes)
-        else:
-            process, sock = pickled.start_worker(number, ring, notes)
-            pid = process.pid
+        pid, sock = self._fork_worker(opening, number, ring, notes)
         self._send(
             host_messages.NewWorker(
                 worker=worker_id,
@@ -351,16 +283,9 @@ class MainProcess:
         )
         sock.close()
         ring.close()
-        notes.close_descriptor()
-        self._workers[worker_id] = _WorkerProcess(pid, (opening, number), notes, is_fork=pickled is None)
+        self._workers[worker_id] = _WorkerProcess(pid, (opening, number), notes)
         self._current_ids[opening, number] = worker_id
-
-        def on_exit(status: int) -> None:
-            if process is not None:
-                process.returncode = status
-            self._on_worker_exit(worker_id, status)
-
-        self._watch(pid, on_exit)
+        self._watch(pid, partial(self._on_worker_exit, worker_id))
 
     @property
     def _host_name(self) -> str:

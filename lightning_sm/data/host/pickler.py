@@ -1,4 +1,4 @@
-"""Pickles objects into snapshots: sources for the data hosts and for spawned workers, and results of hooks."""
+"""Pickles objects into snapshots: sources for the data hosts, and results of hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_sm._lightning import LightningModule, Trainer
@@ -213,7 +212,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         super().__init__(file, protocol=5, buffer_callback=takes_in_band)
         self._is_by_name = by_name
         self._keeps_arguments = keeps_arguments
-        self._of_models: set[int] = set()  # the tensors of models, by id
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how an object that is not built in is pickled."""
@@ -244,24 +242,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             # A loader with workers on data hosts has a class of ours, with what belongs to this process, too.
             return object.__new__, (getattr(obj, "users_class", type(obj)),), state
         if isinstance(obj, LightningModule) and _is_attached(obj):
-            # A collate function of the model brings it along, with weights that the strategy has moved to the GPU.
-            self._of_models.update(map(id, _tensors_of(obj)))
+            # A collate function of the model brings it along.
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if len(reduced) == _LEN_BY_DEFAULT:
                 return *reduced, partial(_restore_attached, TrainerView.of(obj.trainer))
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        """Return how a tensor is pickled; None: as torch does it.
-
-        Raises:
-            PicklingError: It is on a GPU, and not that of a model that the Trainer has moved there.
-        """
+        """Return how a tensor is pickled; None: as torch does it."""
         if tensor.device.type not in ("cpu", "meta"):
-            if id(tensor) not in self._of_models:
-                raise pickle.PicklingError(
-                    f"it is a tensor on {tensor.device}, but data hosts build batches on the CPU"
-                )
+            # Of a model that the strategy has moved to the GPU, for example: data hosts build batches on the CPU.
             return _on_cpu(tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
         if tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
             _warn_of_shared_memory()
@@ -306,12 +296,6 @@ def _restore_attached(trainer: Any, model: Any, state: Any) -> None:
     model.trainer = trainer
     if model.device.type not in ("cpu", "meta"):
         model.to("cpu")  # its tensors are there; what it says of its device must not differ
-
-
-def _tensors_of(model: LightningModule) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers and tensors in attributes of a model and of its modules, such as states of metrics."""
-    for module in model.modules():
-        yield from (leaf for leaf in tree_leaves(vars(module)) if isinstance(leaf, torch.Tensor))
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,36 +19,22 @@ def load_from_trainers(fd: int, what: str) -> Any:
     """Rebuild an object of the trainers.
 
     Args:
-        fd: The descriptor of the memory of its snapshot.
+        fd: The descriptor of the memory of its snapshot; it may be closed afterwards.
         what: The object, for the error.
 
     Raises:
         DataSettingsError: This process lacks something of it.
     """
     try:
-        return load_object(fd)
+        # Its arrays and tensors alias the memory, which all processes share until one of them writes to it.
+        parts = parts_in(memoryview(mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)))
+        return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job
     except (AttributeError, ImportError) as error:
         raise DataSettingsError(
             f"This data host cannot rebuild {what}: {error}. A data host runs the script up to its first fit() (or "
             "SageMakerCLI), and needs the same packages: define classes and functions, and import modules, before that "
             "line, and not only on trainers."
         ) from error
-
-
-def load_object(fd: int) -> Any:
-    """Rebuild an object from its snapshot.
-
-    Its arrays and tensors alias the memory of the snapshot, which all processes share until one of them writes to it.
-
-    Args:
-        fd: The descriptor of the memory; it may be closed afterwards.
-
-    Raises:
-        AttributeError: This process lacks a class or function of the object.
-        ImportError: It lacks a module.
-    """
-    parts = parts_in(memoryview(mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)))
-    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job, or the parent
 
 
 def parts_in(memory: memoryview) -> list[memoryview]:

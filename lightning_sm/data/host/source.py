@@ -28,8 +28,8 @@ class WorkerSource:
         is_batched: Whether samples are collated into batches; if not, each sample is a batch.
         batch_size: Samples of a batch of an iterable dataset.
         drop_last: Whether an iterable dataset's last batch is dropped if it is incomplete.
-        start_method: How workers start: "fork", "spawn" or "forkserver".
-        has_parts: Whether some of it is on the data hosts, which run the DataModule's hooks.
+        is_spawned: Whether each worker unpickles it, as with ``multiprocessing_context="spawn"``; what is on the data
+            hosts already has no pickle.
         trainer: The Trainer, as a dataset sees it that is there.
     """
 
@@ -42,8 +42,7 @@ class WorkerSource:
     is_batched: bool
     batch_size: int | None
     drop_last: bool
-    start_method: str
-    has_parts: bool
+    is_spawned: bool
     trainer: Any
 
     @classmethod
@@ -73,8 +72,7 @@ class WorkerSource:
             is_batched=private._auto_collation,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
-            start_method=context.get_start_method(allow_none=True) or "fork",
-            has_parts=bool(stand_ins),
+            is_spawned=context.get_start_method(allow_none=True) in ("spawn", "forkserver") and not stand_ins,
             trainer=trainer if any(part.sees_trainer for part in stand_ins) else None,
         )
 

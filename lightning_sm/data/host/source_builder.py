@@ -19,8 +19,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.collate import collate_into
-from lightning_sm.data.host.generators import reachable, seed_all
-from lightning_sm.data.host.seeding import Seeding
+from lightning_sm.data.host.generators import HeldGenerators, reachable, seed_all
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.host.worker import Builder, UserCodeError, WorkerPlace, encode_batches
@@ -69,7 +68,8 @@ class IndexedBuilder:
         seed = _hash(f"{place.host}/{place.number}/{source.name}".encode()) % (1 << 31)
         self._info = _worker_info(place.number, place.num_workers, seed, source.dataset)
         self._world = RankWorld()
-        self._seeding = Seeding(source.name, source.dataset, source.collate_fn)
+        self._held: HeldGenerators
+        self._has_searched_again = False
 
     def enter(self, notes: WorkerNotes) -> None:
         """Set ``get_worker_info()``, and run the user's ``worker_init_fn``."""
@@ -80,6 +80,7 @@ class IndexedBuilder:
             # A generator that it makes from torch.initial_seed() differs between workers, as in a DataLoader.
             seed_all(self._info.seed)
             self._source.init_worker(self._number, 0)
+        self._held = HeldGenerators(self._source.dataset, self._source.collate_fn)
 
     def build(
         self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
@@ -87,19 +88,19 @@ class IndexedBuilder:
         """Build the batches of a request, each from its index."""
         spec = FetchSpec.decode(encoded_spec)
         self._world.show(spec.rank, spec.world_size)
-        seed = self._seeding.start(_seed_of(spec, -1))
-        builds = (
-            partial(self._batch, pickle.loads(index), seed and partial(seed, _seed_of(spec, number)), notes)  # noqa: S301
-            for number, index in enumerate(spec.indices)
-        )
+        builds = (partial(self._batch, spec, number, notes) for number in range(spec.num_batches))
         batches = encode_batches(memory, builds)
-        self._seeding.check()
+        if not self._has_searched_again:  # code may make its generators when it first needs them
+            self._held.search_again()
+            self._has_searched_again = True
         return batches
 
-    def _batch(self, index: Any, seed: Callable[[], None] | None, notes: WorkerNotes, arena: Arena) -> Any:
+    def _batch(self, spec: FetchSpec, number: int, notes: WorkerNotes, arena: Arena) -> Any:
         source = self._source
-        if seed is not None:
-            seed()
+        index = pickle.loads(spec.indices[number])  # noqa: S301  # of a trainer that has proved the token
+        seed = _seed_of(spec, number)
+        seed_all(seed)
+        self._held.seed(seed)
         samples = self._samples(index, notes)
         notes.set_text(f"the collate function, for {_shown(index)}")
         try:
@@ -210,8 +211,7 @@ class StreamBuilder:
 
 def _seed_of(spec: FetchSpec, number: int) -> int:
     """Return the seed of a batch, an unsigned 64-bit number: the ranks of a job often have the same base."""
-    key = _BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number if number >= 0 else -1)
-    return _hash(key)
+    return _hash(_BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number))
 
 
 def _hash(key: bytes) -> int:

@@ -43,13 +43,15 @@ class Sources:
                 os.close(self._snapshots.pop(old))
         self._snapshots[digest] = fd
 
-    def source(self, opening: str) -> WorkerSource:
-        """Return the source of an opening."""
-        return self._sources[self.openings[opening].source]
+    def source(self, digest: str) -> WorkerSource:
+        """Return a source, which a worker unpickles if the main process has not.
 
-    def descriptor(self, opening: str) -> int:
-        """Return the memory of the source of an opening."""
-        return self._snapshots[self.openings[opening].source]
+        Raises:
+            DataSettingsError: This process lacks something of it.
+        """
+        if digest not in self._sources:
+            self._sources[digest] = load_from_trainers(self._snapshots[digest], "a dataset of the trainers")
+        return self._sources[digest]
 
     def open(self, opening: Opening) -> Problem | CallResult | None:
         """Rebuild the source of an opening, unless it is there, and run the hook if it is the call of one.
@@ -65,9 +67,8 @@ class Sources:
                 call: HookCall = load_from_trainers(self._snapshots[opening.source], "the DataModule of rank 0")
                 where = str(call)
                 result = self._calls.run(opening.name, call)
-            elif opening.source not in self._sources:
-                memory = self._snapshots[opening.source]
-                self._sources[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
+            elif not opening.is_spawned:
+                self.source(opening.source)
         except Exception as error:  # noqa: BLE001  # of the user's code: sent to the trainers
             return Problem.of(error, where)
         self.openings[opening.name] = opening

@@ -1,8 +1,8 @@
 """A worker of a data host: runs the user's dataset, transforms and collate function, one batch after the other.
 
-Workers are forked from the data host's main process, as ``DataLoader`` forks its own, unless the loader wants others
-(see ``spawned_worker``). The main process never loads gRPC and has no threads of its own, so forking it is safe. Forks
-share the dataset's memory, need no pickling, and start within milliseconds.
+Workers are forked from the data host's main process, as ``DataLoader`` forks its own. That never loads gRPC and has no
+threads of its own, so forking it is safe. Forks share the dataset's memory and start within milliseconds. With
+``multiprocessing_context="spawn"``, each unpickles the dataset itself, so that what this starts is its own.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     builder: Builder | None = None
     problem = Failure("", "")
     longest_s = 0.0
-    where = "the import of the script and the dataset in a new process"
+    where = "unpickling the dataset"
     try:
         loaded = load()
         where = "worker_init_fn"
@@ -125,31 +125,30 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
             else:
                 started = time.perf_counter()
                 faulthandler.dump_traceback_later(max(_LONG_S, _LONG_FACTOR * longest_s), file=2)
-                outcome, batches = _build_range(request, ring, builder, notes)
+                outcome = _build_range(request, ring, builder, notes)
                 faulthandler.cancel_dump_traceback_later()
                 longest_s = max(longest_s, time.perf_counter() - started)
-                requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))
+                requests.send(BuildAnswer(request.slot, outcome))
                 notes.clear()
 
 
-def _build_range(
-    request: Build, ring: Ring, builder: Builder, notes: WorkerNotes
-) -> tuple[BuiltRange | Failure | StreamEnd, list[EncodedBatch]]:
-    """Return the outcome of a request, and the batches; none if it is a failure, or if the stream has ended before."""
+def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNotes) -> BuiltRange | Failure | StreamEnd:
+    """Return the outcome of a request."""
     started = time.perf_counter()
     memory = ring.slot(request.slot)
     try:
         built = builder.build(request.encoded_spec, memory, notes)
         if isinstance(built, StreamEnd):
-            return built, []
+            return built
     except UserCodeError as error:
-        return Failure.of(error.__cause__ or error, error.where), []
+        return Failure.of(error.__cause__ or error, error.where)
     except (BatchTypeError, BatchTooLargeError) as error:
-        return Failure(type(error).__name__, str(error)), []
+        return Failure(type(error).__name__, str(error))
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
-        return Failure.of(error), []
+        return Failure.of(error)
     used = max((one.start + one.num_bytes for one in built), default=0)
-    return BuiltRange(used, time.perf_counter() - started), built
+    encoded_batches = pack_batches(built)
+    return BuiltRange(used, time.perf_counter() - started, encoded_batches)
 
 
 def encode_batches(

@@ -7,7 +7,6 @@ the note of the sample is left.
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 
 _MAX_TEXT_BYTES = 200
@@ -20,19 +19,11 @@ _END = _STARTED_AT + 1
 
 
 class WorkerNotes:
-    """Memory that a worker shares with its parent. Make it before the worker starts.
+    """Memory that a worker shares with its parent, which makes it before the fork."""
 
-    Args:
-        fd: The memory, received from the parent; None: new memory.
-    """
-
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("lightning_sm_notes", os.MFD_CLOEXEC) if fd is None else fd
-        if fd is None:
-            os.ftruncate(self.fd, _END)
-        self._memory = mmap.mmap(self.fd, _END)
-        if fd is None:
-            self.clear()
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _END)
+        self.clear()
 
     def set_index(self, index: int) -> None:
         """Note a sample of the dataset by its index, an int64: 0.2 us, as small samples take a few us each."""
@@ -67,13 +58,6 @@ class WorkerNotes:
             return f"index {index}"
         return self._memory[_HEAD.size : _HEAD.size + size].decode(errors="replace")
 
-    def close_descriptor(self) -> None:
-        """Close the descriptor. The parent needs only the memory, and may have hundreds of workers."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
     def close(self) -> None:
-        """Release descriptor and memory."""
-        self.close_descriptor()
+        """Release the memory."""
         self._memory.close()

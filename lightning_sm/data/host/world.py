@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed
@@ -21,28 +20,17 @@ _VARIABLES = {
 }
 
 
-@contextmanager
-def world_of_one() -> Iterator[None]:
+def show_world_of_one() -> None:
     """Make ``torch.distributed`` and torchrun's variables show a world of one, here and in forks.
 
     Keep a process group that the user's script has made.
     """
-    before = {name: os.environ.get(name) for name in _VARIABLES}
     os.environ.update(_VARIABLES)
     # Creating a process group replaces sys.excepthook for good, and errors of a data host would be marked as rank 0's.
     excepthook = sys.excepthook
-    is_ours = torch.distributed.is_available() and not torch.distributed.is_initialized() and _init_group()
-    try:
-        yield
-    finally:
-        if is_ours:
-            torch.distributed.destroy_process_group()
-            sys.excepthook = excepthook
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    if torch.distributed.is_available() and not torch.distributed.is_initialized():
+        _init_group()
+    sys.excepthook = excepthook
 
 
 def _init_group(rank: int = 0, world_size: int = 1) -> bool:

@@ -113,10 +113,7 @@ class ShareFigures(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """The last message: how the training ended; see ``calls.FinishRequest``."""
-
-    outcome: str
-    is_success: bool
+    """The last message: the training has ended."""
 
 
 # From the feeder

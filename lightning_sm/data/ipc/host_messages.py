@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import field
 
 from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.openings import CallResult, Opening, StreamWorker
+from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.data.settings import HostSettings
 
@@ -20,7 +18,7 @@ class Serve(Message, frozen=True):
 
     Attributes:
         settings: How to serve.
-        imports: Modules that will be needed, and that the process imports at once.
+        imports: Modules that will be needed.
         snapshots: Digests of the sources that the main process has, the newest last.
     """
 
@@ -104,30 +102,6 @@ class NewWorker(Message, frozen=True):
     fds: tuple[int, ...]
 
 
-class StartWorker(Message, frozen=True):
-    """To a worker that is no fork: what it works on.
-
-    Attributes:
-        host: Name of the data host.
-        number: Its number on the host.
-        num_workers: Workers on the host.
-        num_slots: Slots of its ring.
-        slot_bytes: Capacity of a slot.
-        preparation: What multiprocessing tells a process that it spawns: how to import the script.
-        fds: Its ring, its notes, and the snapshot of the source.
-        stream: The worker of a stream that it is, if any.
-    """
-
-    host: str
-    number: int
-    num_workers: int
-    num_slots: int
-    slot_bytes: int
-    preparation: dict[str, Any]
-    fds: tuple[int, ...]
-    stream: StreamWorker | None = None
-
-
 class WorkerLost(Message, frozen=True):
     """A worker has exited; ``why`` says how."""
 
@@ -143,12 +117,6 @@ class KillWorker(Message, frozen=True):
 
 class JobEnds(Message, frozen=True):
     """No more trainers will connect."""
-
-
-class TrainerFinished(Message, frozen=True):
-    """To the main process: the training of a rank has ended."""
-
-    is_success: bool
 
 
 # Between the server process and a worker
@@ -171,10 +139,12 @@ class BuiltRange(Struct, frozen=True, tag=True):
     Attributes:
         num_bytes: How many bytes of the slot are batches.
         produce_s: Seconds that the worker took.
+        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
     num_bytes: int
     produce_s: float
+    encoded_batches: bytes
 
 
 class BuildAnswer(Message, frozen=True):
@@ -183,9 +153,7 @@ class BuildAnswer(Message, frozen=True):
     Attributes:
         slot: Its slot.
         outcome: The batches, or why there are none.
-        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
     slot: int
     outcome: BuiltRange | Failure | StreamEnd
-    encoded_batches: bytes = b""

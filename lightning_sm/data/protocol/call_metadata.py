@@ -21,9 +21,7 @@ SERVICE = "lightning_sm.DataHost"
 # Data hosts unpickle what these calls bring: a dataset or a DataModule, and what samplers have yielded.
 CONFIRMED = ("Load", "Fetch")
 
-# Values of keys in "-bin" may be any bytes; other values must be ASCII, and lose leading and trailing blanks.
 VERSION_KEY = "lightning-sm-protocol"
-JOB_KEY = "lightning-sm-job-bin"
 NONCE_KEY = "lightning-sm-nonce"
 PROOF_KEY = "lightning-sm-proof"
 
@@ -46,11 +44,10 @@ def proof(credentials: Credentials, label: Literal["trainer", "data host", "conf
     return hmac.new(credentials.token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-def metadata(credentials: Credentials, name: str, nonce: str) -> list[tuple[str, str | bytes]]:
-    """Return what a trainer sends with a call: protocol version, job, a random number and a proof of the token."""
+def metadata(credentials: Credentials, name: str, nonce: str) -> list[tuple[str, str]]:
+    """Return what a trainer sends with a call: protocol version, a random number and a proof of the token."""
     return [
         (VERSION_KEY, PROTOCOL_VERSION),
-        (JOB_KEY, credentials.job.encode()),
         (NONCE_KEY, nonce),
         (PROOF_KEY, proof(credentials, "trainer", method(name), nonce)),
     ]
@@ -71,10 +68,10 @@ def unproved(credentials: Credentials) -> str:
 
 
 def _this_trainer(credentials: Credentials) -> str:
+    name = JOB_SECRET.name
     return (
-        f"this trainer, which belongs to job {credentials.job!r} and has its "
-        f"token from {credentials.token_source}. Compare both hosts: they must be of the same job, and have the "
-        f"same data_service.token, or none; the same {JOB_SECRET.name}, or none; and the same version of "
-        f"lightning_sm. A DataHost makes a secret for its own process if there is none: to train in another one, "
-        f"set the same {JOB_SECRET.name} in both"
+        f"this trainer, which belongs to job {credentials.job!r} and has its token from {credentials.token_source}. "
+        f"Compare both hosts: they must be of the same job, and have the same {name}, or none, and the same version of "
+        "lightning_sm. A DataHost makes a secret for its own process if there is none: to train in another one, set "
+        f"the same {name} in both"
     )

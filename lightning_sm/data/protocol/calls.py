@@ -14,7 +14,7 @@ from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError, WireError
 
-# Names, numbers, what a rank wants open, and how a training ended: an exception's text may be long.
+# Names, numbers, and what a rank wants open.
 _MAX_REQUEST_BYTES = 1 << 20
 
 
@@ -71,19 +71,15 @@ class HeartbeatRequest(Request, frozen=True):
 
 
 class FinishRequest(Request, frozen=True):
-    """The last message of a rank: how its training ended.
+    """The last message of a rank: its training has ended.
 
     Attributes:
         client: Name of the rank.
-        outcome: How it ended, for the log.
-        is_success: Whether it had all the batches that it needed.
     """
 
     NAME = "Finish"
 
     client: Name
-    outcome: str
-    is_success: bool = False
 
 
 class Problem(Failure, frozen=True):

@@ -54,8 +54,6 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
         num_steps: Number of batches of the first training loader.
         num_timed: Number of steps that the clock of steps has timed: all but the first one of a run.
         num_bytes: Bytes of the batches.
-        first_wait_s: Seconds until the first batches of epochs had arrived; that of the first epoch, until its step had
-            ended.
         wait_s: Seconds that the timed steps waited for their batches.
         transfer_wait_s: The part of ``wait_s`` in which batches were in transit from a data host.
         busy_s: Seconds that the timed steps took besides.
@@ -69,7 +67,6 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
     num_steps: Natural = 0
     num_timed: Natural = 0
     num_bytes: Natural = 0
-    first_wait_s: Real = 0.0
     wait_s: Real = 0.0
     transfer_wait_s: Real = 0.0
     busy_s: Real = 0.0

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from lightning_sm.data.protocol.frames import MAX_HEADER_BYTES
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus, error_in
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
 from lightning_sm.errors import WireError
 
+if TYPE_CHECKING:
+    from lightning_sm.data.protocol.h2_connection import Http2Connection
+
 # Room for the largest header and the first piece, and for small answers that are sent in the same message.
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + CHUNK_BYTES + (1 << 20)
 
 _PREFIX = struct.Struct(">BI")  # "Length-Prefixed-Message": whether it is compressed, and its length
-
-
-# A server that has just ended a stream may still count it, and refuse the next one: a few times, but not for ever.
-_MAX_REFUSED = 5
 
 
 class MessageReceiver(Protocol):
@@ -44,23 +43,13 @@ class MessageReceiver(Protocol):
         """Note that the call has ended, with status OK if ``error`` is None, and that memory is no longer used."""
 
 
-class Transport(Protocol):
-    """The connection of a call."""
-
-    def send(self, call: Call, message: bytes) -> None:
-        """Send a request, soon."""
-
-    def cancel(self, call: Call) -> None:
-        """End the call on both sides, soon."""
-
-
 class Call:
     """A call, on one stream of HTTP/2.
 
     Args:
         headers: Its headers.
         receiver: Receives the messages of the answer.
-        requests: All requests; None: they come one by one, by ``send``. Only a sequence can be sent again.
+        requests: All requests; None: they come one by one, by ``send``.
         confirm: Checks the headers of the answer, and returns the request that confirms the call; raises CallError if
             the server has not proved the token.
         waits: Whether the server gets this request first, and no other before it has proved the token.
@@ -85,15 +74,13 @@ class Call:
     ) -> None:
         self.headers = headers
         self.receiver = receiver
-        self.transport: Transport | None = None
+        self.transport: Http2Connection | None = None
         self.stream_id = 0
         self.has_sent_all = False
         self.has_received = False
         self.trailers: dict[bytes, bytes] = {}
         self.num_unreturned = 0
-        self._sequence = requests if isinstance(requests, Sequence) else None
         self._requests: Iterator[bytes] | None = None if requests is None else iter(requests)
-        self._num_refused = 0
         self._confirm = confirm
         self._waits = waits
         self._is_proved = False  # the server has the token
@@ -149,17 +136,6 @@ class Call:
         if not self._outgoing[0]:
             self._outgoing.popleft()
         return part
-
-    def rewind(self) -> bool:
-        """Prepare to send requests again that the server refused to look at; return whether that is possible."""
-        self._num_refused += 1
-        if self._sequence is None or self.trailers or self._num_refused > _MAX_REFUSED:
-            return False
-        self._requests = iter(self._sequence)
-        self._outgoing.clear()
-        self.has_sent_all = False
-        self.stream_id = 0
-        return True
 
     def memory(self) -> memoryview:
         """Return where the next bytes go."""

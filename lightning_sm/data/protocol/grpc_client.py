@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import ssl
 import threading
-from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from functools import partial
 from secrets import token_hex
@@ -28,25 +27,20 @@ from lightning_sm.data.settings import Credentials
 
 
 class _AnswerBuffer:
-    """The messages of an answer, in memory.
+    """The one message of an answer, in memory."""
 
-    Args:
-        is_single: Whether one message is expected.
-    """
-
-    def __init__(self, *, is_single: bool) -> None:
-        self.messages: list[bytearray] = []
+    def __init__(self) -> None:
+        self.message: bytearray | None = None
         self.error: Exception | None = None
         self.ended = threading.Event()
-        self._is_single = is_single
         self._rest = memoryview(b"")
 
     def begin(self, num_bytes: int) -> None:
         """Make room for a message."""
-        if self._is_single and self.messages:
+        if self.message is not None:
             raise CallError(CallStatus.INTERNAL, "the server sent a second answer")
-        self.messages.append(bytearray(num_bytes))
-        self._rest = memoryview(self.messages[-1])
+        self.message = bytearray(num_bytes)
+        self._rest = memoryview(self.message)
 
     def memory(self) -> memoryview:
         """Return the rest of the message."""
@@ -118,23 +112,7 @@ class GrpcChannel:
 
     def stream_unary(self, name: str, requests: Iterable[bytes], timeout_s: float) -> bytes:
         """Make a call with any number of requests and one answer; errors are those of ``unary``."""
-        answer = self._wait(_AnswerBuffer(is_single=True), name, requests, timeout_s)
-        if not answer:
-            raise CallError(CallStatus.INTERNAL, "the server sent no answer")
-        return bytes(answer[0])
-
-    def stream(self, name: str, requests: Iterable[bytes], timeout_s: float) -> bytes:
-        """Make a call with any number of requests, and return all answers joined; errors are those of ``unary``."""
-        return b"".join(self._wait(_AnswerBuffer(is_single=False), name, requests, timeout_s))
-
-    def close(self) -> None:
-        """End all calls, and the connection."""
-        with self._lock:
-            self._is_closed = True
-        if self._connection is not None:
-            self._connection.close()
-
-    def _wait(self, answer: _AnswerBuffer, name: str, requests: Iterable[bytes], timeout_s: float) -> list[bytearray]:
+        answer = _AnswerBuffer()
         call = self.open(name, answer, requests, timeout_s)
         if not answer.ended.wait(timeout_s):
             call.cancel()
@@ -143,7 +121,16 @@ class GrpcChannel:
             raise CallError(CallStatus.UNAUTHENTICATED, refused_token(self._credentials))
         if answer.error is not None:
             raise answer.error
-        return answer.messages
+        if answer.message is None:
+            raise CallError(CallStatus.INTERNAL, "the server sent no answer")
+        return bytes(answer.message)
+
+    def close(self) -> None:
+        """End all calls, and the connection."""
+        with self._lock:
+            self._is_closed = True
+        if self._connection is not None:
+            self._connection.close()
 
     def _headers(self, name: str, nonce: str, timeout_s: float | None) -> list[tuple[str, str]]:
         """Return the headers of a call (PROTOCOL-HTTP2.md, "Request-Headers")."""
@@ -153,10 +140,7 @@ class GrpcChannel:
         headers += [("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "grpc-lightning-sm")]
         if timeout_s is not None:  # at most 8 digits
             headers.append(("grpc-timeout", f"{min(99_999_999, max(1, int(1000 * timeout_s)))}m"))
-        for key, value in metadata(self._credentials, name, nonce):
-            text = b64encode(value).decode() if isinstance(value, bytes) else value
-            headers.append((key, text))
-        return headers
+        return headers + metadata(self._credentials, name, nonce)
 
 
 def _confirm(credentials: Credentials, nonce: str, headers: Mapping[bytes, bytes]) -> bytes:

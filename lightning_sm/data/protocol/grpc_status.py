@@ -1,4 +1,4 @@
-"""How calls end: gRPC's status codes, and the codes of HTTP and HTTP/2 that stand for them. No gRPC library."""
+"""How calls end: the status codes of gRPC. No gRPC library."""
 
 from __future__ import annotations
 
@@ -58,26 +58,6 @@ class CallError(Exception):
         return self.code in _FINAL
 
 
-# doc/http-grpc-status-mapping.md: of a response without a status of gRPC, such as that of a proxy.
-_OF_HTTP = {
-    b"400": CallStatus.INTERNAL,
-    b"401": CallStatus.UNAUTHENTICATED,
-    b"403": CallStatus.PERMISSION_DENIED,
-    b"404": CallStatus.UNIMPLEMENTED,
-    b"429": CallStatus.UNAVAILABLE,
-    b"502": CallStatus.UNAVAILABLE,
-    b"503": CallStatus.UNAVAILABLE,
-    b"504": CallStatus.UNAVAILABLE,
-}
-# doc/PROTOCOL-HTTP2.md, "Errors", for the codes of RFC 9113, section 7; all others are INTERNAL.
-_OF_RESET = {
-    7: CallStatus.UNAVAILABLE,  # REFUSED_STREAM: it was not processed
-    8: CallStatus.CANCELLED,  # CANCEL
-    11: CallStatus.RESOURCE_EXHAUSTED,  # ENHANCE_YOUR_CALM
-    12: CallStatus.PERMISSION_DENIED,  # INADEQUATE_SECURITY
-}
-
-
 def response_error(headers: Mapping[bytes, bytes]) -> CallError | None:
     """Return why the headers of a response are not those of gRPC (``PROTOCOL-HTTP2.md``, "Responses"); None: they are.
 
@@ -89,7 +69,7 @@ def response_error(headers: Mapping[bytes, bytes]) -> CallError | None:
     if status == b"200" and kind.startswith(b"application/grpc"):
         return None
     text = f"the answer has HTTP status {status.decode('latin-1')} and type {kind.decode('latin-1')!r}"
-    return CallError(_OF_HTTP.get(status, CallStatus.UNKNOWN), text)
+    return CallError(CallStatus.UNKNOWN, text)
 
 
 def error_in(trailers: Mapping[bytes, bytes]) -> CallError | None:
@@ -101,8 +81,3 @@ def error_in(trailers: Mapping[bytes, bytes]) -> CallError | None:
     # PROTOCOL-HTTP2.md: Status-Message is percent-encoded, and decoding it must not fail.
     details = unquote(trailers.get(b"grpc-message", b"").decode("latin-1"), errors="replace")
     return None if code is CallStatus.OK else CallError(code, details)
-
-
-def reset_error(code: int) -> CallError:
-    """Return the error of a call whose stream the server has reset with this code of RFC 9113, section 7."""
-    return CallError(_OF_RESET.get(code, CallStatus.INTERNAL), f"the stream was reset with code {code} of HTTP/2")

@@ -18,7 +18,6 @@ import grpc
 
 from lightning_sm.data.protocol.call_metadata import (
     CONFIRMED,
-    JOB_KEY,
     NONCE_KEY,
     PROOF_KEY,
     PROTOCOL_VERSION,
@@ -52,7 +51,7 @@ _MAX_LOGGED = 20
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type information
-    """The guard of a server: refuses calls without a proof of the token, or of another version or job, unread.
+    """The guard of a server: refuses calls without a proof of the token, or of another version, unread.
 
     Who does not prove the token is told nothing else: the default token follows from the job's name. All others get the
     server's own proof first.
@@ -101,7 +100,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
             self._logged.add(address)
             logger.warning(
                 "Refused a call from %s, which did not prove that it has the token of %s, of job %r, from %s. If it is "
-                "a trainer of this job, compare data_service.token and %s of both.",
+                "a trainer of this job, compare %s of both.",
                 address,
                 self._host,
                 self._credentials.job,
@@ -120,12 +119,6 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
             return grpc.StatusCode.FAILED_PRECONDITION, (
                 f"{self._host} speaks version {PROTOCOL_VERSION} of the protocol, this trainer version {version}. "
                 "Install the same version of lightning_sm on all hosts."
-            )
-        job = sent.get(JOB_KEY, b"")
-        if job != self._credentials.job.encode():
-            return grpc.StatusCode.FAILED_PRECONDITION, (
-                f"{self._host} belongs to job {self._credentials.job!r}, this trainer to job "
-                f"{job.decode(errors='replace')!r}."
             )
         return None
 

@@ -1,9 +1,8 @@
 """A connection of a trainer to a data host, by h2 and a socket: messages go straight to the memory of their receiver.
 
-h2 has the rules of HTTP/2 (RFC 9113, whose sections are named below) for all frames but two. DATA frames it would copy
+h2 has the rules of HTTP/2 (RFC 9113, whose sections are named below) for all frames but DATA, which it would copy
 several times: here ``recv_into`` takes their bodies, and h2 sees only the first and the last one of each stream,
-without their bodies, to check that the stream is open. After a GOAWAY frame h2 accepts nothing more, but the streams
-that it names may finish.
+without their bodies, to check that the stream is open.
 
 A connection has a thread, which alone uses the socket and h2. Other threads give it functions to call.
 """
@@ -27,13 +26,12 @@ from h2.exceptions import H2Error, ProtocolError
 from h2.settings import SettingCodes, Settings
 
 from lightning_sm.data.protocol.grpc_call import Call
-from lightning_sm.data.protocol.grpc_status import CallError, CallStatus, reset_error, response_error
+from lightning_sm.data.protocol.grpc_status import CallError, CallStatus, response_error
 from lightning_sm.data.protocol.wire import Wire
 
 _HEAD = struct.Struct(">BHBBI")  # 4.1: length in 24 bits, type, flags, stream
-_GOAWAY_CODES = struct.Struct(">II")  # 6.8: the last stream and the code; text may follow
 _UPDATE = struct.Struct(">BHBBII")  # 6.9
-_DATA, _SETTINGS, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = 0, 4, 7, 8, 9
+_DATA, _SETTINGS, _WINDOW_UPDATE = 0, 4, 8
 _OF_BLOCKS = (1, 5, 9)  # HEADERS, PUSH_PROMISE, CONTINUATION: between these, no other frame may be (6.10)
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
 # The largest frames (4.2), so that a piece has one head; the largest windows (6.9.1), as the receiver takes all bytes
@@ -76,7 +74,6 @@ class Http2Connection:
         call.transport = self
         self._calls: dict[int, Call] = {}
         self._wire = Wire(address, context)
-        self._max_calls = 1 << 31
         self._is_ready = False  # the server's settings have arrived
         self._is_in_block = False  # of headers
         self._is_pinged = False
@@ -156,7 +153,7 @@ class Http2Connection:
         self._flush()
         self._heard_at = time.monotonic()
         try:
-            while self.accepts_calls or self._calls:
+            while True:
                 self._receive_frame()
         except (_ClosedError, ProtocolError) as error:
             with contextlib.suppress(H2Error, OSError):
@@ -179,9 +176,6 @@ class Http2Connection:
             raise ConnectionError("the server does not speak HTTP/2")
         if kind == _DATA and not self._is_in_block:
             self._receive_data(num_bytes, flags, stream_id)
-        elif kind > _CONTINUATION:  # 5.5: ignore it, wherever it may be
-            self._discard(num_bytes)
-            self._h2.receive_data(_HEAD.pack(0, 0, kind, flags, stream_id))
         elif num_bytes > _MAX_OTHER_BYTES:
             raise ProtocolError(f"a frame of type {kind} has {num_bytes} bytes; {_MAX_OTHER_BYTES} are allowed")
         else:
@@ -189,24 +183,16 @@ class Http2Connection:
             self._wire.fill(payload, self._wait)
             if kind in _OF_BLOCKS:
                 self._is_in_block = not flags & _END_HEADERS
-            if kind == _GOAWAY and not stream_id and num_bytes >= _GOAWAY_CODES.size:
-                self._go_away(payload)
-            else:
-                self._handle(self._h2.receive_data(bytes(head + payload)))
+            self._handle(self._h2.receive_data(bytes(head + payload)))
         self._flush()
 
     def _receive_data(self, num_bytes: int, flags: int, stream_id: int) -> None:
         call = self._calls.get(stream_id)
         if call is None or not call.has_received:
             self._handle(self._h2.receive_data(_HEAD.pack(0, 0, _DATA, 0, stream_id)))
-        num_left, num_padding = num_bytes, 0
-        if flags & _PADDED:  # 6.1: one byte says how many follow the data
-            size = bytearray(min(1, num_bytes))
-            self._wire.fill(size, self._wait)
-            num_padding = sum(size)
-            num_left = num_bytes - 1 - num_padding
-            if num_left < 0:
-                raise ProtocolError(f"a DATA frame of {num_bytes} bytes has {num_padding} bytes of padding")
+        if flags & _PADDED:  # gRPC pads nothing
+            raise ProtocolError("a DATA frame has padding")
+        num_left = num_bytes
         while num_left:
             call = self._calls.get(stream_id)  # it may have ended while this thread waited
             if call is None:
@@ -225,25 +211,22 @@ class Http2Connection:
                 if not received:
                     self._wait(num_left)
             num_left -= received
-        self._discard(num_left + num_padding)
+        while num_left:  # nobody wants it
+            scratch = bytearray(min(num_left, _MAX_OTHER_BYTES))
+            self._wire.fill(scratch, self._wait)
+            num_left -= len(scratch)
         self._return_window(num_bytes, stream_id)
         if flags & _END_STREAM:
             self._handle(self._h2.receive_data(_HEAD.pack(0, 0, _DATA, _END_STREAM, stream_id)))
 
     def _return_window(self, num_bytes: int, stream_id: int) -> None:
-        """Give bytes, padding included, back to the windows of connection and stream (6.9), in large steps."""
+        """Give bytes back to the windows of connection and stream (6.9), in large steps."""
         for owner, number in ((self, 0), (self._calls.get(stream_id), stream_id)):
             if owner is not None:
                 owner.num_unreturned += num_bytes
                 if owner.num_unreturned >= _WINDOW_STEP_BYTES:
                     self._wire.outbox += _UPDATE.pack(0, 4, _WINDOW_UPDATE, 0, number, owner.num_unreturned)
                     owner.num_unreturned = 0
-
-    def _discard(self, num_bytes: int) -> None:
-        while num_bytes:
-            scratch = bytearray(min(num_bytes, _MAX_OTHER_BYTES))
-            self._wire.fill(scratch, self._wait)
-            num_bytes -= len(scratch)
 
     def _wait(self, num_bytes: int) -> None:
         """Wait until some of so many bytes have arrived, sending meanwhile; or just call functions of other threads."""
@@ -293,8 +276,8 @@ class Http2Connection:
 
     def _start_waiting(self) -> None:
         """Start calls, as many as the server allows at a time (5.1.2)."""
-        limit = min(self._max_calls, self._h2.remote_settings.max_concurrent_streams)
-        while self._is_ready and self._waiting and self.accepts_calls and len(self._calls) < limit:
+        limit = self._h2.remote_settings.max_concurrent_streams
+        while self._is_ready and self._waiting and len(self._calls) < limit:
             call = self._waiting.popleft()
             call.stream_id = self._h2.get_next_available_stream_id()
             self._calls[call.stream_id] = call
@@ -325,24 +308,11 @@ class Http2Connection:
                     call.trailers = dict(headers)
                 case events.StreamEnded() if call is not None:
                     self._end(call, call.outcome(), is_open=not call.has_sent_all)
-                case events.StreamReset(error_code=ErrorCodes.REFUSED_STREAM) if (
-                    call is not None and call.rewind()
-                ):  # 8.7
-                    self._waiting.append(self._calls.pop(event.stream_id))
-                    self._max_calls = max(1, len(self._calls))  # the server may count streams a little longer
-                    self._start_waiting()
                 case events.StreamReset(error_code=code) if call is not None:
-                    self._end(call, reset_error(code), is_open=False)
-
-    def _go_away(self, payload: bytearray) -> None:
-        """Let the calls that the server names finish, and start no more (6.8)."""
-        last, code = _GOAWAY_CODES.unpack_from(payload)
-        with self._lock:
-            self.accepts_calls = False
-        error = CallError(CallStatus.UNAVAILABLE, f"the server closes the connection, with code {code} of HTTP/2")
-        for call in [*self._calls.values(), *self._waiting]:
-            if call.stream_id > last & 0x7FFFFFFF or not call.stream_id:
-                self._end(call, error)
+                    why = f"the stream was reset with code {code} of HTTP/2"
+                    self._end(call, CallError(CallStatus.UNAVAILABLE, why), is_open=False)
+                case events.ConnectionTerminated(error_code=code):  # 6.8
+                    raise ConnectionError(f"the server closes the connection, with code {code} of HTTP/2")
 
     def _end(self, call: Call, error: Exception | None, *, is_open: bool = True) -> None:
         """End a call. Reset its stream if it is open, so that the server frees what it holds for it (5.4.2)."""

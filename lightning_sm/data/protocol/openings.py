@@ -42,6 +42,7 @@ class Opening(Struct, frozen=True):
             build any batch.
         is_call: Whether the source is a call of a hook, and needs no workers.
         is_alone: Whether one data host opens it for all.
+        is_spawned: Whether each worker unpickles the source, rather than the process that forks them.
     """
 
     name: Name
@@ -49,6 +50,7 @@ class Opening(Struct, frozen=True):
     stream: StreamWorker | None = None
     is_call: bool = False
     is_alone: bool = False
+    is_spawned: bool = False
 
 
 class CallResult(Struct, frozen=True):
@@ -69,12 +71,14 @@ class OpeningsRequest(Request, frozen=True):
     Attributes:
         client: The rank.
         openings: The openings. Those that no rank wants any more are closed.
+        results: Names of the calls whose results the rank lacks.
     """
 
     NAME = "OpenSources"
 
     client: Name
     openings: Annotated[list[Opening], Meta(max_length=_MAX_OPENINGS)]
+    results: list[str] = field(default_factory=list)
 
 
 class OpeningsReply(Struct, frozen=True):
@@ -84,25 +88,15 @@ class OpeningsReply(Struct, frozen=True):
         open: Names of the openings that have workers.
         missing: Digests of the sources that the host needs first.
         problems: Why there are no workers, by name of the opening.
+        results: The result of one of the calls that the rank lacks, by its name: a message has room for one.
     """
 
     open: list[str]
     missing: list[str]
     problems: dict[str, Problem] = field(default_factory=dict)
+    results: dict[str, CallResult] = field(default_factory=dict)
 
     def check(self, what: str) -> None:
         """Check that each problem is an error of a data host."""
         for problem in self.problems.values():
             problem.check(what)
-
-
-class ResultRequest(Request, frozen=True):
-    """A request for the result of a call that is open; answered by ``CallResult``, in pieces.
-
-    Attributes:
-        call: Name of its opening.
-    """
-
-    NAME = "Result"
-
-    call: Name

@@ -41,18 +41,12 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
     """Read the TLS files; None if TLS is off.
 
     Raises:
-        DataSettingsError: A file cannot be read or is not a PEM file of its kind, key and certificate do not match, or
-            one of them is not set although another file is.
+        DataSettingsError: A file cannot be read or is not a PEM file of its kind, or key and certificate do not match.
     """
     certificate = credentials.tls_certificate
     key = credentials.tls_key
     authority = credentials.tls_authority
     if certificate is None or key is None:
-        if (certificate, key, authority) != (None, None, None):
-            raise DataSettingsError(
-                f"TLS needs both data_service.tls_certificate (now {certificate}) and data_service.tls_key (now {key})."
-                f" data_service.tls_authority (now {authority}) is only for mutual TLS."
-            )
         return None
     files = TlsFiles(
         _certificates(certificate, "tls_certificate"),
@@ -65,7 +59,7 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
     except OSError as error:
         raise DataSettingsError(
             f"{key} (data_service.tls_key) is not the private key, in PEM and without a password, of {certificate} "
-            f"(data_service.tls_certificate): {_reason(error)}."
+            f"(data_service.tls_certificate): {error}."
         ) from error
     return files
 
@@ -112,7 +106,7 @@ def _certificates(path: str, setting: str) -> bytes:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise DataSettingsError(
-            f"{path} (data_service.{setting}) does not contain a PEM certificate: {_reason(error)}."
+            f"{path} (data_service.{setting}) does not contain a PEM certificate: {error}."
         ) from error
     return content
 
@@ -121,8 +115,4 @@ def _read(path: str, setting: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise DataSettingsError(f"{path} (data_service.{setting}) cannot be read: {_reason(error)}.") from error
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise DataSettingsError(f"{path} (data_service.{setting}) cannot be read: {error}.") from error

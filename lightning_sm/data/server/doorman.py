@@ -31,7 +31,6 @@ _LOAD_BYTE, _LOAD_WORD, _RIGHT_SHIFT, _AND, _JUMP, _JUMP_IF_EQUAL, _RETURN = 0x3
 _IP_HEADER = 0xFFF00000
 _SOURCE = {4: 12, 6: 8}  # offset of the source address, by version of IP
 _WORD = 0xFFFFFFFF
-_WHOLE_IPV4 = 3  # instructions of the test for one: load, compare, return
 
 EVERYONE: list[Network] = [ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0")]
 # The kernel limits instructions to 4096, and the memory for them.
@@ -151,15 +150,8 @@ def program(networks: Sequence[Network]) -> list[tuple[int, int, int, int]]:
     """
     by_version = {}
     for version in (4, 6):
-        # The tests of whole IPv4 addresses share one load instruction, so they come first.
-        ordered = sorted((one for one in networks if one.version == version), key=lambda one: -one.prefixlen)
-        code: list[tuple[int, int, int, int]] = []
-        is_loaded = False
-        for network in ordered:
-            test = _test(network)
-            code += test[1:] if is_loaded and test[0] == code[0] else test
-            is_loaded = len(test) == _WHOLE_IPV4
-        by_version[version] = [*code, (_RETURN, 0, 0, _DOORMAN)]
+        tests = [instruction for one in networks if one.version == version for instruction in _test(one)]
+        by_version[version] = [*tests, (_RETURN, 0, 0, _DOORMAN)]
     return [
         (_LOAD_BYTE, 0, 0, _IP_HEADER),
         (_RIGHT_SHIFT, 0, 0, 4),

@@ -31,7 +31,7 @@ class Leases:
         self._startup_timeout_s = startup_timeout_s
         self._last_seen: dict[str, float] = {}
         self._world_sizes: dict[str, int] = {}
-        self._finished: dict[str, str] = {}
+        self._finished: set[str] = set()
         self._job_is_ending = False
         self._last_event = now
 
@@ -53,17 +53,16 @@ class Leases:
         self._world_sizes[client] = world_size
         self._last_seen[client] = now
         self._last_event = now
-        self._finished.pop(client, None)
+        self._finished.discard(client)
 
-    def finish(self, client: str, problem: str, now: float) -> None:
+    def finish(self, client: str, now: float) -> None:
         """End a lease.
 
         Args:
             client: Name of the trainer rank, for which ``has`` is true.
-            problem: Why its training ended early, for the log; empty if it had all the batches that it needed.
             now: Time.
         """
-        self._finished[client] = problem
+        self._finished.add(client)
         self._last_event = now
 
     def has(self, client: str) -> bool:
@@ -97,8 +96,7 @@ class Leases:
             if len(done) < max(self._world_sizes.values()) and silent_s < self._lease_s:
                 return None
         ranks = {1: "the only rank has", 2: "both ranks have"}.get(len(done), f"all {len(done)} ranks have")
-        problems = sorted({self._finished.get(client, "lost connection") for client in done} - {""})
-        return Finished(f"{ranks} finished ({', '.join(problems)})" if problems else f"{ranks} finished")
+        return Finished(f"{ranks} finished" + (" (lost connection)" if len(done) > len(self._finished) else ""))
 
     def running(self, now: float) -> list[str]:
         """Return the trainers that have neither finished nor fallen silent."""
@@ -118,15 +116,10 @@ class Leases:
 
 def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> None:
     """Check that a trainer can belong to the training of those that hold leases, given with their world sizes."""
-    connected = listed(sorted(others), _MAX_NAMES)
-    if others and world_size not in others.values():
-        why = f"{client} belongs to a run with world size {world_size}, but {connected} to one with "
-        why += "world size " + " and ".join(str(size) for size in sorted(set(others.values())))
-    elif len(others) >= world_size:
-        why = f"{client} is one too many for a run with world size {world_size}; already connected: {connected}"
-    else:
+    if not others or (world_size in others.values() and len(others) < world_size):
         return
+    connected = listed([f"{other} (world size {size})" for other, size in sorted(others.items())], _MAX_NAMES)
     raise DataHostMismatchError(
-        f"{why}. A data host serves one run at a time: wait until the others have ended, or start data hosts for "
-        "each run, with a data_service.token of its own."
+        f"{client} (world size {world_size}) is one too many; already connected: {connected}. A data host serves one "
+        "run at a time: wait until the others have ended, or start data hosts for each run, with a secret of its own."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from itertools import chain
+from itertools import chain, islice
 
 from lightning_sm.data.ipc.host_messages import KeepOpenings, StartedWorkers, StartWorkers
 from lightning_sm.data.ipc.messages import Message
@@ -73,7 +73,9 @@ class Openings:
             problems = {name: problem for name in wanted if (problem := self._opened.get(name)) is not None}
             for name in problems:
                 self._opened.pop(name)
-            return OpeningsReply([name for name in wanted if name in self._opened], sorted(set(missing)), problems)
+            done = [name for name in wanted if name in self._opened]
+            results = {name: self._results[name] for name in request.results if name in self._results}
+            return OpeningsReply(done, sorted(set(missing)), problems, dict(islice(results.items(), 1)))
 
     def take(self, message: StartedWorkers) -> None:
         """Take the answer of the main process."""
@@ -86,11 +88,6 @@ class Openings:
         if message.problem is not None:
             self._changed()
         self._close_unwanted()  # the rank may have left meanwhile
-
-    def result(self, call: str) -> CallResult | None:
-        """Return the result of a call of a hook; None: it is not open."""
-        with self._condition:
-            return self._results.get(call)
 
     def keep(self, clients: Collection[str]) -> None:
         """Forget all ranks but some: those that have finished, and those whose leases have expired."""

@@ -6,7 +6,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
@@ -91,14 +91,8 @@ class TrustedPeers:
 
     def refusal(self, address: str) -> str:
         """Return why an address is refused, and what to do."""
-        own = listed([str(network.network_address) for network in self._own])
-        hosts = [
-            entry if entry in _texts(found) else f"{entry} ({listed(_texts(found))})"
-            for entry, found in self._found.items()
-        ]
-        known = f"its own machine ({own})" + (f" and {listed(hosts)}" if hosts else "")
-        missing = self.unresolved
-        late = f" These names do not resolve yet: {listed(missing)}." if missing else ""
+        known = listed(["its own machine", *self._trusted])
+        late = f" These names do not resolve yet: {listed(self.unresolved)}." if self.unresolved else ""
         return (
             f"{self._name} does not trust {address}. It trusts {known}.{late} If {address} is a trainer, add "
             "it to data_service.trust of the data hosts, or use mutual TLS (data_service.tls_authority)."
@@ -127,10 +121,6 @@ def _address(text: str) -> Address:
 
 def _network(address: str) -> Network:
     return ipaddress.ip_network(_address(address))
-
-
-def _texts(networks: Sequence[Network]) -> list[str]:
-    return [str(network.network_address if network.num_addresses == 1 else network) for network in networks]
 
 
 def _look_up(name: str) -> list[str]:

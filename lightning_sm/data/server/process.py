@@ -20,8 +20,8 @@ from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.fetch import FetchSpec
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.openings import OpeningsRequest, ResultRequest
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, snapshot_hash
+from lightning_sm.data.protocol.openings import OpeningsRequest
+from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.data.server.leases import Leases
 from lightning_sm.data.server.listener import Listener
 from lightning_sm.data.server.openings import Openings
@@ -37,8 +37,6 @@ _Parsed = TypeVar("_Parsed")
 
 # A call that waits for the user's setup() answers "not yet" after this time, so that the trainer can log it.
 _CALL_TIMEOUT_S = 5.0
-
-_MAX_OUTCOME_CHARS = 1000
 
 # The main process keeps this many sources that no rank wants now: it may want them again.
 _NUM_SPARE = 3
@@ -76,7 +74,6 @@ class ServerProcess:
         self._peers = TrustedPeers(settings)
         self._handlers = {
             "OpenSources": grpc.unary_unary_rpc_method_handler(self._open_sources),
-            "Result": grpc.unary_stream_rpc_method_handler(self._result),
             "Load": grpc.stream_unary_rpc_method_handler(self._load),
             "Fetch": self._fetch.handler(),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
@@ -145,15 +142,6 @@ class ServerProcess:
                 context.abort(grpc.StatusCode.NOT_FOUND, f"{wanted.client} has sent no heartbeat")
         return self._openings.open(wanted, _CALL_TIMEOUT_S).encode()
 
-    def _result(self, request: bytes, context: Any) -> Iterator[bytes]:
-        wanted = _parse(ResultRequest.parse, request, context)
-        result = self._openings.result(wanted.call)
-        if result is None:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"{wanted.call} is not open")
-            return
-        encoded = result.encode()
-        yield from (encoded[start : start + CHUNK_BYTES] for start in range(0, len(encoded), CHUNK_BYTES))
-
     def _load(self, requests: Iterator[bytes], context: Any) -> bytes:
         """Take a pickled source, and give it to the main process, which runs code of it."""
         head = _parse(calls.LoadRequest.parse, next(requests, b""), context)
@@ -220,16 +208,13 @@ class ServerProcess:
     def _finish(self, request: bytes, context: Any) -> bytes:
         last = _parse(calls.FinishRequest.parse, request, context)
         client = last.client
-        problem = "" if last.is_success else last.outcome[:_MAX_OUTCOME_CHARS]
         with self._leasing:
             if not self._leases.has(client):
                 context.abort(
                     grpc.StatusCode.NOT_FOUND,
                     f"{client} has sent no heartbeat to data host {self._settings.name}, which does not wait for it",
                 )
-            # Before the answer: as soon as the trainer has it, the trainer may exit, and this host may get SIGTERM.
-            self._send(host_messages.TrainerFinished(last.is_success))
-            self._leases.finish(client, problem, time.monotonic())
+            self._leases.finish(client, time.monotonic())
             self._figures.pop(client, None)
             self._hosts.pop(client, None)
         return b"{}"

@@ -150,11 +150,11 @@ class _RankStream:
     def _encode(self, request_id: int, answer: Answer) -> Iterator[bytes]:
         with self._lock:
             is_wanted = self._cancels.pop(request_id, None) is not None
-        if isinstance(answer, ServedRange) and len(answer.encoded_batches) > MAX_STRUCTURE_BYTES:
+        if isinstance(answer, ServedRange) and len(answer.built.encoded_batches) > MAX_STRUCTURE_BYTES:
             answer.release()
             answer = Failure(
                 "BatchTooLargeError",
-                f"The strings and lists of a batch have {len(answer.encoded_batches)} bytes; "
+                f"The strings and lists of a batch have {len(answer.built.encoded_batches)} bytes; "
                 f"{MAX_STRUCTURE_BYTES} are allowed. Send long strings as bytes or uint8 tensors.",
             )
         if isinstance(answer, StreamEnd):
@@ -178,7 +178,7 @@ def nothing() -> None:
 
 def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
     data, built = served.data.data, served.built
-    header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, served.encoded_batches).encode()
+    header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, built.encoded_batches).encode()
     # The header travels with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
     for start in range(0, built.num_bytes, CHUNK_BYTES):

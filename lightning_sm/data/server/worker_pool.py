@@ -35,26 +35,15 @@ class ServedRange:
 
     Attributes:
         built: Its size, and how it lies there.
-        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
-        worker: Id of the worker.
-        ring: Its slots.
-        slot: Which of them.
+        data: The bytes of the slot, uint8.
         queue_s: Seconds from the request until the worker started on it.
         release: Frees the slot; to be called once.
     """
 
     built: BuiltRange
-    encoded_batches: bytes
-    worker: int
-    ring: Ring
-    slot: int
+    data: np.ndarray
     queue_s: float
     release: Callable[[], None]
-
-    @property
-    def data(self) -> np.ndarray:
-        """The bytes of the slot, uint8."""
-        return self.ring.slot(self.slot)
 
 
 Answer: TypeAlias = ServedRange | Failure | StreamEnd
@@ -405,7 +394,7 @@ class WorkerPool:
                     self._dispatch()
 
             queue_s = worker.task_started - task.received
-            return ServedRange(outcome, message.encoded_batches, worker.id, worker.ring, slot, queue_s, release)
+            return ServedRange(outcome, worker.ring.slot(slot), queue_s, release)
         worker.free_slots.append(slot)
         if isinstance(outcome, Failure):
             where = ", ".join(filter(None, (outcome.where, f"worker {worker.number}")))

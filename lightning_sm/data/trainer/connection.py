@@ -5,19 +5,29 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import cycle
 from typing import Any, ClassVar
 
 from lightning_sm.data.ipc.feeder_messages import Configure
-from lightning_sm.data.protocol.calls import HeartbeatRequest
+from lightning_sm.data.protocol.calls import HeartbeatRequest, HostReport
+from lightning_sm.data.protocol.grpc_client import GrpcChannel
+from lightning_sm.data.protocol.grpc_status import CallError
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.host_channels import host_channels
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.data.trainer.slots import SlotPool
-from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.errors import (
+    DataHostMismatchError,
+    DataHostUnreachableError,
+    DataServiceError,
+    DataSettingsError,
+)
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.topology import Topology
@@ -27,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 # The name of a job that does not state its own.
 UNNAMED_JOB = "unnamed"
+
+_CALL_TIMEOUT_S = 5.0
+_PAUSE_S = 0.5
+_REPORT_PERIOD_S = 30.0
 
 
 class ServiceConnection:
@@ -124,7 +138,8 @@ class ServiceConnection:
 
     def __reduce__(self) -> Any:
         """Pickle what does not belong to this process."""
-        return _rebuild, (self.addresses, self.settings, self.job, self.is_of_job, self._channels)
+        make = partial(ServiceConnection, is_of_job=self.is_of_job, channels=self._channels)
+        return make, (self.addresses, self.settings, self.job)
 
     @property
     def feeder(self) -> FeederClient:
@@ -155,7 +170,7 @@ class ServiceConnection:
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = trainer is not None and trainer.local_rank != 0
         self._feeder = FeederClient(Configure(self.addresses, credentials, client, is_quiet=is_quiet))
-        weakref.finalize(self, self._feeder.close, "the process ended", is_success=True)
+        weakref.finalize(self, self._feeder.close)
 
     def host_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
         """Return the names of the data hosts' input channels, once the first of them has run the script.
@@ -166,14 +181,40 @@ class ServiceConnection:
             is_quiet: Whether another rank of this host logs what all of them would.
 
         Raises:
-            DataServiceError: No data host answered in time, or they refuse this rank.
+            DataHostUnreachableError: No data host answered in time.
+            DataHostMismatchError: They refuse this rank.
         """
         if self._host_channels is None:
             self._host_channels = DATA_CHANNELS.read(os.environ)
         if self._host_channels is None:
-            credentials, timeout_s = Credentials.of(self.settings, self.job), self.settings.startup_timeout_s
-            self._host_channels = host_channels(self.addresses, credentials, timeout_s, is_quiet=is_quiet)
+            self._host_channels = self._ask_for_channels(is_quiet=is_quiet)
         return self._host_channels
+
+    def _ask_for_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
+        """Ask one data host after the other for its channels, until one answers: it has run the script."""
+        credentials, timeout_s = Credentials.of(self.settings, self.job), self.settings.startup_timeout_s
+        deadline = time.monotonic() + timeout_s
+        report_at = time.monotonic() + _REPORT_PERIOD_S
+        with ExitStack() as stack:
+            channels = [(one, stack.enter_context(closing(GrpcChannel(one, credentials)))) for one in self.addresses]
+            for address, channel in cycle(channels):
+                try:
+                    return tuple(HostReport.parse(channel.unary("Status", b"", _CALL_TIMEOUT_S)).channels)
+                except CallError as error:
+                    why = f"data host at {address}: {error}"
+                    if error.is_final:
+                        raise DataHostMismatchError(why) from error
+                now = time.monotonic()
+                if now >= deadline:
+                    break
+                if now >= report_at and not is_quiet:
+                    report_at = now + _REPORT_PERIOD_S
+                    logger.info("Waiting for the data hosts to run the script, to ask for their channels: %s", why)
+                time.sleep(_PAUSE_S)
+        raise DataHostUnreachableError(
+            f"No data host has said within {timeout_s:.0f} s (data_service.startup_timeout_s) which channels it has "
+            f"({why}). See the logs of the data hosts."
+        )
 
     def runs_hooks(self, *, is_quiet: bool) -> bool:
         """Return whether the data hosts run the hooks of DataModules.
@@ -199,18 +240,13 @@ class ServiceConnection:
         """Unlock the memory of a pool when the connection closes."""
         self._pools.add(pool)
 
-    def close(self, outcome: str, *, is_success: bool) -> None:
-        """Disconnect this rank, and stop its feeder process.
-
-        Args:
-            outcome: How the training ended, for the logs of the data hosts.
-            is_success: Whether it had all the batches that it needed.
-        """
+    def close(self) -> None:
+        """Disconnect this rank, and stop its feeder process."""
         for pool in self._pools:
             pool.close()
         self._pools.clear()
         if self._feeder is not None:
-            self._feeder.close(outcome, is_success=is_success)
+            self._feeder.close()
             self._feeder = None
 
     def default_window(self) -> int:
@@ -218,9 +254,3 @@ class ServiceConnection:
         known = [host.workers for host in self.feeder.snapshot().hosts if host.workers]
         workers = sum(known) * len(self.addresses) // max(1, len(known))
         return default_window(workers, self._num_ranks)
-
-
-def _rebuild(
-    addresses: list[str], settings: DataServiceSettings, job: str, is_of_job: bool, channels: frozenset[str]
-) -> ServiceConnection:
-    return ServiceConnection(addresses, settings, job, is_of_job=is_of_job, channels=channels)

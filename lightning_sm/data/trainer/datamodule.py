@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map
 from lightning_sm._lightning import CombinedLoader, LightningDataModule, check_same_distribution
 from lightning_sm._unlisted import UnlistedDataModule
 from lightning_sm.data.host.data_host import LOCAL_JOB
-from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.host_hooks import OURS, loader_hooks, run_hooks_on_data_hosts, users_class
@@ -83,16 +82,11 @@ class RemoteDataModule(UnlistedDataModule):
         try:
             super().on_exception(exception)
         finally:
-            self.close(f"{type(exception).__name__}: {first_line(str(exception))}", is_success=False)
+            self.close()
 
-    def close(self, outcome: str = "finished", *, is_success: bool = True) -> None:
-        """Disconnect from the data hosts.
-
-        Args:
-            outcome: How the training ended, for the logs of the data hosts.
-            is_success: Whether it had all the batches that it needed.
-        """
-        self._connection.close(outcome, is_success=is_success)
+    def close(self) -> None:
+        """Disconnect from the data hosts."""
+        self._connection.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as the user's DataModule and the connection, which connects again in another process."""

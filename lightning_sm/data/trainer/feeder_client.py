@@ -10,8 +10,8 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar
+from itertools import count
+from typing import NoReturn, TypeAlias
 
 from lightning_sm import errors
 from lightning_sm.data.host.pickler import PickledObject
@@ -33,22 +33,6 @@ _SLOT_POLL_S = 0.002
 
 _OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfPass | kinds.Failed
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def _one_thread_at_a_time(
-    method: Callable[Concatenate[Any, _Arguments], _Result],
-) -> Callable[Concatenate[Any, _Arguments], _Result]:
-    """Let threads that read loaders take turns. Not for what finalizers call: they may interrupt the one at turn."""
-
-    @wraps(method)
-    def call(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return call
-
 
 class FeederClient:
     """A feeder process and the connection to it.
@@ -67,6 +51,7 @@ class FeederClient:
         os.close(releases)
         self._pid = os.getpid()
         self._is_quiet = settings.is_quiet
+        # Threads that read loaders take turns. Finalizers do not take it: they may interrupt the one at turn.
         self._lock = threading.RLock()
         self._inboxes: dict[int, deque[_OfPass]] = {}
         self._error: kinds.Failed | None = None
@@ -75,23 +60,9 @@ class FeederClient:
         self._num_uses: Counter[Opening] = Counter()
         self._shared: set[str] = set()  # digests of the snapshots that the feeder has
         self._opened_sources: dict[str, kinds.SourceOpened] = {}
-        self._num_rings = 0
-        self._num_passes = 0
+        self._ring_numbers, self._pass_ids = count(1), count(1)
         self._socket.send(settings)
 
-    @_one_thread_at_a_time
-    def share_snapshot(self, pickled: PickledObject) -> None:
-        """Give the feeder a source, unless it has it."""
-        if pickled.digest in self._shared:
-            return
-        fd = pickled.write()
-        try:
-            self._send(kinds.ShareSnapshot(pickled.digest, pickled.num_bytes, (fd,)))
-        finally:
-            os.close(fd)
-        self._shared.add(pickled.digest)
-
-    @_one_thread_at_a_time
     def open_source(self, opening: Opening, pickled: PickledObject, owner: object) -> Callable[[], object]:
         """Let data hosts open a source, and return what closes it.
 
@@ -100,17 +71,23 @@ class FeederClient:
             pickled: The source.
             owner: What needs it: the source is closed when it is gone.
         """
-        self._close_sources()
-        self._num_uses[opening] += 1
-        if self._num_uses[opening] == 1:
-            self.share_snapshot(pickled)
-            self._send(kinds.OpenSource(opening))
+        with self._lock:
+            self._close_sources()
+            self._num_uses[opening] += 1
+            if pickled.digest not in self._shared:
+                fd = pickled.write()
+                try:
+                    self._send(kinds.ShareSnapshot(pickled.digest, pickled.num_bytes, (fd,)))
+                finally:
+                    os.close(fd)
+                self._shared.add(pickled.digest)
+            if self._num_uses[opening] == 1:
+                self._send(kinds.OpenSource(opening))
         # Once for each use. A finalizer may interrupt the thread that holds the lock: it only notes what to close.
         close = weakref.finalize(owner, self._closing.append, opening)
         close.atexit = False
         return close
 
-    @_one_thread_at_a_time
     def wait_for_source(self, opening: Opening, what: str, timeout_s: float) -> bytes:
         """Wait until a data host has opened a source; return the result, if it is the call of a hook.
 
@@ -145,19 +122,19 @@ class FeederClient:
             if all(other.source != opening.source for other in self._num_uses):
                 self._shared.discard(opening.source)  # the feeder lets go of it, too
 
-    @_one_thread_at_a_time
     def start_iterator(self, make: Callable[[int], kinds.StartIterator]) -> int:
         """Start an iterator, and return its number.
 
         Args:
             make: Returns the message for a number.
         """
-        self._close_sources()
-        pass_id = self._new_pass()
+        with self._lock:
+            self._close_sources()
+        pass_id = next(self._pass_ids)
+        self._inboxes[pass_id] = deque()
         self._send(make(pass_id))
         return pass_id
 
-    @_one_thread_at_a_time
     def supply(self, pass_id: int, indices: list[bytes], *, is_end: bool) -> None:
         """Give an iterator what its sampler has yielded.
 
@@ -168,21 +145,11 @@ class FeederClient:
         """
         self._send(kinds.SupplyIndices(pass_id, indices, is_end))
 
-    @_one_thread_at_a_time
     def add_ring(self, ring: Ring) -> int:
         """Share a ring with the feeder, and return its number."""
-        self._num_rings += 1
-        self._socket.send(kinds.ShareRing(self._num_rings, ring.num_slots, ring.slot_bytes, (ring.fd,)))
-        return self._num_rings
-
-    def _has(self, pass_id: int) -> Callable[[], bool]:
-        inbox = self._inboxes[pass_id]
-        return lambda: bool(inbox) and not isinstance(inbox[0], kinds.Failed)
-
-    def _new_pass(self) -> int:
-        self._num_passes += 1
-        self._inboxes[self._num_passes] = deque()
-        return self._num_passes
+        number = next(self._ring_numbers)
+        self._socket.send(kinds.ShareRing(number, ring.num_slots, ring.slot_bytes, (ring.fd,)))
+        return number
 
     def close_pass(self, pass_id: int) -> None:
         """End a pass; may be called from a finalizer."""
@@ -191,7 +158,6 @@ class FeederClient:
         while inbox:
             self._discard(inbox.popleft())
 
-    @_one_thread_at_a_time
     def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> _OfPass:
         """Wait for the next batches of a pass, or its end.
 
@@ -204,8 +170,13 @@ class FeederClient:
         Raises:
             DataServiceError: The batch failed, or did not arrive in time.
         """
-        if self._wait(self._has(pass_id), timeout_s, "a batch", logging.WARNING, pass_id=pass_id, poll=poll):
-            return self._inboxes[pass_id].popleft()
+        inbox = self._inboxes[pass_id]
+
+        def has_arrived() -> bool:
+            return bool(inbox) and not isinstance(inbox[0], kinds.Failed)
+
+        if self._wait(has_arrived, timeout_s, "a batch", logging.WARNING, pass_id=pass_id, poll=poll):
+            return inbox.popleft()
         end = (
             f"within {timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
             "See the logs of the data hosts for the cause."
@@ -222,18 +193,17 @@ class FeederClient:
         """Release a slot of a ring; may be called from a finalizer, in any thread."""
         self._release(Released.SLOT, ring, slot)
 
-    @_one_thread_at_a_time
     def snapshot(self) -> kinds.FeederSnapshot:
         """Return the feeder's view of hosts and passes."""
-        self._send(kinds.AskSnapshot())
-        deadline = time.monotonic() + _EXIT_TIMEOUT_S
-        self._snapshots.clear()
-        while not self._snapshots:
-            if not self._receive(deadline - time.monotonic()):
-                raise errors.DataServiceError(f"The feeder process did not answer within {_EXIT_TIMEOUT_S:.0f} s.")
-        return self._snapshots.pop()
+        with self._lock:
+            self._send(kinds.AskSnapshot())
+            deadline = time.monotonic() + _EXIT_TIMEOUT_S
+            self._snapshots.clear()
+            while not self._snapshots:
+                if not self._receive(deadline - time.monotonic()):
+                    raise errors.DataServiceError(f"The feeder process did not answer within {_EXIT_TIMEOUT_S:.0f} s.")
+            return self._snapshots.pop()
 
-    @_one_thread_at_a_time
     def share(self, figures: RankFigures) -> None:
         """Let the data hosts know what this rank has measured; rank 0 finds it in its ``snapshot``."""
         self._send(kinds.ShareFigures(figures))
@@ -255,17 +225,12 @@ class FeederClient:
             lines.append(f"  waiting for batch {one.waiting_for}: {where}; {one.ready} buffered")
         return "\n".join(lines)
 
-    def close(self, outcome: str, *, is_success: bool) -> None:
-        """Notify the data hosts of how the training ended, and stop the feeder.
-
-        Args:
-            outcome: How the training ended, for the logs of the data hosts.
-            is_success: Whether it had all the batches that it needed.
-        """
+    def close(self) -> None:
+        """Notify the data hosts that the training has ended, and stop the feeder."""
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
-            self._socket.send(kinds.Finish(outcome, is_success))
+            self._socket.send(kinds.Finish())
         except OSError:
             logger.debug("The feeder process has already exited.")
         self._socket.close()
@@ -319,17 +284,18 @@ class FeederClient:
             level = logging.DEBUG
         deadline = time.monotonic() + timeout_s
         report_at = time.monotonic() + _REPORT_PERIOD_S
-        while not is_ready():
-            self._raise_error(pass_id)
-            wait_s = min(report_at, deadline) - time.monotonic()
-            if self._receive(min(wait_s, _SLOT_POLL_S) if poll() else wait_s):
-                continue
-            now = time.monotonic()
-            if now >= deadline:
-                return False
-            if now >= report_at:
-                report_at = now + _REPORT_PERIOD_S
-                logger.log(level, "Waiting for %s:\n%s", what, self.describe())
+        with self._lock:
+            while not is_ready():
+                self._raise_error(pass_id)
+                wait_s = min(report_at, deadline) - time.monotonic()
+                if self._receive(min(wait_s, _SLOT_POLL_S) if poll() else wait_s):
+                    continue
+                now = time.monotonic()
+                if now >= deadline:
+                    return False
+                if now >= report_at:
+                    report_at = now + _REPORT_PERIOD_S
+                    logger.log(level, "Waiting for %s:\n%s", what, self.describe())
         return True
 
     def _receive(self, timeout_s: float) -> bool:

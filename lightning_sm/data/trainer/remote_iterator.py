@@ -124,12 +124,9 @@ class RemoteIterator(_BaseDataLoaderIter):
                 self._batches.supply(as_torch=True)  # it begins to fetch here: random samplers draw their order now
 
     def _next_data(self) -> Any:
-        if not self._reports:
-            return self._batches.next()
-        reporter = self._source.connection.reporter
-        reporter.begin_wait()
         batch = self._batches.next()
-        reporter.batch(self._source.trainer, self._batches.figures, is_step=self._is_step)
+        if self._reports:
+            self._source.connection.reporter.batch(self._source.trainer, self._batches.figures, is_step=self._is_step)
         return batch
 
 
@@ -308,9 +305,9 @@ class _StreamWorkers:
         self.num_workers = num_workers
         rank, world_size, number = source.rank, source.world_size, next(_NUMBERS)
         self._openings = [
-            Opening(
+            source.opening(
+                pickled,
                 f"{pickled.digest}/{rank}/{number}/{worker}",
-                pickled.digest,
                 StreamWorker(rank, world_size, worker, num_workers, seed),
             )
             for worker in range(num_workers)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sm.data.host.pickler import PickledObject, pickle_object
 from lightning_sm.data.host.source import WorkerSource
-from lightning_sm.data.protocol.openings import Opening
+from lightning_sm.data.protocol.openings import Opening, StreamWorker
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.remote_iterator import IteratorPosition, RemoteIterator
@@ -93,6 +93,7 @@ class LoaderSource:
         self._digest = ""
         self._close: Callable[[], object] | None = None
         self._is_pinned = False
+        self._is_spawned = False
 
     def limit(self, loader: DataLoader[Any]) -> float:
         """Return how many batches the Trainer reads at most; infinite if there is no limit. Call it at the first one.
@@ -143,6 +144,7 @@ class LoaderSource:
             self._feeder, self._slots, self._digest, self._close = connection.feeder, None, "", None
         self._is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
+        self._is_spawned = source.is_spawned
         began = time.monotonic()
         pickled = pickle_object(
             source,
@@ -162,6 +164,10 @@ class LoaderSource:
             )
         return pickled
 
+    def opening(self, pickled: PickledObject, name: str, stream: StreamWorker | None = None) -> Opening:
+        """Return an opening of what ``pickled`` has returned."""
+        return Opening(name, pickled.digest, stream, is_spawned=self._is_spawned)
+
     def open(self, pickled: PickledObject, owner: object) -> Opening:
         """Let data hosts start the workers of an indexed dataset, and wait for them.
 
@@ -172,7 +178,7 @@ class LoaderSource:
         Raises:
             DataServiceError: No data host can, or none did in time.
         """
-        feeder, opening = self.connection.feeder, Opening(pickled.digest, pickled.digest)
+        feeder, opening = self.connection.feeder, self.opening(pickled, pickled.digest)
         feeder.open_source(opening, pickled, owner)
         if pickled.digest != self._digest:
             close, self._close = self._close, feeder.open_source(opening, pickled, self)

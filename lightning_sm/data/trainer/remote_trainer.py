@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_sm._unlisted import UnlistedCallback
-from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.host_hooks import run_hooks_on_data_hosts
 from lightning_sm.data.trainer.remote_loader import HOOKS, LoaderSource, remote_loader
+from lightning_sm.timing.step_times import StepTimes
 
 
 class DataHostLoaders(UnlistedCallback):
-    """The callback that gives the loaders of a Trainer workers on data hosts.
+    """The callback that gives the loaders of a Trainer workers on data hosts, and has their work reported.
 
     Args:
         connection: The connection to the data hosts.
@@ -29,23 +29,24 @@ class DataHostLoaders(UnlistedCallback):
             strategy.process_dataloader = _ProcessLoader(trainer, self.connection, strategy.process_dataloader)
         self.connection.reporter.begin_run()
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Report on the last epoch."""
-        self.connection.reporter.end_epoch(trainer)
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let the reporter read the clock of this training."""
+        times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
+        if times is not None:
+            self.connection.reporter.follow(times)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Report on the last epoch."""
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Report on the epoch."""
         self.connection.reporter.end_epoch(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Disconnect from the data hosts, which fail if they could not open what the training needed."""
-        outcome = f"{type(exception).__name__}: {first_line(str(exception))}"
-        self.connection.close(outcome, is_success=False)
+        """Disconnect from the data hosts: after an exception Lightning does not call ``teardown``."""
+        self.connection.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Disconnect from the data hosts, unless they are those of a job, which may have more to do."""
         if self.connection.closes_on_teardown:
-            self.connection.close("finished", is_success=True)
+            self.connection.close()
 
 
 class _ProcessLoader:
@@ -91,4 +92,5 @@ def use_data_hosts(trainer: Any, connection: ServiceConnection, datamodules: Ite
         for datamodule in found:
             run_hooks_on_data_hosts(datamodule, connection)
     if not any(isinstance(callback, DataHostLoaders) for callback in trainer.callbacks):
-        trainer.callbacks[:0] = [DataHostLoaders(connection), connection.reporter]
+        has_clock = any(isinstance(callback, StepTimes) for callback in trainer.callbacks)
+        trainer.callbacks[:0] = [DataHostLoaders(connection), *([] if has_clock else [StepTimes()])]

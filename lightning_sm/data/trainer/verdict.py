@@ -12,9 +12,6 @@ from lightning_sm.record.limits import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, RankPa
 # Waits below this fraction of the epoch, or this many seconds, are not reported.
 _MIN_FRACTION = NOT_INPUT_BOUND
 _MIN_SECONDS = 1.0
-# The first batch of each epoch cannot be requested ahead; only a large part of an epoch matters.
-_MIN_FIRST_FRACTION = 0.2
-_MIN_FIRST_SECONDS = 5.0
 # A host or a rank counts as slower than the others from this factor on.
 _SLOWER = 2.0
 # The mean of fewer batches says nothing.
@@ -33,17 +30,20 @@ def slowest(ranks: Mapping[str, RankFigures]) -> tuple[str, RankFigures]:
     return max(ranks.items(), key=lambda item: item[1].wait_s)
 
 
-def verdict(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]) -> str | None:
-    """Return what held up training, and what would help; None if nothing did.
+def verdict(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]) -> str:
+    """Return how long training waited for data, what held it up, and what would help.
 
     Args:
         ranks: What each rank measured in the epoch, by name; at least one.
         hosts: What the data hosts did in the epoch.
     """
     slow, cause = slow_rank(paces(ranks)), wait_cause(ranks, hosts)
-    found = [None if slow is None else slow.text]
-    found += [_first_wait(ranks)] if cause is None else [cause.text, cause.change]
-    return " ".join(filter(None, found)) or None
+    found = [] if slow is None else [slow.text]
+    if cause is None:
+        found.append(f"Training waits {percent(slowest(ranks)[1].wait_fraction)} of the time for data.")
+    else:
+        found += [cause.text, cause.change]
+    return " ".join(filter(None, found))
 
 
 def paces(ranks: Mapping[str, RankFigures]) -> list[RankPace]:
@@ -113,14 +113,6 @@ def wait_cause(
         or _lost_host(who, hosts)
         or WaitCause("batches that vary", unsteady, "Raise data_service.window_batches and data_service.window_bytes.")
     )
-
-
-def _first_wait(ranks: Mapping[str, RankFigures]) -> str | None:
-    longest_s, rank = max(((rank.first_wait_s, rank) for rank in ranks.values()), key=lambda pair: pair[0])
-    fraction = longest_s / max(1e-9, longest_s + rank.seconds)
-    if longest_s < _MIN_FIRST_SECONDS or fraction < _MIN_FIRST_FRACTION:
-        return None
-    return f"The epoch took {duration(longest_s)} to begin, {percent(fraction)} of its time."
 
 
 def _is_silent(host: HostFigures, hosts: Sequence[HostFigures]) -> bool:

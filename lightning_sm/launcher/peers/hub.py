@@ -1,41 +1,40 @@
-"""The main host's end of the star, which receives all reports, decides the job's outcome, and sends it to all hosts."""
+"""The launcher of the main host: receives the reports of all hosts, decides the job's outcome, and answers with it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import msgspec
 
 from lightning_sm._text import listed
-from lightning_sm.job.stopping import JobOutcome, OutcomeKind
-from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, Timings
-from lightning_sm.launcher.peers.messages import (
-    Acknowledge,
-    AnyMessage,
-    JobEnd,
-    OrderRestart,
-    Report,
-    StillThere,
-)
-from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart
+from lightning_sm.job.stopping import OutcomeKind
+from lightning_sm.launcher import timeline
+from lightning_sm.launcher.peers.messages import MAX_LINE_BYTES, Answer, Question, from_line, mac_of, to_line
+from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Timings
+from lightning_sm.launcher.peers.peers import Peers
 
 _LOG = logging.getLogger(__name__)
 
-# Connections that have not introduced themselves. At the limit the oldest is dropped, so that port scanners cannot lock
-# hosts out.
-_MAX_STRANGERS = 64
+# A connection is closed after this silence. Hosts ask much more often, and connect again.
+_SILENCE_S = 15.0
+_LOOK_S = 0.1
+# Between the last answer to other hosts and the end of ``Peers.close``.
+_CLOSE_S = 0.5
+_MAX_LOGGED_STRANGERS = 64
 # The most that a stranger can make this host log, in one line.
 _MAX_WHY_CHARS = 300
 
 
-class Hub:
-    """The hub of a job, driven by one thread.
+class Hub(Peers):
+    """The hub of a job. All but the constructor runs in the thread of the base class.
 
     Args:
-        now: The time, in seconds of ``time.monotonic``.
         own: Name of this host.
         trainers: Names of all trainer hosts.
         data_hosts: Names of all data hosts.
@@ -43,11 +42,6 @@ class Hub:
         key: The key of the job.
         timings: How long things may take.
         max_restarts: How often the scripts of the trainer hosts may be restarted.
-        on_news: Called when ``tick`` has something to do.
-
-    Attributes:
-        awaited: Hosts that must exit, or acknowledge the job's outcome, before this host may exit.
-        absent: Hosts that have never connected.
 
     Raises:
         OSError: The hub cannot listen on the address.
@@ -55,154 +49,133 @@ class Hub:
 
     def __init__(
         self,
-        now: float,
-        *,
         own: str,
         trainers: Sequence[str],
         data_hosts: Sequence[str],
+        *,
         address: tuple[str, int] | None,
         key: bytes,
         timings: Timings,
         max_restarts: int,
-        on_news: Callable[[], None],
     ) -> None:
-        self.awaited: list[str] = []
-        self._own = own
+        super().__init__(own, trainers, timings)
+        self.is_alone, self.is_done = address is None, False
         self._key = key
-        self._timings = timings
         self._data_hosts = frozenset(data_hosts)
-        self._tracker = JobOutcomeTracker(
-            trainers,
-            data_hosts,
-            reconnect_s=timings.reconnect_s,
-            absent_s=timings.peers_timeout_s,
-            after_failure_s=timings.after_failure_s,
-            max_restarts=max_restarts,
-        )
-        self._tracker.joined(own, now)
-        self.absent = self._tracker.absent
-        self._on_news = on_news
-        self._backlog = len(trainers) + len(data_hosts) + _MAX_STRANGERS
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: dict[Connection, None] = {}
-        self._hosts: dict[str, Connection] = {}
-        self._unreached_at = now + timings.unreached_s
-        self._told: dict[type[AnyMessage], AnyMessage] = {}  # the last message to all, by its kind
-        self._told_at = 0.0
-        self._unacknowledged: set[str] = set()
+        self._tracker = JobOutcomeTracker(trainers, data_hosts, timings, max_restarts)
+        self._answers: dict[str, Answer] = {}  # the last one to each host
+        self._connections: dict[str, asyncio.StreamWriter] = {}  # the last one of each host
+        self._decided_at = self._over_at = math.inf
+        self._unreached_at = time.monotonic() + timings.unreached_s
         self._logged_strangers: set[tuple[str, str]] = set()
-        self._socket = None if address is None else socket.create_server(address, backlog=self._backlog)
-        self._server: asyncio.Server | None = None
         self._is_closed = False
+        # All hosts of a job connect at the same moment.
+        self._backlog = 64 + len(trainers) + len(data_hosts)
+        self._socket = None if address is None else socket.create_server(address, backlog=self._backlog)
 
-    @property
-    def job_outcome(self) -> JobOutcome | None:
-        """The job's outcome; None until it is known."""
-        return self._tracker.job_outcome
+    def _communicate(self) -> None:
+        asyncio.run(self._listen())
 
-    @property
-    def restart(self) -> Restart | None:
-        """The last restart that was ordered; None if there was none."""
-        return self._tracker.restart
-
-    def is_done(self, now: float) -> bool:
-        """Return whether this host may exit: the job is over, and all connected launchers know it or do not answer."""
-        if not self._tracker.is_over:
-            return False
-        return not self._unacknowledged or now - self._told_at >= self._timings.peers_timeout_s
-
-    async def open(self) -> None:
-        """Accept connections from now on."""
+    async def _listen(self) -> None:
+        server = None
         if self._socket is not None:
-            self._server = await asyncio.start_server(
-                self._accept, sock=self._socket, limit=MAX_LINE_BYTES, backlog=self._backlog
+            server = await asyncio.start_server(
+                self._serve, sock=self._socket, limit=MAX_LINE_BYTES, backlog=self._backlog
             )
+        try:
+            while not self._closing.is_set():
+                self._look()
+                await asyncio.sleep(min(_LOOK_S, self._timings.poll_s))
+            leave_at = time.monotonic() + timeline.LAST_REPORT_S - _CLOSE_S
+            self._look()  # it takes over the last report
+            while self._uninformed() and time.monotonic() < leave_at:
+                await asyncio.sleep(min(_LOOK_S, self._timings.poll_s))
+        finally:
+            self._is_closed = True
+            if server is not None:
+                server.close()
 
-    def tick(self, now: float, report: Report | None) -> None:
-        """Do what is due.
-
-        Args:
-            now: The time.
-            report: The outcome of this host's script; None while it runs.
-        """
-        if report is not None:
-            self._tracker.reported(self._own, report.outcome, now, report.attempt)
-        for connection in self._hosts.values():
-            connection.keep_alive(now, self._timings)
-        self._tracker.update(now)
-        if now >= self._unreached_at and self.job_outcome is None:
+    def _look(self) -> None:
+        """Draw the conclusions from what this host has reported, and from the time that has passed."""
+        now, tracker = time.monotonic(), self._tracker
+        tracker.heard(self._own, now)
+        if self._report is not None:
+            attempt, outcome = self._report
+            tracker.reported(self._own, outcome, now, attempt)
+        tracker.update(now)
+        if now >= self._unreached_at:
             self._unreached_at = math.inf
             self._say_who_is_missing()
-        if self.restart is not None:
-            self._tell_all(OrderRestart(self.restart), now)
+        answer = self._answer()
+        self._learn(answer)
         if self.job_outcome is not None:
-            self._tell_all(JobEnd(self.job_outcome, self._tracker.is_over), now)
-        self.absent = self._tracker.absent
-        self.awaited = sorted(self._unacknowledged) if self._tracker.is_over else self._tracker.awaited
+            self._decided_at = min(self._decided_at, now)
+        if answer.is_over:
+            self._over_at = min(self._over_at, now)
+        uninformed, limit_s = self._uninformed(), self._timings.peers_timeout_s
+        self.awaited = uninformed if answer.is_over else tracker.awaited
+        self.is_decided = now - self._decided_at >= (limit_s if uninformed or tracker.absent else 0.0)
+        self.is_done = now - self._over_at >= (limit_s if uninformed else 0.0)
 
-    async def close(self) -> None:
-        """Release the port and all connections."""
-        self._is_closed = True
-        if self._server is not None:
-            self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in self._strangers:  # a task that is cancelled before it starts closes nothing
-            connection.drop("this host is exiting")
+    def _answer(self) -> Answer:
+        tracker = self._tracker
+        return Answer(tracker.restart, tracker.job_outcome, tracker.is_over)
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_closed:  # asyncio accepted the connection before ``close``
-            writer.transport.abort()
-            return
-        if len(self._strangers) >= _MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.drop("too many connections have not introduced themselves")
-        connection = Connection(reader, writer, self._key, self._timings.hello_s)
-        self._strangers[connection] = None
-        task = asyncio.create_task(self._serve(connection))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _uninformed(self) -> list[str]:
+        """Return the hosts that are connected and do not know yet how the job stands."""
+        answer = self._answer()
+        return sorted(host for host in self._connections if self._answers[host] != answer)
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = ""
         try:
-            host = await self._admit(connection)
-            while True:
-                self._handle(host, await connection.receive())
-        except Exception as error:  # noqa: BLE001 - whatever a message causes, its host is lost, or it would be awaited
-            self._lost(connection, host, str(error) or type(error).__name__)
+            challenge = secrets.token_hex(16).encode() + b"\n"
+            writer.write(challenge)
+            while not self._is_closed:
+                line = await asyncio.wait_for(reader.readline(), _SILENCE_S)
+                request = from_line(line, Question, self._key, challenge)
+                self._note(request)
+                host = request.host
+                self._connections[host] = writer
+                self._answers[host] = answer = self._answer()
+                self._learn(answer)
+                answer = msgspec.structs.replace(answer, is_known=not self._uninformed())
+                writer.write(to_line(answer, self._key, mac_of(line)))
+        except asyncio.CancelledError:
+            pass  # at the end of the loop; asyncio of Python 3.11 would log it with a traceback
+        except Exception as error:  # noqa: BLE001 - whatever is sent, it ends this connection, and nothing else
+            if not host:
+                address = str((writer.get_extra_info("peername") or ["a closed connection"])[0])
+                # An error of the connection has a text, the timeout has none.
+                self._log_stranger(address, str(error) or f"it sent no line within {_SILENCE_S:g} s")
         finally:
-            await connection.close()
-            self._strangers.pop(connection, None)
+            if self._connections.get(host) is writer:
+                del self._connections[host]
+            writer.transport.abort()
 
-    async def _admit(self, connection: Connection) -> str:
-        host = await connection.admit(lambda name: name != self._own and self._tracker.has(name))
-        if host in self._hosts:  # half open, as a host reconnects only after its own end has closed
-            self._hosts[host].drop("the host has connected again")
-        self._strangers.pop(connection, None)
-        self._hosts[host] = connection
-        self._tracker.joined(host, time.monotonic())
-        _LOG.debug("Host %s joined.", host)
-        for message in self._told.values():
-            self._tell(host, message)
-        return host
-
-    def _handle(self, host: str, message: AnyMessage) -> None:
-        match message:
-            case StillThere():
-                return
-            case Report():
-                self._note_report(host, message)
-            case Acknowledge():
-                self._unacknowledged.discard(host)
-            case _:
-                raise ValueError(f"it sent {type(message).__name__}, which only the main host sends")
-        self._on_news()
+    def _note(self, request: Question) -> None:
+        host, outcome, now, tracker = request.host, request.outcome, time.monotonic(), self._tracker
+        if host == self._own or not tracker.has(host):
+            raise ValueError(f"it calls itself {host!r}, which is not another host of this job")
+        if host not in self._answers:
+            _LOG.debug("Host %s joined.", host)
+        tracker.heard(host, now)
+        if outcome is None:
+            return
+        is_first_report = not tracker.has_ended(host)
+        tracker.reported(host, outcome, now, request.attempt)
+        is_lost_without_harm = host in self._data_hosts and tracker.job_outcome is None
+        if is_lost_without_harm and is_first_report and outcome.kind is not OutcomeKind.SUCCESS:
+            _LOG.warning(
+                "The script on data host %s failed with exit code %d. Training continues without it. Cause: %s",
+                host,
+                outcome.exit_code,
+                outcome.reason.headline,
+            )
 
     def _say_who_is_missing(self) -> None:
-        if missing := self._tracker.name_missing():
+        missing = self._tracker.absent
+        if missing and self.job_outcome is None:
             _LOG.warning(
                 "For %g s, no launcher has connected from: %s. The job continues, but does not notice failures there: "
                 "scripts that need these hosts wait until their own timeouts (30 minutes with torch). The logs of "
@@ -212,48 +185,8 @@ class Hub:
                 self._own,
             )
 
-    def _note_report(self, host: str, report: Report) -> None:
-        outcome = report.outcome
-        is_first_report = not self._tracker.has_ended(host)
-        self._tracker.reported(host, outcome, time.monotonic(), report.attempt)
-        if (
-            host in self._data_hosts
-            and outcome.kind is not OutcomeKind.SUCCESS
-            and is_first_report
-            and self.job_outcome is None
-        ):
-            _LOG.warning(
-                "The script on data host %s failed with exit code %d. Training continues without it. Cause: %s",
-                host,
-                outcome.exit_code,
-                outcome.reason.headline,
-            )
-
-    def _tell_all(self, message: AnyMessage, now: float) -> None:
-        if message != self._told.get(type(message)):
-            self._told[type(message)] = message
-            self._told_at = now
-            for host in self._hosts:
-                self._tell(host, message)
-
-    def _tell(self, host: str, message: AnyMessage) -> None:
-        if isinstance(message, JobEnd) and message.is_over:
-            self._unacknowledged.add(host)
-        self._hosts[host].send(message)
-
-    def _lost(self, connection: Connection, host: str, why: str) -> None:
-        """Record the loss of a connection for its host."""
-        if not host:
-            line = connection.address, why[:_MAX_WHY_CHARS]
-            if line not in self._logged_strangers and len(self._logged_strangers) < _MAX_STRANGERS:
-                self._logged_strangers.add(line)
-                _LOG.info("Closed a connection from %s: %s.", *line)
-            return
-        if self._hosts.get(host) is not connection:
-            return  # the host has connected again
-        del self._hosts[host]
-        self._unacknowledged.discard(host)
-        if host in self._data_hosts and not self._tracker.has_ended(host) and self.job_outcome is None:
-            _LOG.warning("Lost connection to the launcher on data host %s: %s.", host, why)
-        self._tracker.left(host, time.monotonic(), why)
-        self._on_news()
+    def _log_stranger(self, address: str, why: str) -> None:
+        line = address, why[:_MAX_WHY_CHARS]
+        if line not in self._logged_strangers and len(self._logged_strangers) < _MAX_LOGGED_STRANGERS:
+            self._logged_strangers.add(line)
+            _LOG.info("Closed a connection from %s: %s.", *line)

@@ -1,123 +1,109 @@
-"""What launchers say to each other: each message is a line of JSON, which is checked against its type.
+"""What launchers say to each other: each asks that of the main host, the hub, how the job stands, and is answered.
 
-A host connects to the launcher of the main host, the hub. First each introduces itself and proves that it belongs to
-the job, then they go on as the table says:
-
-    host and hub   Greeting, Proof; then StillThere
-    host           Report, for each run of its script; Acknowledge, once all may leave
-    hub            OrderRestart; JobEnd, when the outcome is known, and again when all may leave
+A line has a MAC with the key of the job, and JSON, which is checked against its type. Each connection begins with
+random text from the hub. The MAC of a request covers this text, and that of an answer covers the MAC of its request:
+what somebody has recorded proves nothing later. The key is derived from the job's secret. In a job without one, it is
+derived from the job's name, and only separates jobs that share a network.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
 from lightning_sm._structs import Struct, encode
+from lightning_sm.job.secret import job_key
 from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.variables import JOB_SECRET
 from lightning_sm.launcher.peers.outcome import Restart
 
-# The greetings stay the same in all versions, so that launchers of different versions can say so.
-PROTOCOL = 6
+# A reason of 1024 characters takes at most 7168 bytes, if each is a surrogate, which becomes \\ud800, and so does its
+# headline.
+MAX_LINE_BYTES = 16 * 1024
+_ANOTHER_KEY = f"its {JOB_SECRET.name} (or, without one, its job's name) differs from that of this host"
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=Struct)
 
 
-class Greeting(msgspec.Struct, frozen=True):
-    """The first line of both; what other versions add to it is ignored.
+class Question(Struct, frozen=True):
+    """A host is there, and asks how the job stands.
 
     Attributes:
-        protocol: Version of the other messages; None: the other end is not a launcher.
-        nonce: Random text for the proofs.
-        host: Name of the host; empty: it is the hub.
+        host: Its name.
+        nonce: Random text, so that the answer to an earlier request is none to this one.
+        attempt: After how many restarts of the job its script was started.
+        outcome: The outcome of the script; None while it runs.
     """
 
-    protocol: int | None = None
-    nonce: str = ""
-    host: str = ""
+    host: str
+    nonce: str
+    attempt: int = 0
+    outcome: Outcome | None = None
 
 
-class PeerMessage(Struct, frozen=True, tag=True):
-    """Base of the other lines, which name their kind."""
-
-
-class Proof(PeerMessage, frozen=True):
-    """A MAC of both greetings with the key of the job; empty: the proof of the other end was wrong."""
-
-    mac: str
-
-
-class StillThere(PeerMessage, frozen=True):
-    """A sign of life."""
-
-
-class Report(PeerMessage, frozen=True):
-    """A host's script has ended.
+class Answer(Struct, frozen=True):
+    """How the job stands.
 
     Attributes:
-        attempt: After how many restarts of the job it was started.
-        outcome: The outcome of the script.
-    """
-
-    attempt: int
-    outcome: Outcome
-
-
-class Acknowledge(PeerMessage, frozen=True):
-    """The host knows how the job has ended, and leaves."""
-
-
-class OrderRestart(PeerMessage, frozen=True):
-    """All trainer hosts end their scripts, and start them again when they may."""
-
-    restart: Restart
-
-
-class JobEnd(PeerMessage, frozen=True):
-    """The outcome of the job.
-
-    Attributes:
-        outcome: The outcome.
+        restart: The last restart that was ordered, if any.
+        job_outcome: The outcome of the job, once it is known.
         is_over: Whether no host needs to wait for another one.
+        is_known: Whether all hosts that are connected know this.
     """
 
-    outcome: JobOutcome
+    restart: Restart | None = None
+    job_outcome: JobOutcome | None = None
     is_over: bool = False
+    is_known: bool = False
 
 
-AnyMessage = Proof | StillThere | Report | Acknowledge | OrderRestart | JobEnd
-_GREETING = msgspec.json.Decoder(Greeting)
-_MESSAGE: msgspec.json.Decoder[AnyMessage] = msgspec.json.Decoder(AnyMessage)
+def peers_key(job_identity: str, env: Mapping[str, str]) -> bytes:
+    """Derive the key by which a job's launchers recognise each other.
+
+    Args:
+        job_identity: The job's ARN or name.
+        env: Environment variables, which may contain the job's secret.
+    """
+    return job_key("lightning-sm launchers", job_identity, env)
 
 
-def to_line(message: Greeting | AnyMessage) -> bytes:
-    """Return a message as a line."""
-    return encode(message) + b"\n"
+def to_line(message: Struct, key: bytes, covered: bytes) -> bytes:
+    """Return a message as a line.
+
+    Args:
+        message: The message.
+        key: The key of the job.
+        covered: What the MAC covers besides: the hub's random text for a request, the MAC of a request for an answer.
+    """
+    text = encode(message)
+    return b"%s %s\n" % (_mac(type(message), text, key, covered), text)
 
 
-def parse_greeting(line: bytes) -> Greeting:
-    """Rebuild a greeting.
+def from_line(line: bytes, kind: type[_T], key: bytes, covered: bytes) -> _T:
+    """Return the message of a line; the arguments are those of ``to_line``.
 
     Raises:
-        ValueError: The line is none.
+        ConnectionError: The line is incomplete, because the connection is closed, or because it is too long.
+        PermissionError: Its MAC is wrong.
+        msgspec.DecodeError: It is no message of this kind.
     """
-    return _parse(line, _GREETING)
+    if not line.endswith(b"\n"):
+        raise ConnectionError("it closed the connection")
+    text = line[:-1].partition(b" ")[2]
+    if not hmac.compare_digest(mac_of(line), _mac(kind, text, key, covered)):
+        raise PermissionError(_ANOTHER_KEY)
+    return msgspec.json.decode(text, type=kind)
 
 
-def parse_message(line: bytes) -> AnyMessage:
-    """Rebuild any message but a greeting.
-
-    Raises:
-        ValueError: The line is none.
-    """
-    return _parse(line, _MESSAGE)
+def mac_of(line: bytes) -> bytes:
+    """Return the MAC that a line has."""
+    return line.partition(b" ")[0]
 
 
-def _parse(line: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    try:
-        return decoder.decode(line)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"it sent a line that no launcher sends: {error}") from None
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        raise ValueError("it sent a line that is not JSON") from None
+def _mac(kind: type[Struct], text: bytes, key: bytes, covered: bytes) -> bytes:
+    signed = b"\0".join((kind.__name__.encode(), covered, text))
+    return hmac.new(key, signed, hashlib.sha256).hexdigest().encode()

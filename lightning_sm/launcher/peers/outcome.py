@@ -13,27 +13,47 @@ from enum import Enum
 
 from lightning_sm._text import listed, shortened, times
 from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
+from lightning_sm.launcher import timeline
 
 # The cause of a failure may need a moment to pass: memory that is freed, a file server that comes back.
 _LONGEST_PAUSE_S = 30.0
 # Causes are cut here, because the job's reason must fit beside them.
 _MAX_CAUSE_CHARS = 300
+# A launcher that has not looked for so long was itself suspended, and could hear nobody.
+_SUSPENDED_S = 5.0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """The limits and intervals of the launchers' communication, in seconds.
+
+    Attributes:
+        peers_timeout_s: How long a host whose script has ended waits for hosts that never connected.
+        after_failure_s: How long to wait, after a failure, for hosts whose scripts still run.
+        lost_s: After how long without a sign of life a host is lost.
+        unreached_s: After how long a host logs that it has never reached the main host's launcher, and the main host
+            which hosts have never reached it.
+        poll_s: The time between two requests of a host.
+    """
+
+    peers_timeout_s: float = timeline.ABSENT_HOSTS_S
+    after_failure_s: float = timeline.AFTER_FAILURE_S
+    lost_s: float = timeline.LOST_S
+    unreached_s: float = 60.0
+    poll_s: float = 0.5
 
 
 class _HostPhase(Enum):
     ABSENT = "has not connected yet"
-    RUNNING = "is connected; its script runs"
-    AWAY = "was disconnected and may reconnect"
+    RUNNING = "its script runs"
     ENDED = "has reported how its script ended"
-    LOST = "did not reconnect in time"
+    LOST = "has given no sign of life for too long"
 
 
 @dataclass
 class _TrackedHost:
     state: _HostPhase = _HostPhase.ABSENT
-    since: float = 0.0
-    is_connected: bool = False
-    why_away: str = ""
+    heard_at: float = 0.0
     has_failed: bool = False
     has_succeeded: bool = False
 
@@ -84,9 +104,7 @@ class JobOutcomeTracker:
     Args:
         trainers: Hosts whose success or failure is the job's.
         data_hosts: Hosts that training can do without, as long as one is left.
-        reconnect_s: How long a disconnected host may take to reconnect.
-        absent_s: How long to wait for hosts that never connected once all others have ended.
-        after_failure_s: How long to wait, after a failure, for hosts that still run.
+        timings: How long to wait for hosts.
         max_restarts: How often the scripts of the trainer hosts may be restarted.
 
     Attributes:
@@ -95,29 +113,19 @@ class JobOutcomeTracker:
         is_over: Whether no host needs to wait any longer: all trainer hosts have ended or are lost.
     """
 
-    def __init__(
-        self,
-        trainers: Sequence[str],
-        data_hosts: Sequence[str],
-        *,
-        reconnect_s: float,
-        absent_s: float,
-        after_failure_s: float,
-        max_restarts: int,
-    ) -> None:
+    def __init__(self, trainers: Sequence[str], data_hosts: Sequence[str], timings: Timings, max_restarts: int) -> None:
         self.job_outcome: JobOutcome | None = None
         self.restart: Restart | None = None
         self.is_over = False
         self._trainers = {name: _TrackedHost() for name in trainers}
         self._data_hosts = {name: _TrackedHost() for name in data_hosts}
-        self._reconnect_s = reconnect_s
-        self._absent_s = absent_s
-        self._after_failure_s = after_failure_s
+        self._hosts = {**self._trainers, **self._data_hosts}
+        self._timings = timings
         self._max_restarts = max_restarts
         self._num_restarts = 0  # restarts that have started
         self._first_cause = ""
-        self._missing: list[str] = []
         self._pending: _Pending | None = None
+        self._looked_at = math.inf
         self._changed_at = math.inf  # no host has joined yet
         self._decided_at = math.inf
 
@@ -129,47 +137,27 @@ class JobOutcomeTracker:
     @property
     def absent(self) -> list[str]:
         """Hosts that have never connected."""
-        hosts = {**self._trainers, **self._data_hosts}
-        return [name for name, host in hosts.items() if host.state is _HostPhase.ABSENT]
+        return [name for name, host in self._hosts.items() if host.state is _HostPhase.ABSENT]
 
     def has(self, name: str) -> bool:
         """Return whether a host belongs to the job."""
-        return name in self._trainers or name in self._data_hosts
+        return name in self._hosts
 
     def has_ended(self, name: str) -> bool:
         """Return whether the script of a host has ended."""
-        return self._host(name).state is _HostPhase.ENDED
+        return self._hosts[name].state is _HostPhase.ENDED
 
     @property
     def is_restarting(self) -> bool:
         """Whether a restart was ordered but has not started, so that all scripts are being ended."""
         return self.job_outcome is None and self._pending is not None
 
-    def name_missing(self) -> list[str]:
-        """Return the hosts that have not connected in time. If the job fails, its reason names them, too."""
-        self._missing = self.absent
-        return self._missing
-
-    def joined(self, name: str, now: float) -> None:
-        """Note that a host is connected. If a lost host reconnects before the job is over, it is awaited again."""
-        self._host(name).is_connected = True
-        if not self.has_ended(name):
-            self._change(name, _HostPhase.RUNNING, now)
-
-    def left(self, name: str, now: float, why: str) -> None:
-        """Note that a host is disconnected.
-
-        Args:
-            name: Name of the host.
-            now: The time.
-            why: What happened to the connection, for the reason in the job's outcome.
-        """
-        host = self._host(name)
-        host.is_connected = False
-        host.why_away = why
-        # A restart also needs the launchers of hosts whose scripts have ended; when they reconnect, they report again.
-        if host.state is _HostPhase.RUNNING or (self.is_restarting and self.has_ended(name)):
-            self._change(name, _HostPhase.AWAY, now)
+    def heard(self, name: str, now: float) -> None:
+        """Note a sign of life. If a lost host gives one before the job is over, it is awaited again."""
+        host = self._hosts[name]
+        host.heard_at = now
+        if host.state in (_HostPhase.ABSENT, _HostPhase.LOST):
+            self._change(host, _HostPhase.RUNNING, now)
 
     def reported(self, name: str, outcome: Outcome, now: float, attempt: int = 0) -> None:
         """Note the outcome of a host's script.
@@ -182,7 +170,7 @@ class JobOutcomeTracker:
             now: The time.
             attempt: After how many restarts of the job this script was started; counts for trainer hosts only.
         """
-        is_trainer = name in self._trainers
+        host, is_trainer = self._hosts[name], name in self._trainers
         if is_trainer and attempt != self._num_restarts:
             return  # the report is from an attempt that is over
         ends_restart = (
@@ -190,22 +178,29 @@ class JobOutcomeTracker:
         )
         if self.has_ended(name) and not ends_restart:
             return
-        self._change(name, _HostPhase.ENDED, now)
+        self._change(host, _HostPhase.ENDED, now)
         if outcome.kind is OutcomeKind.SUCCESS:
-            self._host(name).has_succeeded = True
+            host.has_succeeded = True
             return
-        self._host(name).has_failed = True
+        host.has_failed = True
         others_can_serve = not is_trainer and not all(host.has_failed for host in self._data_hosts.values())
         if not others_can_serve:
             self._fail(JobOutcome(outcome.kind, name, outcome.exit_code, outcome.reason), outcome, now)
 
     def update(self, now: float) -> None:
         """Draw the conclusions from the time that has passed."""
-        for name, host in (*self._trainers.items(), *self._data_hosts.items()):
-            if host.state is _HostPhase.AWAY and now - host.since >= self._reconnect_s:
-                self._change(name, _HostPhase.LOST, now)
+        unheard_s = now - self._looked_at
+        self._looked_at = now
+        # A restart also needs the launchers of hosts whose scripts have ended.
+        needed = (_HostPhase.RUNNING, _HostPhase.ENDED) if self.is_restarting else (_HostPhase.RUNNING,)
+        for name, host in self._hosts.items():
+            if unheard_s >= _SUSPENDED_S:
+                host.heard_at += unheard_s
+            if host.state in needed and now - host.heard_at >= self._timings.lost_s:
+                self._change(host, _HostPhase.LOST, now)
                 if name in self._trainers:
-                    self._decide(JobOutcome.lost(name, host.why_away), now)
+                    why = f"its launcher has sent nothing for {self._timings.lost_s:g} s"
+                    self._decide(JobOutcome.lost(name, why), now)
         if self._pending is not None and self.job_outcome is None:
             self._continue_restart(self._pending, now)
         elif not self.is_over and self._may_all_leave(now):
@@ -222,9 +217,6 @@ class JobOutcomeTracker:
         self._first_cause = self._first_cause or cause
         self.restart = Restart(self._num_restarts + 1, self._max_restarts, outcome.kind, cause)
         self._pending = _Pending(self.restart, failure, now)
-        for name, host in self._trainers.items():
-            if not host.is_connected and host.state is _HostPhase.ENDED:
-                self._change(name, _HostPhase.AWAY, now)
 
     def _continue_restart(self, pending: _Pending, now: float) -> None:
         """Start the scripts again after a pause once all have exited; fail the job if one does not exit."""
@@ -234,18 +226,19 @@ class JobOutcomeTracker:
                 self.restart = replace(pending.restart, may_start=True)
                 self._num_restarts = pending.restart.number
                 self._pending = None
-                for name, host in self._trainers.items():
+                for host in self._trainers.values():
                     host.has_succeeded = False
-                    self._change(name, _HostPhase.RUNNING, now)
+                    self._change(host, _HostPhase.RUNNING, now)
             return
-        limit_s = self._absent_s if _HostPhase.ABSENT in states else self._after_failure_s
+        timings = self._timings
+        limit_s = timings.peers_timeout_s if _HostPhase.ABSENT in states else timings.after_failure_s
         if now - pending.ordered_at >= limit_s:
             note = f"{pending.restart} was abandoned: after {limit_s:g} s it still waited for {listed(self.awaited)}."
             self._decide(pending.failure, now, note)
 
     def _may_all_leave(self, now: float) -> bool:
         has_failed = self.job_outcome is not None
-        if has_failed and now - self._decided_at >= self._after_failure_s:
+        if has_failed and now - self._decided_at >= self._timings.after_failure_s:
             return True
         states = {host.state for host in self._trainers.values()}
         if has_failed:
@@ -255,7 +248,7 @@ class JobOutcomeTracker:
         if states <= {_HostPhase.ENDED, _HostPhase.LOST}:
             return True
         may_end = states <= {_HostPhase.ENDED, _HostPhase.LOST, _HostPhase.ABSENT}
-        return may_end and now - self._changed_at >= self._absent_s
+        return may_end and now - self._changed_at >= self._timings.peers_timeout_s
 
     def _decide(self, job_outcome: JobOutcome, now: float, note: str = "") -> None:
         if self.job_outcome is not None:
@@ -271,9 +264,6 @@ class JobOutcomeTracker:
             if early and job_outcome.kind is not OutcomeKind.INTERRUPTION:
                 # Ranks that leave in the middle of a training make others fail, with errors that do not name them.
                 notes.append(f"Before, the script had exited with code 0 on: {listed(early)}.")
-            missing = [name for name in self._missing if self._host(name).state is _HostPhase.ABSENT]
-            if missing:
-                notes.append(f"No launcher has ever connected from: {listed(missing)}.")
             # The service shows only so many characters: rather the end of the reason is cut than the notes.
             end = "".join(f"\n{note}" for note in notes)
             text = job_outcome.reason.text[: MAX_REASON_CHARS - len(end)] + end
@@ -281,11 +271,6 @@ class JobOutcomeTracker:
         self.job_outcome = job_outcome
         self._decided_at = now
 
-    def _change(self, name: str, state: _HostPhase, now: float) -> None:
-        host = self._host(name)
+    def _change(self, host: _TrackedHost, state: _HostPhase, now: float) -> None:
         host.state = state
-        host.since = now
         self._changed_at = now
-
-    def _host(self, name: str) -> _TrackedHost:
-        return self._trainers[name] if name in self._trainers else self._data_hosts[name]

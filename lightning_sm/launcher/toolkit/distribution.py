@@ -6,7 +6,6 @@ the ranks. Here, they only say how many ranks there are on each trainer host: th
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from lightning_sm._log import command_logger
@@ -14,7 +13,6 @@ from lightning_sm.errors import TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import toolkit_value
 from lightning_sm.job.model_parallel import requested_model_parallelism
-from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES
 
@@ -24,6 +22,7 @@ _STARTERS = {
     "sagemaker_torch_distributed_enabled": "torchrun",
     "sagemaker_mpi_enabled": "mpirun",
     "sagemaker_pytorch_ddp_enabled": "mpirun",
+    "sagemaker_distributed_dataparallel_enabled": "smdistributed.dataparallel or pytorchddp",
 }
 _PER_HOST = "sagemaker_mpi_num_of_processes_per_host"
 _MPI_OPTIONS = ("sagemaker_mpi_custom_mpi_options", "sagemaker_distributed_dataparallel_custom_mpi_options")
@@ -43,12 +42,6 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
     """
     asked = {name: toolkit_value(text) for name, text in job.hyperparameters.items()}
     _check_groups(asked.get(_GROUPS), topology)
-    if job.asks_for_smddp:
-        _LOG.info(
-            "distribution={...} asks for smdistributed.dataparallel or pytorchddp, for which the SDK sends the same. "
-            "This launcher starts the same ranks. With SageMakerCLI and SageMakerTrainer they use strategy=smddp, if "
-            "the job supports it and the script names no other strategy."
-        )
     split = requested_model_parallelism(job.hyperparameters)
     if split is not None:
         _LOG.info(
@@ -58,17 +51,9 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
         )
     count = _count(job, asked)
     starters = sorted({starter for name, starter in _STARTERS.items() if asked.get(name)})
-    for name in _MPI_OPTIONS:
-        _, ignored = _mpi_options(asked.get(name))
-        if ignored:
-            _LOG.warning(
-                "ignoring %s of %s: this launcher does not use mpirun. It sets the variables of -x NAME=value.",
-                shlex.join(shown_arguments(ignored)),
-                name,
-            )
     if topology.role is Role.DATA:
         return count
-    if count is None and (starters or job.asks_for_smddp or split is not None):
+    if count is None and (starters or split is not None):
         count = job.num_gpus or 1
     if split is not None:
         split.check_world_size((count or 1) * topology.num_nodes)
@@ -96,28 +81,18 @@ def exported_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
         return {}
     variables: dict[str, str] = {}
     for name in _MPI_OPTIONS:
-        found, _ = _mpi_options(toolkit_value(job.hyperparameters.get(name, "")))
-        variables |= found
-        if found:
-            _LOG.info("setting %s, as %s has it.", ", ".join(found), name)
+        options = toolkit_value(job.hyperparameters.get(name, ""))
+        words = iter(options.split() if isinstance(options, str) else ())
+        for word in words:
+            if word == "--NCCL_DEBUG":
+                variables["NCCL_DEBUG"] = next(words, "")
+            elif word == "-x":
+                variable, is_set, value = next(words, "").partition("=")
+                if is_set:  # otherwise it passes a variable on, which the script has anyway
+                    variables[variable] = value
+    if variables:
+        _LOG.info("setting %s, as custom_mpi_options says, whose other options are of mpirun.", ", ".join(variables))
     return variables
-
-
-def _mpi_options(options: Any) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that options of mpirun set, and the other options."""
-    variables: dict[str, str] = {}
-    others: list[str] = []
-    words = iter(options.split() if isinstance(options, str) else ())
-    for word in words:
-        if word == "--NCCL_DEBUG":
-            variables["NCCL_DEBUG"] = next(words, "")
-        elif word == "-x":
-            name, is_set, value = next(words, "").partition("=")
-            if is_set:  # otherwise it passes a variable on, which the script has anyway
-                variables[name] = value
-        else:
-            others.append(word)
-    return variables, others
 
 
 def _check_groups(names: Any, topology: Topology) -> None:

@@ -33,15 +33,6 @@ _OWN = (
     "job_name",
     "s3_output",
 )
-_DISTRIBUTIONS = (
-    "sagemaker_mpi_enabled",
-    "sagemaker_parameter_server_enabled",
-    "sagemaker_distributed_dataparallel_enabled",
-    "sagemaker_pytorch_ddp_enabled",
-    "sagemaker_pytorch_xla_multi_worker_enabled",
-    "sagemaker_multi_worker_mirrored_strategy_enabled",
-    "sagemaker_torch_distributed_enabled",
-)
 _SINGLE_GROUP = "homogeneousCluster"
 _INFO = 20
 # Linux, MAX_ARG_STRLEN: one "NAME=value" with its zero byte. With a longer one, no process starts at all.
@@ -72,20 +63,27 @@ def toolkit_variables(
     resources = _read(job, "resourceconfig.json")
     if not resources:
         return {}
-    facts = _facts(job, resources, entry_point, env)
-    exported = {name: value for name, value in facts.items() if name not in _ONLY_IN_TRAINING_ENV}
-    variables = {
-        **exported,
-        "hps": facts["hyperparameters"],
-        "framework_params": facts["additional_framework_parameters"],
-        "channels": sorted(facts["channel_input_dirs"]),
-        "user_args": list(args),
-        "training_env": facts,
-        **({"topology": facts["topology"]} if facts["topology"] else {}),
-        **{f"channel_{name}": path for name, path in facts["channel_input_dirs"].items()},
-        **{f"hp_{name}": value for name, value in facts["hyperparameters"].items()},
+    for_script, own = _hyperparameters(job)
+    not_of_framework = (*_NOT_FOR_SCRIPTS, *(_PREFIX + name for name in _OWN))
+    framework = {name: value for name, value in own.items() if name not in not_of_framework}
+    facts = _facts(job, resources, entry_point, own, env)
+    channels = {name: str(job.base_dir / "input" / "data" / name) for name in facts["input_data_config"]}
+    only_together = {
+        "additional_framework_parameters": framework,
+        "channel_input_dirs": channels,
+        "hyperparameters": for_script,
+        "job_name": env.get("TRAINING_JOB_NAME"),
     }
-    own = _hyperparameters(job)[1]
+    variables = {
+        **facts,
+        "hps": for_script,
+        "framework_params": framework,
+        "channels": sorted(channels),
+        "user_args": list(args),
+        "training_env": {**facts, **only_together},
+        **{f"channel_{name}": path for name, path in channels.items()},
+        **{f"hp_{name}": value for name, value in for_script.items()},
+    }
     texts = {
         **{f"SM_{name.upper()}": _text(value) for name, value in variables.items()},
         "CURRENT_HOST": job.current_host,
@@ -98,44 +96,26 @@ def toolkit_variables(
     return {name: text for name, text in texts.items() if _is_possible(name, text)}
 
 
-_ONLY_IN_TRAINING_ENV = (
-    "additional_framework_parameters",
-    "channel_input_dirs",
-    "distribution_hosts",
-    "hyperparameters",
-    "is_master",
-    "is_modelparallel_enabled",
-    "is_smddpmprun_installed",
-    "is_smddprun_installed",
-    "job_name",
-    "master_hostname",
-    "topology",
-)
-
-
-def _facts(job: SageMakerJob, resources: Mapping[str, Any], entry_point: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the properties of the toolkit's ``Environment``."""
-    for_script, own = _hyperparameters(job)
-    not_of_framework = (*_NOT_FOR_SCRIPTS, *(_PREFIX + name for name in _OWN))
-    framework = {name: value for name, value in own.items() if name not in not_of_framework}
+def _facts(
+    job: SageMakerJob, resources: Mapping[str, Any], entry_point: str, own: Mapping[str, Any], env: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the properties of the toolkit's ``Environment``, but for those that only concern its own launchers."""
     base = job.base_dir
-    inputs = _read(job, "inputdataconfig.json")
+    groups = {group["instance_group_name"]: group for group in resources.get("instance_groups") or []}  # local: none
+    current = resources.get("current_group_name", _SINGLE_GROUP)
     return {
-        "additional_framework_parameters": framework,
-        "channel_input_dirs": {name: str(base / "input" / "data" / name) for name in inputs},
         "current_host": job.current_host,
+        "current_instance_group": current,
+        "current_instance_group_hosts": groups[current]["hosts"] if current in groups else [],
         "current_instance_type": resources.get("current_instance_type", "local"),
-        **_groups(resources, job, framework),
         "framework_module": env.get("SAGEMAKER_TRAINING_MODULE"),
         "hosts": list(job.hosts),
-        "hyperparameters": for_script,
         "input_config_dir": str(base / "input" / "config"),
-        "input_data_config": inputs,
+        "input_data_config": _read(job, "inputdataconfig.json"),
         "input_dir": str(base / "input"),
-        "is_modelparallel_enabled": None,
-        "is_smddpmprun_installed": False,
-        "is_smddprun_installed": False,
-        "job_name": env.get("TRAINING_JOB_NAME"),
+        "instance_groups": list(groups),
+        "instance_groups_dict": groups,
+        "is_hetero": len(groups) > 1,
         "log_level": own.get("sagemaker_container_log_level", _INFO),
         "model_dir": str(job.model_dir),
         "module_dir": str(own.get("sagemaker_submit_directory", job.code_dir)),
@@ -148,32 +128,7 @@ def _facts(job: SageMakerJob, resources: Mapping[str, Any], entry_point: str, en
         "output_dir": str(job.output_dir),
         "output_intermediate_dir": str(job.output_dir / "intermediate"),
         "resource_config": resources,
-        "topology": resources.get("topology", []),
         "user_entry_point": entry_point,
-    }
-
-
-def _groups(resources: Mapping[str, Any], job: SageMakerJob, framework: Mapping[str, Any]) -> dict[str, Any]:
-    groups = resources.get("instance_groups") or []  # local mode has none
-    current = resources.get("current_group_name", _SINGLE_GROUP)
-    hosts_of = {group["instance_group_name"]: group["hosts"] for group in groups}
-    own_group = [current] if any(framework.get(name) for name in _DISTRIBUTIONS) else []
-    distributed = framework.get("sagemaker_distribution_instance_groups", own_group)
-    if groups:
-        distribution_hosts = [host for name, hosts in hosts_of.items() if name in distributed for host in hosts]
-    else:
-        distribution_hosts = list(job.hosts)
-    master = distribution_hosts[0] if distribution_hosts else job.hosts[0]
-    return {
-        "current_instance_group": current,
-        "current_instance_group_hosts": hosts_of.get(current, []),
-        "distribution_hosts": distribution_hosts,
-        "distribution_instance_groups": distributed,
-        "instance_groups": list(hosts_of),
-        "instance_groups_dict": {group["instance_group_name"]: group for group in groups},
-        "is_hetero": len(groups) > 1,
-        "is_master": job.current_host == master,
-        "master_hostname": master,
     }
 
 

@@ -1,7 +1,7 @@
-"""``python -m lightning_sm.launcher.user_code.archive ADDRESS FOLDER ERROR``: fetch an archive of code and unpack it.
+"""``python -m lightning_sm.launcher.user_code.archive ADDRESS FOLDER``: fetch an archive of code and unpack it.
 
-If that fails, the file ERROR says why. This runs in its own process, so that the launcher can end it at any moment and
-need not import boto3 itself.
+If that fails, the exit code is 2, and the last line of stderr says why. This runs in its own process, so that the
+launcher can end it at any moment and need not import boto3 itself.
 
 ``sagemaker_training.files.download_and_extract`` does the same, but keeps the image's code if its folder is not empty,
 skips unsafe members with a warning, and has no timeout.
@@ -85,11 +85,11 @@ def _extract(path: Path, address: str, folder: Path) -> None:
 
 def main() -> int:
     """Fetch and unpack the archive that the command line names; return the exit code."""
-    address, folder, error_file = sys.argv[1:]
+    address, folder = sys.argv[1:]
     try:
         unpack(address, Path(folder))
     except ScriptError as error:
-        Path(error_file).write_text(str(error), encoding="utf-8")
+        sys.stderr.write(" ".join(str(error).splitlines()) + "\n")
         return _USAGE_EXIT_CODE
     return 0
 

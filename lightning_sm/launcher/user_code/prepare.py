@@ -6,9 +6,7 @@ import os
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm._log import command_logger
@@ -21,6 +19,9 @@ from lightning_sm.launcher.user_code import requirements
 from lightning_sm.launcher.user_code.script import Script, Submission
 
 _LOG = command_logger(__name__)
+
+# Of the process that fetches and unpacks code (``archive``).
+_SAYS_WHY_EXIT_CODE = 2
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -70,16 +71,13 @@ class Preparation:
         address = submission.address
         folder = _empty_folder(job)
         _LOG.info("unpacking the code of the job, %s (%s), into %s.", address, submission.origin, folder)
-        with _scratch_folder() as scratch:
-            error = scratch / "error"
-            module = "lightning_sm.launcher.user_code.archive"
-            command = [sys.executable, "-m", module, address, str(folder), str(error)]
-            # Python imports modules from its working directory first: start it in a folder without modules.
-            exit_code = self._run(command, f"fetching {address}", Path("/"))
-            if error.exists():
-                raise ScriptError(error.read_text(encoding="utf-8"))
+        command = [sys.executable, "-m", "lightning_sm.launcher.user_code.archive", address, str(folder)]
+        # Python imports modules from its working directory first: start it in a folder without modules.
+        exit_code = self._run(command, f"fetching {address}", Path("/"))
         if exit_code:
-            raise ScriptError(failure_reason(self._child.stderr_tail, exit_code).text)
+            said = self._child.stderr_tail
+            says_why = exit_code == _SAYS_WHY_EXIT_CODE and said
+            raise ScriptError(said.splitlines()[-1] if says_why else failure_reason(said, exit_code).text)
         return folder
 
     def install(self, script: Script) -> None:
@@ -92,8 +90,8 @@ class Preparation:
         if not requirements.is_wanted(script, self._env):
             return
         _LOG.info("pip install -r requirements.txt in %s", script.source_dir)
-        with _scratch_folder() as scratch:
-            file = scratch / "constraints.txt"
+        with tempfile.TemporaryDirectory(prefix="lightning-sm-") as scratch:
+            file = Path(scratch) / "constraints.txt"
             file.write_text("\n".join(requirements.constraints()) + "\n", encoding="utf-8")
             command = requirements.command(file if self._is_protected else None)
             exit_code = self._run(command, f"installing the requirements of {script.source_dir}", script.source_dir)
@@ -118,20 +116,8 @@ class Preparation:
 
     def _run(self, command: Sequence[str], doing: str, directory: Path) -> int:
         self.check_not_stopped(doing)
-        is_late = threading.Event()
-
-        def end() -> None:
-            is_late.set()
-            self._child.end()
-
-        timer = threading.Timer(self._limit_s, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            exit_code = self._child.run(command, directory, self._env)
-        finally:
-            timer.cancel()
-        if is_late.is_set():
+        exit_code = self._child.run(command, directory, self._env, self._limit_s)
+        if self._child.was_late:
             raise ScriptError(
                 f"Timeout: {doing} took longer than {self._limit_s:g} s ({PREPARE_S.name}). Look at its last lines in "
                 "the log, and check that the job's network can reach what it was waiting for."
@@ -156,24 +142,8 @@ def unpacked(submission: Submission) -> Path | None:
     )
 
 
-@contextmanager
-def _scratch_folder() -> Iterator[Path]:
-    try:
-        with tempfile.TemporaryDirectory(prefix="lightning-sm-") as folder:
-            yield Path(folder)
-    except OSError as error:
-        raise ScriptError(f"Cannot write temporary files to {tempfile.gettempdir()}: {error}.") from error
-
-
 def _empty_folder(job: SageMakerJob) -> Path:
     folder = job.code_dir.absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not any(folder.iterdir()) and os.access(folder, os.W_OK):
-            return folder
-    except OSError as error:
-        _LOG.info("cannot use %s (%s).", folder, error)
-    try:
-        return Path(tempfile.mkdtemp(prefix="lightning-sm-code-"))
-    except OSError as error:
-        raise ScriptError(f"Cannot create a folder to unpack the code of the job into: {error}.") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    is_empty = not any(folder.iterdir()) and os.access(folder, os.W_OK)
+    return folder if is_empty else Path(tempfile.mkdtemp(prefix="lightning-sm-code-"))

@@ -23,7 +23,7 @@ _FILE = "requirements.txt"
 _PINNED = ("lightning-sm", "torch", "torchvision", "torchaudio", "pytorch-lightning", "lightning")
 _MAX_REASON_CHARS = 600
 _NAME = re.compile(r"[^A-Za-z0-9._-]")
-_ERROR = re.compile(r"\s*(ERROR|error):")
+_ERROR = re.compile(r"^[ \t]*(ERROR|error):", re.MULTILINE)
 
 
 def is_wanted(script: Script, env: Mapping[str, str]) -> bool:
@@ -38,18 +38,14 @@ def is_wanted(script: Script, env: Mapping[str, str]) -> bool:
     stated = INSTALL_REQUIREMENTS.read(env)
     if not (script.source_dir / _FILE).is_file():
         return False
+    why_not = ""
     if stated is Install.NEVER:
-        _LOG.info("not installing %s of %s: %s=0.", _FILE, script.source_dir, INSTALL_REQUIREMENTS.name)
-        return False
-    if stated is Install.IF_SUBMITTED and script.submitted is None:
-        _LOG.info(
-            "not installing %s of %s, which did not come with the job (%s=1 installs it).",
-            _FILE,
-            script.source_dir,
-            INSTALL_REQUIREMENTS.name,
-        )
-        return False
-    return True
+        why_not = f"{INSTALL_REQUIREMENTS.name}=0"
+    elif stated is Install.IF_SUBMITTED and script.submitted is None:
+        why_not = f"it did not come with the job ({INSTALL_REQUIREMENTS.name}=1 installs it)"
+    if why_not:
+        _LOG.info("not installing %s of %s: %s.", _FILE, script.source_dir, why_not)
+    return not why_not
 
 
 def constraints() -> list[str]:
@@ -81,12 +77,9 @@ def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool)
         directory: Folder of the code.
         is_protected: Whether pip had to keep the versions of the image's packages.
     """
+    found = _ERROR.search(output)
+    message = failure_reason(output, exit_code).text if found is None else output[found.start() :].rstrip()
     reason = f"pip could not install the requirements of {directory} (exit code {exit_code}).\n"
-    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("[notice]")]
-    first = next((index for index, line in enumerate(lines) if _ERROR.match(line)), None)
-    if first is None:
-        return reason + failure_reason(output, exit_code).text
-    message = "\n".join(lines[first:])
     reason += shortened(message, _MAX_REASON_CHARS)
     if is_protected and "(constraint)" in output:
         reason += (

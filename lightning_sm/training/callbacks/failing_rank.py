@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from functools import partial
 from typing import Any
 
-from lightning_sm._lightning import LightningModule, ModelCheckpoint, OnExceptionCheckpoint, Strategy, Trainer
+from lightning_sm._lightning import LightningModule, ModelCheckpoint, Trainer
 from lightning_sm._unlisted import UnlistedCallback
 from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.failure_file import report_failures
@@ -26,13 +24,11 @@ class FailingRank(UnlistedCallback):
 
     When one of several ranks raises an exception, the others wait for it in a collective call. In stock Lightning, the
     callbacks of the failed rank may then make another one (``save_on_exception`` ends with a barrier): the traceback is
-    never printed, and the job hangs until the collective times out. Here the traceback is printed first. The failed
-    rank saves a checkpoint on exception alone if it has the complete model (DDP), and otherwise none (FSDP).
+    never printed, and the job hangs until the collective times out. Here the traceback is printed first, and the failed
+    rank saves no checkpoint. Nor does any rank after an interruption, for which ``SpotCheckpoint`` has saved one.
 
     ``sys.exit`` in one of several ranks is reported like an exception. At its exit, a failing rank does not destroy the
     process group, which would wait for the other ranks.
-
-    After an interruption, for which ``SpotCheckpoint`` has saved a checkpoint, no second one is written.
 
     It must be the first callback with ``on_exception``. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
@@ -52,15 +48,15 @@ class FailingRank(UnlistedCallback):
         self._has_failed = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Print the traceback, and let this rank save checkpoints alone."""
-        if isinstance(exception, TrainingInterrupted):
+        """Print the traceback, and let this rank save no further checkpoint."""
+        is_interruption = isinstance(exception, TrainingInterrupted)
+        is_alone = trainer.world_size > 1 and isinstance(exception, (Exception, SystemExit))
+        if is_interruption or is_alone:
+            trainer.save_checkpoint = _save_nothing  # type: ignore[method-assign]
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, ModelCheckpoint):
                     callback.save_on_exception = False
-                elif isinstance(callback, OnExceptionCheckpoint):
-                    trainer.save_checkpoint = _save_nothing  # type: ignore[method-assign]
-            return
-        if self._has_failed or trainer.world_size == 1 or not isinstance(exception, (Exception, SystemExit)):
+        if is_interruption or not is_alone or self._has_failed:
             return
         self._has_failed = True
         stay_at_exit()
@@ -72,35 +68,7 @@ class FailingRank(UnlistedCallback):
         if process is not None:
             error = " ".join(f"{type(exception).__name__}: {exception}"[:_MAX_CHARS].split())
             process.beat(trainer.global_rank, trainer.global_step, trainer.current_epoch, Phase.FAILED, error)
-        trainer.save_checkpoint = partial(_save_alone, trainer)  # type: ignore[method-assign]
 
 
-def _needing_all_ranks(strategy: Any) -> Any | None:
-    """Return the optimizer, or the strategy itself, that saves a checkpoint with all ranks; None if one rank can."""
-    for optimizer in strategy.optimizers:
-        if hasattr(optimizer, "consolidate_state_dict"):  # ZeroRedundancyOptimizer gathers its state
-            return optimizer
-    return None if type(strategy).save_checkpoint is Strategy.save_checkpoint else strategy
-
-
-def _save_nothing(*_: Any, **__: Any) -> None:
-    logger.info("Skipping OnExceptionCheckpoint: SpotCheckpoint handles interruptions.")
-
-
-def _save_alone(
-    trainer: Any, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
-) -> None:
-    """Save a checkpoint without any other rank, if this one has the complete model and optimizers."""
-    strategy = trainer.strategy
-    part = _needing_all_ranks(strategy)
-    if part is not None:
-        logger.warning(
-            "Rank %d has failed and cannot save a checkpoint in %s: %s needs all ranks for that.",
-            trainer.global_rank,
-            filepath,
-            type(part).__name__,
-        )
-        return
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-    strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-    logger.info("Rank %d has failed, and has saved a checkpoint in %s.", trainer.global_rank, filepath)
+def _save_nothing(filepath: Any, *_: Any, **__: Any) -> None:
+    logger.info("No checkpoint is saved in %s: training was interrupted, or this rank has failed.", filepath)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +13,9 @@ import torch
 
 from lightning_sm._lightning import Callback, LightningModule, ProgressBar, Trainer, rank_zero_only
 from lightning_sm._unlisted import UnlistedProgressBar
-from lightning_sm.data.trainer.reporter import EpochReport, data_report
-from lightning_sm.record.progress import progress_line, rate_fields
+from lightning_sm.record.progress import progress_line
 from lightning_sm.record.totals import Totals, samples_per_step
-from lightning_sm.training.callbacks.step_times import StepTimes
+from lightning_sm.timing.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 _log_once = rank_zero_only(logger.info)
@@ -31,12 +31,9 @@ class LineProgress(UnlistedProgressBar):
     - ``validation`` is only in the first line after each validation, which sets it apart from later lines that repeat
       the metrics. It counts those of this run of the Trainer.
     - ``steps_per_s`` (training batches) and ``data_wait`` cover the time since the last line, without validations,
-      checkpoints and first batches; ``samples_per_s`` counts all ranks. They need ``StepTimes``, which every job has.
-    - ``eta`` is the time left at this rate, validations included.
+      checkpoints and the time between epochs; ``samples_per_s`` counts all ranks. They need ``StepTimes``.
+    - ``eta`` is the time left at this rate, validations included, if ``max_epochs`` ends the training.
     - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, the memory of its process, in 10^9 bytes.
-
-    In a job with data hosts, the line of an epoch ends with the time that the slowest rank waited for data and, if that
-    matters, with the cause.
 
     Args:
         every_n_seconds: Minimum time between two lines of an epoch, in seconds.
@@ -50,7 +47,7 @@ class LineProgress(UnlistedProgressBar):
         self._shown = Totals()
         self._num_validations = 0
         self._has_validated = False  # since the last line
-        self._began: tuple[float, list[tuple[int, int]]] | None = None  # when the first batch ended, and progress then
+        self._began: tuple[float, int] | None = None  # when the first batch ended, and batches until then
 
     def enable(self) -> None:
         """Log lines (Lightning calls it on rank 0)."""
@@ -60,16 +57,12 @@ class LineProgress(UnlistedProgressBar):
         """Log no lines (Lightning calls it on all other ranks)."""
         self.is_enabled = False
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the validations of another run of the Trainer."""
-        super().setup(trainer, pl_module, stage)
-        self._num_validations = 0
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock: the first line comes after ``every_n_seconds``."""
         self._next_line_at = time.monotonic() + self._every_n_seconds
         self._shown = Totals()
         self._began = None
+        self._num_validations = 0
         self._has_validated = False
 
     def on_train_batch_end(
@@ -78,15 +71,13 @@ class LineProgress(UnlistedProgressBar):
         """Log a line if the last one is long enough ago."""
         now = time.monotonic()
         if self._began is None:
-            self._began = now, _progress(trainer)
+            self._began = now, _num_done(trainer)
         if now >= self._next_line_at:
-            self._log(trainer, self._batch(trainer, batch_idx + 1), self._rates(trainer))
+            self._log(trainer, self._batch(trainer, batch_idx + 1), **self._rates(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch's metrics, and the data service's verdict."""
-        report = data_report(trainer) if self.is_enabled else None
-        position = f"{self._epoch(trainer)} step={trainer.global_step}"
-        self._log(trainer, position, self._rates(trainer, report), None if report is None else report.verdict)
+        """Log the epoch's metrics."""
+        self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}", **self._rates(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the metrics, unless the epoch ends now: its own line has them."""
@@ -97,7 +88,9 @@ class LineProgress(UnlistedProgressBar):
             self._has_validated = True
             is_last_step = 0 < trainer.max_steps <= trainer.global_step
             if not trainer.is_last_batch and not is_last_step:
-                self._log(trainer, self._batch(trainer, _num_batches(trainer)), self._rates(trainer))
+                loop: Any = trainer.fit_loop.epoch_loop
+                done = loop.batch_progress.current.processed
+                self._log(trainer, self._batch(trainer, done), **self._rates(trainer))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the test metrics."""
@@ -119,60 +112,42 @@ class LineProgress(UnlistedProgressBar):
     def _batch(self, trainer: Trainer, number: int) -> str:
         return f"{self._epoch(trainer)} batch={number}/{self.total_train_batches} step={trainer.global_step}"
 
-    def _log(self, trainer: Trainer, position: str, rates: str = "", verdict: str | None = None) -> None:
+    def _log(self, trainer: Trainer, position: str, **rates: Any) -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds
         if self.is_enabled:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             number = self._num_validations if self._has_validated else None
-            logger.info("%s", progress_line(position, metrics, num_validations=number, rates=rates, verdict=verdict))
+            logger.info("%s", progress_line(position, metrics, num_validations=number, **rates))
         self._has_validated = False
 
-    def _rates(self, trainer: Any, report: EpochReport | None = None) -> str:
-        """Return how fast the run is; without ``StepTimes``, or if this rank logs nothing, only the reported wait."""
+    def _rates(self, trainer: Any) -> dict[str, Any]:
+        """Return how fast the run is, for ``progress_line``; nothing without ``StepTimes``."""
         times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
-        # The data service's report is of the slowest rank, StepTimes of this one.
-        reported = None if report is None else report.data_wait
         if times is None or not self.is_enabled:
-            return rate_fields(data_wait=reported)
+            return {}
         totals = times.totals
-        new = totals.since(self._shown)
+        new = totals.plus(self._shown, -1)
         self._shown = totals
-        is_known = new.step_s > 0
+        rates = {"eta_s": self._eta_s(trainer), "memory_bytes": _memory_bytes(trainer.strategy.root_device)}
+        if new.step_s == 0:
+            return rates
         num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        samples = samples_per_step([new], num_replicas) if is_known else None
-        return rate_fields(
-            steps_per_s=1 / new.step_s if is_known else None,
-            samples_per_s=samples / new.step_s if samples else None,
-            eta_s=self._eta_s(trainer),
-            memory_bytes=_memory_bytes(trainer.strategy.root_device),
-            data_wait=new.waiting if reported is None and is_known else reported,
-        )
+        samples = samples_per_step([new], num_replicas)
+        samples_per_s = samples / new.step_s if samples else None
+        return rates | {"steps_per_s": 1 / new.step_s, "samples_per_s": samples_per_s, "data_wait": new.waiting}
 
     def _eta_s(self, trainer: Any) -> float | None:
-        """Return the seconds until the training reaches its first limit; None if that is unknown, or not yet known."""
-        if self._began is None:
+        """Return the seconds until the last batch of all epochs, at the rate since the first one; None if unknown."""
+        num_batches = (trainer.max_epochs or 0) * trainer.num_training_batches
+        if self._began is None or trainer.max_steps > 0 or not 0 < num_batches < math.inf:
             return None
         began_at, before = self._began
-        elapsed_s = time.monotonic() - began_at
-        left = [
-            max(0, total - done) * elapsed_s / (done - done_before)
-            for (done, total), (done_before, _) in zip(_progress(trainer), before, strict=True)
-            if done > done_before
-        ]
-        return min(left, default=None)
+        done = _num_done(trainer)
+        return (num_batches - done) * (time.monotonic() - began_at) / (done - before) if done > before else None
 
 
-def _progress(trainer: Any) -> list[tuple[int, int]]:
-    """Return (done, limit) for each limit of the training: batches, and optimizer steps."""
-    done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-    batches = (trainer.max_epochs or 0) * trainer.num_training_batches  # inf for a stream
-    limits = [(done, batches)] if 0 < batches < float("inf") else []
-    return limits + ([(trainer.global_step, trainer.max_steps)] if trainer.max_steps > 0 else [])
-
-
-def _num_batches(trainer: Any) -> int:
-    """Return the number of batches of this epoch that are done."""
-    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+def _num_done(trainer: Any) -> int:
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def _memory_bytes(device: torch.device) -> int:

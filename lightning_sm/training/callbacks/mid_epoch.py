@@ -77,7 +77,7 @@ class MidEpoch(UnlistedCallback):
         self._is_restart = (checkpoint.get(JOB_KEY) or {}).get("name") == self._job_name
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the state of all ranks; a collective call, except on a rank that has failed and saves alone."""
+        """Save the state of all ranks; a collective call."""
         if self._started is None:
             return
         changed = {
@@ -92,9 +92,8 @@ class MidEpoch(UnlistedCallback):
                 name: value.to("cpu", copy=True) for name, value in trainer._logger_connector._callback_metrics.items()
             },
         }
-        ranks = [own] if trainer.interrupted else of_all_ranks(own)
         started = {"epoch": self._started.epoch, "callbacks": self._started.callbacks}
-        checkpoint[_KEY] = {**started, "ranks": ranks, "gradients": accumulated_gradients(trainer)}
+        checkpoint[_KEY] = {**started, "ranks": of_all_ranks(own), "gradients": accumulated_gradients(trainer)}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore ``trainer.callback_metrics`` of a fit that had ended and has not trained any further."""

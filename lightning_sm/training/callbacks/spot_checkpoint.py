@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,13 @@ from lightning_sm._lightning import (
     Trainer,
     WeightAveraging,
 )
-from lightning_sm.errors import CheckpointError
 from lightning_sm.job.control_folder import OwnProcess, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.failure_file import report_failures
 from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.job.uploads import files_of
-from lightning_sm.training.checkpoints.fits import Fit, MadeTrainer, model_size
+from lightning_sm.training.checkpoints.fits import Fit
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts
 from lightning_sm.training.checkpoints.resume import CheckpointLoader
 from lightning_sm.training.checkpoints.searches import save_searched
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # SIGUSR2 from our launcher; SIGTERM from launchers that know no other (torchrun, mpirun, the stock toolkit).
 STOP_SIGNALS = (GENTLE_SIGNAL, signal.SIGTERM)
+# Target time between two exchanges of flags, in seconds; slow steps make it longer.
+_CHECK_EVERY_S = 1.0
 _NAME = re.compile(r"interrupted-epoch=(?P<epoch>\d+)-step=(?P<step>\d+)\.ckpt")
 
 
@@ -91,21 +93,16 @@ class SpotCheckpoint(Checkpoint):
 
     Args:
         dirpath: Folder for the checkpoint.
-        check_every_s: Target time between two exchanges of flags, in seconds; slow steps make it longer.
-        keep: Number of checkpoints of this callback to keep. At least 2: the latest may not be fully uploaded.
 
     Attributes:
         saved: The checkpoint of the interruption, once all ranks have saved it.
     """
 
-    def __init__(self, dirpath: str | Path, check_every_s: float = 1.0, keep: int = 2) -> None:
+    def __init__(self, dirpath: str | Path) -> None:
         super().__init__()
         self._dirpath = Path(dirpath)
-        self._check_every_s = check_every_s
-        self._keep = max(2, keep)
         self._job = SageMakerJob.from_environment()
-        self._trainer = MadeTrainer.here()
-        self._fit = Fit(self._trainer, number=0, model="")
+        self._fit = Fit.before_first()
         self._owner = os.getpid()
         self._process: OwnProcess | None = None
         self._is_fit = True
@@ -127,24 +124,16 @@ class SpotCheckpoint(Checkpoint):
         self._owner = os.getpid()
         self._is_fit = stage == "fit"
         self._run = _Run.TRAINING if self._is_fit else _Run.EVALUATION
-        if self._is_fit:
-            self._fit = Fit(self._trainer, self._fit.number + 1, model_size(pl_module))
-            if self._job is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                for address in object_stores(trainer):
-                    logger.warning(
-                        "No attempt of the job resumes from %s, the dirpath of a callback. Leave dirpath out: "
-                        "checkpoints then go to the job's checkpoint folder, which SageMaker uploads.",
-                        address,
-                    )
-                folder = self._job.checkpoint_dir or self._dirpath
-                # A host's output folder starts empty, and its name differs between hosts: nothing resumes from it.
-                if not folder.is_relative_to(self._job.host_output_dir):
-                    CheckpointLoader.of(trainer, self._job).resume_from_latest(folder, self._fit)
         # Lightning kills rank 0 of a host when another local rank exits with a code other than 0, and the parent of
         # workers (ddp_spawn) raises an error: exit with 0 there.
         self._is_worker = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
         is_child = self._is_worker or RankStart.detect(os.environ, os.getppid()).launcher is RankStarter.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
+        self._handle_signals(trainer)
+        if self._is_fit:
+            self._resume(trainer)
+
+    def _handle_signals(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             logger.warning("SpotCheckpoint is inactive: only the main thread handles signals. Run the Trainer there.")
             return
@@ -156,6 +145,22 @@ class SpotCheckpoint(Checkpoint):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         # Lightning runs this method before our SIGTERM handler. Its own version makes a collective call.
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
+
+    def _resume(self, trainer: Any) -> None:
+        """Let the fit that begins resume from the latest checkpoint of its own, if a later attempt can find one."""
+        self._fit = replace(self._fit, number=self._fit.number + 1)
+        if self._job is None or trainer.fast_dev_run:
+            return
+        for address in object_stores(trainer):
+            logger.warning(
+                "No attempt of the job resumes from %s, the dirpath of a callback. Leave dirpath out: checkpoints then "
+                "go to the job's checkpoint folder, which SageMaker uploads.",
+                address,
+            )
+        folder = self._job.checkpoint_dir or self._dirpath
+        # A host's output folder starts empty, and its name differs between hosts: nothing resumes from it.
+        if not folder.is_relative_to(self._job.host_output_dir):
+            CheckpointLoader.of(trainer, self._job).resume_from_latest(folder, self._fit)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         if os.getpid() != self._owner:
@@ -181,19 +186,7 @@ class SpotCheckpoint(Checkpoint):
             os.write(2, f"{signal.Signals(signum).name}: {self._run.value}\n".encode())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that all ranks start at the same step, and correct how Lightning resumes before an epoch's first batch.
-
-        Raises:
-            CheckpointError: They do not.
-        """
-        own = (trainer.current_epoch, trainer.global_step)
-        main = trainer.strategy.broadcast(own)
-        (num_different,) = self._sums(trainer, own != main)
-        if num_different > 0:
-            raise CheckpointError(
-                f"Rank {trainer.global_rank} starts at epoch {own[0]}, step {own[1]}, but rank 0 at epoch {main[0]}, "
-                f"step {main[1]}. The file that ckpt_path names differs between the hosts: copy one to all of them."
-            )
+        """Correct how Lightning resumes before an epoch's first batch."""
         epoch_loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop.restarted_mid_epoch and epoch_loop.batch_progress.current.ready == 0:
             epoch_loop.restarting = False  # else Lightning continues as after a step: it validates, or ends the epoch
@@ -237,7 +230,7 @@ class SpotCheckpoint(Checkpoint):
         if trainer.fit_loop.restarted_mid_epoch:
             trainer.fit_loop._restarting = False
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Determine whether all ranks validate on the same number of batches, so that they can exchange flags."""
         if not self._is_fit:
             return
@@ -245,11 +238,12 @@ class SpotCheckpoint(Checkpoint):
         if trainer.world_size == 1:
             self._can_stop_in_validation = True
             return
-        combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
-        lengths = [_length_of(loader) for loader in (combined.flattened if combined is not None else ())]
-        num_batches = [min(pair) for pair in zip(lengths, trainer.num_val_batches, strict=True)]
+        loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened
+        # A stream may end before the length that it states.
+        has_streams = any(isinstance(getattr(one, "dataset", None), IterableDataset) for one in loaders)
+        num_batches = trainer.num_val_batches
         is_different = num_batches != trainer.strategy.broadcast(num_batches)
-        (num_unsuited,) = self._sums(trainer, is_different or math.inf in lengths)
+        (num_unsuited,) = self._sums(trainer, has_streams or is_different or math.inf in num_batches)
         self._can_stop_in_validation = num_unsuited == 0
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -267,7 +261,7 @@ class SpotCheckpoint(Checkpoint):
         """Exchange flags if it is time, and if any rank was signalled, save a checkpoint and exit."""
         num_signalled = float(self._signalled_at is not None)
         if trainer.world_size > 1:
-            pace = self._paces.setdefault(moment, Pace(self._check_every_s, trainer.world_size))
+            pace = self._paces.setdefault(moment, Pace(_CHECK_EVERY_S, trainer.world_size))
             if not pace.tick():
                 return
             num_signalled, sum_ms = self._sums(trainer, num_signalled, pace.ms_per_tick(time.monotonic()))
@@ -358,17 +352,12 @@ class SpotCheckpoint(Checkpoint):
         return path
 
     def _note_saved(self, trainer: Trainer, files: list[Path]) -> None:
-        """Tell the launcher that this host is ready for its end: if it was not the one to be stopped, it stays longer.
-
-        Args:
-            trainer: The Trainer.
-            files: The files of this host that belong to the checkpoint.
-        """
+        """Tell the launcher that this host is ready for its end, and which files of the checkpoint it has."""
         if self._process is not None and trainer.local_rank == 0:
             self._process.note_saved(files)
 
     def _remove_older_than(self, step: int, epoch: int) -> None:
-        """Remove the checkpoints before this step and epoch, except for the furthest ``keep - 1``.
+        """Remove the checkpoints before this step and epoch but for the furthest: the new one may not be uploaded yet.
 
         Names decide: after a restart, file times are those of the download. Checkpoints beyond this step are kept,
         because they come from another job, or from before a rollback.
@@ -379,7 +368,7 @@ class SpotCheckpoint(Checkpoint):
             # The epoch counts, too: the last step of an epoch is also the step at the start of the next.
             if match is not None and (int(match["step"]), int(match["epoch"])) < (step, epoch):
                 older.append((int(match["step"]), int(match["epoch"]), path))
-        for _, _, path in sorted(older)[: 1 - self._keep]:
+        for _, _, path in sorted(older)[:-1]:
             # Hosts with a shared folder remove the same files.
             remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -408,16 +397,6 @@ class SpotCheckpoint(Checkpoint):
                 loop["state_dict"]["combined_loader"] = self._loader_states[-1 - _num_prefetched(trainer)]
         elif self._moment is _SavedMoment.VALIDATION:
             _rewind_to_validation_start(loop)
-
-
-def _length_of(loader: Any) -> float:
-    """Return the number of batches; inf for a stream, which may end before the length that it states."""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return math.inf
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):  # "no length", as in Lightning
-        return math.inf
 
 
 def _num_prefetched(trainer: Any) -> int:

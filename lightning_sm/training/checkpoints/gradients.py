@@ -22,7 +22,7 @@ def accumulated_gradients(trainer: Any) -> dict[str, torch.Tensor]:
     knows whether it adds to them. The mean over the ranks is what the next exchange makes of gradients that ranks
     accumulate without exchanging them (``no_sync``); others are equal.
 
-    A collective call, if the ranks have gradients and none of them has failed.
+    A collective call.
     """
     model = trainer.lightning_module
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -36,15 +36,13 @@ def accumulated_gradients(trainer: Any) -> dict[str, torch.Tensor]:
         if trainer.is_global_zero:
             _warn_once(type(trainer.strategy).__name__)
         return {}
-    is_exchanging = trainer.world_size > 1 and not trainer.interrupted
-    if is_exchanging:
-        names_of_ranks = of_all_ranks(names)
-        names = [name for name in parameters if any(name in one for one in names_of_ranks)]
+    names_of_ranks = of_all_ranks(names)
+    names = [name for name in parameters if any(name in one for one in names_of_ranks)]
     saved: dict[str, torch.Tensor] = {}
     for name in names:  # one after the other, because the device may have no room for a copy of all
         own = parameters[name].grad
         gradient = torch.zeros_like(parameters[name]) if own is None else own.detach().clone()
-        if is_exchanging:
+        if trainer.world_size > 1:
             torch.distributed.all_reduce(gradient)
             gradient.div_(trainer.world_size)
         saved[name] = gradient.cpu()

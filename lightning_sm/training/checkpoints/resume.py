@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_sm._text import shortened
+from lightning_sm.errors import CheckpointError, CheckpointMismatchError, LightningSMError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.checkpoints.fits import Fit
-from lightning_sm.training.checkpoints.misfit import explain_misfit
-from lightning_sm.training.checkpoints.newest import JOB_KEY, FoundCheckpoint, newest_checkpoint
-from lightning_sm.training.checkpoints.searches import HeldSearches
+from lightning_sm.training.checkpoints.newest import FoundCheckpoint, newest_checkpoint
+from lightning_sm.training.checkpoints.searches import allow_searches, restore_searched, skip_searches
 from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_host
 
 logger = logging.getLogger(__name__)
+
+# What code that reads the fields of a checkpoint raises if they are others than it expects.
+_OTHER_FIELDS = (KeyError, IndexError, ValueError, TypeError, AttributeError)
+# torch names each tensor of a large model. The advice must fit into the failure file, too.
+_MAX_CHARS = 250
 
 
 class CheckpointLoader:
@@ -32,8 +39,12 @@ class CheckpointLoader:
         self._job = job
         self._connector = trainer._checkpoint_connector
         self._load = self._connector.resume_start
-        self._resuming: tuple[Path, Fit, HeldSearches] | None = None
+        self._chosen: FoundCheckpoint | None = None
+        self._restores_searched = False
+        self._chosen_path: Path | None = None
         self._connector.resume_start = self._resume_start
+        for name in ("restore_model", "restore_training_state"):
+            setattr(self._connector, name, partial(self._restore, getattr(self._connector, name)))
 
     @classmethod
     def of(cls, trainer: Any, job: SageMakerJob) -> CheckpointLoader:
@@ -48,39 +59,73 @@ class CheckpointLoader:
         every restart would lose the progress of earlier attempts; ``ckpt_path`` takes precedence over a checkpoint of
         another job with the same folder.
 
-        The hosts choose when Lightning is about to load: by then, all ranks are connected, and none has begun the
-        collective calls with which some strategies load.
+        The hosts choose here, where all ranks are connected: before finders search, which a resumed fit does not.
 
         Args:
             folder: The job's checkpoint folder.
             fit: Which of the script's fits this is.
         """
-        self._resuming = folder, fit, HeldSearches(self._trainer)
+        allow_searches(self._trainer)
+        found = None
+        leaders = HostLeaders(self._trainer)
+        if leaders.is_leader:
+            found = newest_checkpoint(folder, self._job, fit=fit, gather=leaders.gather)
+        self._chosen = self._trainer.strategy.broadcast(found)
+        if self._chosen is not None:
+            skip_searches(self._trainer)
+        # Where checkpoints are loaded after the search, the first one may be the finder's own.
+        self._restores_searched = not (self._chosen is None and self._trainer.strategy.restore_checkpoint_after_setup)
 
     def _resume_start(self, checkpoint_path: Any = None, **options: Any) -> None:
         """Take the place of the connector's ``resume_start``, with which Lightning loads all checkpoints."""
-        resuming, self._resuming = self._resuming, None
-        if self._trainer.state.fn != "fit":  # the fit has failed in between, and the script went on
-            resuming = None
-        if resuming is None:  # the tuner's own, or one that a test or a validation loads
-            self._load_on_all_hosts(checkpoint_path, options)
-            return
-        folder, fit, searches = resuming
-        chosen = self._choose(folder, fit, checkpoint_path)
+        trainer, connector = self._trainer, self._connector
+        chosen, self._chosen, self._chosen_path = self._chosen, None, None
+        restores_searched, self._restores_searched = self._restores_searched, False
+        if trainer.state.fn != "fit":  # the fit has failed in between, and the script went on
+            chosen, restores_searched = None, False
+        if chosen is not None and checkpoint_path is not None and not chosen.is_of(self._job):
+            chosen = None
+        if chosen is not None and chosen.doubt is not None:
+            raise CheckpointError(chosen.doubt)
         if chosen is None:
             self._load_on_all_hosts(checkpoint_path, options)
         else:
-            # Load as newest_checkpoint did. Lightning 2.5 has no such parameter, and loads all files with False.
-            if chosen.has_objects and "weights_only" in inspect.signature(self._load).parameters:
+            if trainer.is_global_zero:
+                instead = "" if checkpoint_path is None else f" It takes precedence over ckpt_path={checkpoint_path}."
+                logger.info("Resuming from %s, the latest valid checkpoint of the job.%s", chosen.path, instead)
+            # What states its job may hold objects. Lightning 2.5 has no such parameter, and loads all files with False.
+            if chosen.job is not None and "weights_only" in inspect.signature(self._load).parameters:
                 options["weights_only"] = False
-            explain_misfit(self._connector, str(chosen.path))
+            self._chosen_path = chosen.path
             self._load_on_all_hosts(str(chosen.path), options, chosen.host)
-            _end_again(self._trainer, self._job, self._connector._loaded_checkpoint)
-        path = self._connector._ckpt_path
-        if path:
-            searches.skip(path, self._connector._loaded_checkpoint)
-        else:
-            searches.start()
+            if (chosen.job or {}).get("is_ending") and chosen.is_of(self._job):
+                # Callbacks such as EarlyStopping have their states again, but look at a metric only after an epoch.
+                trainer.should_stop = True
+                if trainer.is_global_zero:
+                    logger.info("The fit had ended in an earlier attempt: it does not train any further.")
+        if restores_searched and connector._ckpt_path:
+            skip_searches(trainer)
+            restore_searched(trainer, connector._ckpt_path, connector._loaded_checkpoint)
+
+    def _restore(self, restore: Callable[[], None]) -> None:
+        """Take the place of the connector's methods that read the loaded checkpoint.
+
+        Raises:
+            CheckpointMismatchError: The checkpoint was not the script's choice, and does not fit the script.
+        """
+        try:
+            restore()
+        except Exception as error:
+            path = self._chosen_path
+            if path is None or not _is_misfit(error):
+                raise
+            raise CheckpointMismatchError(
+                f"The job resumes automatically from {path}, the latest valid checkpoint in its folder, but that does "
+                f"not fit this script. {type(error).__name__}: {shortened(str(error), _MAX_CHARS)}\n"
+                "It is of another model or optimizer. To start anew, set another checkpoint_s3_uri (in a job file: "
+                f"checkpoints), or delete what lies there ({path.parent} on this host). To continue, use the model "
+                "that the checkpoint was saved with."
+            ) from error
 
     def _load_on_all_hosts(self, path: Any, options: dict[str, Any], host: int = 0) -> None:
         folder = self._job.checkpoint_dir or self._job.host_output_dir
@@ -89,33 +134,11 @@ class CheckpointLoader:
         if shared is not None and path is not None:
             self._connector._ckpt_path = path  # not a copy, which is removed by now
 
-    def _choose(self, folder: Path, fit: Fit, stated: Any) -> FoundCheckpoint | None:
-        """Return the hosts' choice on all ranks; None leaves the choice to the script."""
-        trainer = self._trainer
-        found = None
-        leaders = HostLeaders(trainer)
-        if leaders.takes_part:
-            found = newest_checkpoint(
-                folder,
-                self._job,
-                fit=fit,
-                is_own=stated is not None,
-                gather=leaders.gather,
-            )
-        choice: FoundCheckpoint | None = trainer.strategy.broadcast(found)
-        if choice is not None and trainer.is_global_zero:
-            instead = "" if stated is None else f" It takes precedence over ckpt_path={os.fspath(stated)}."
-            logger.info("Resuming from %s, the latest valid checkpoint of the job.%s", choice.path, instead)
-        return choice
 
-
-def _end_again(trainer: Any, job: SageMakerJob, checkpoint: Mapping[str, Any]) -> None:
-    """Let a fit that a callback such as ``EarlyStopping`` has ended in an earlier attempt of the job end at once.
-
-    A checkpoint holds the states of these callbacks, but they look at a metric only after the next epoch.
-    """
-    facts = checkpoint.get(JOB_KEY) or {}
-    if facts.get("is_ending") and facts.get("name") == job.name:
-        trainer.should_stop = True
-        if trainer.is_global_zero:
-            logger.info("The fit had ended in an earlier attempt: it does not train any further.")
+def _is_misfit(error: Exception) -> bool:
+    if isinstance(error, LightningSMError):
+        return False
+    if isinstance(error, _OTHER_FIELDS):
+        return True
+    # torch says so by a plain RuntimeError, as it does for an error of the GPU: only its own comparison counts.
+    return isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].name == "load_state_dict"

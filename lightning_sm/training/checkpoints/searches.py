@@ -7,11 +7,10 @@ take this one for the checkpoint of the fit, and start at step 0 with the weight
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_sm._lightning import BatchSizeFinder, Callback, LearningRateFinder, parsing
+from lightning_sm._lightning import BatchSizeFinder, LearningRateFinder, parsing
 
 logger = logging.getLogger(__name__)
 
@@ -30,67 +29,49 @@ def save_searched(trainer: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint[_KEY] = values
 
 
-class HeldSearches:
-    """The searches of a Trainer's finders, held back until it is known whether the fit resumes.
+def allow_searches(trainer: Any) -> None:
+    """Let the finders of a Trainer search again."""
+    for finder, _ in _finders(trainer):
+        vars(finder).pop("on_fit_start", None)
+
+
+def skip_searches(trainer: Any) -> None:
+    """Let the finders of a Trainer not search in the fit that is about to start."""
+    for finder, _ in _finders(trainer):
+        finder.on_fit_start = _search_nothing
+
+
+def restore_searched(trainer: Any, path: object, checkpoint: Mapping[str, Any]) -> None:
+    """Set what earlier searches have found.
 
     Args:
-        trainer: A Trainer that is about to fit; Lightning has not called ``on_fit_start`` yet.
+        trainer: The Trainer.
+        path: The checkpoint from which the fit resumes.
+        checkpoint: Its contents.
     """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._is_resumed: bool | None = None
-        self._pending: list[Callable[[], None]] = []
-        for finder, _ in _finders(trainer):
-            vars(finder).pop("on_fit_start", None)  # left by a fit that failed before it searched
-            self._hold(finder)
-
-    def _hold(self, finder: Any) -> None:
-        search = finder.on_fit_start
-
-        def on_fit_start(trainer: Any, pl_module: Any) -> None:
-            vars(finder).pop("on_fit_start", None)
-            if self._is_resumed is None:  # the strategy loads checkpoints later
-                self._pending.append(partial(search, trainer, pl_module))
-            elif not self._is_resumed:
-                search(trainer, pl_module)
-
-        finder.on_fit_start = on_fit_start
-
-    def skip(self, path: object, checkpoint: Mapping[str, Any]) -> None:
-        """Drop the searches, and set what earlier ones found.
-
-        Args:
-            path: The checkpoint from which the fit resumes.
-            checkpoint: Its contents.
-        """
-        self._is_resumed = True
-        self._pending.clear()
-        model = self._trainer.lightning_module
-        values = checkpoint.get(_KEY, {})
-        for finder, name in _finders(self._trainer):
-            kind = type(finder).__name__
-            if name in values:
-                if _is_attribute(model, name):
-                    parsing.lightning_setattr(model, name, values[name])
-                logger.info("%s does not search again: training resumes with %s=%s.", kind, name, values[name])
-            else:
-                logger.warning(
-                    "%s does not search, because training resumes from %s, which has no %s: the value of the script "
-                    "stays. Set it to that of the earlier training.",
-                    kind,
-                    path,
-                    name,
-                )
-
-    def start(self) -> None:
-        """Let the finders search, now or in ``on_fit_start``."""
-        self._is_resumed = False
-        while self._pending:
-            self._pending.pop(0)()
+    model = trainer.lightning_module
+    values = checkpoint.get(_KEY, {})
+    for finder, name in _finders(trainer):
+        kind = type(finder).__name__
+        if name in values:
+            if _is_attribute(model, name):
+                parsing.lightning_setattr(model, name, values[name])
+            logger.info("%s does not search again: training resumes with %s=%s.", kind, name, values[name])
+        else:
+            logger.warning(
+                "%s does not search, because training resumes from %s, which has no %s: the value of the script stays. "
+                "Set it to that of the earlier training.",
+                kind,
+                path,
+                name,
+            )
 
 
-def _finders(trainer: Any) -> Iterator[tuple[Callback, str]]:
+def _search_nothing(_trainer: Any, _pl_module: Any) -> None:
+    """Take the place of a finder's ``on_fit_start``."""
+
+
+def _finders(trainer: Any) -> Iterator[tuple[Any, str]]:
     """Yield the finders, and the names of the attributes that they set."""
     for callback in trainer.callbacks:
         if isinstance(callback, BatchSizeFinder):

@@ -5,26 +5,14 @@ Hosts share no folder while a job runs; only a restarted job finds all files on 
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, distributed
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
 from lightning_sm._lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Trainer
 from lightning_sm.errors import StrategyError
-from lightning_sm.job.uploads import files_of
-from lightning_sm.training.all_ranks import of_all_ranks
-
-# Names under which ModelParallelStrategy and FSDPStrategy save the weights.
-_WEIGHTS = ("state_dict", "model")
-_INDEX = ".metadata"
 
 
 def install_shard_hooks(trainer: Trainer) -> None:
@@ -47,109 +35,13 @@ def install_shard_hooks(trainer: Trainer) -> None:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder, which other hosts that share it may be removing at the same time."""
+    """Remove a folder, which need not exist, as far as possible."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def has_index(folder: Path) -> bool:
     """Return whether a checkpoint has the file that names its shards, which only rank 0 writes."""
-    return any((folder / name).exists() for name in (_INDEX, "latest"))
-
-
-def holders(folder: Path) -> dict[str, int]:
-    """Return the lowest rank that has each file of a checkpoint, by relative path. A collective call.
-
-    Args:
-        folder: The checkpoint, which every host has under the same path.
-    """
-    own = {str(file.relative_to(folder)) for file in files_of(folder)}  # without those of SageMaker's agent
-    return {name: rank for rank, names in reversed([*enumerate(of_all_ranks(own))]) for name in sorted(names)}
-
-
-def lacks_shards(strategy: Any, folder: Path, held: dict[str, int]) -> list[str]:
-    """Return the shards that a checkpoint of torch.distributed.checkpoint lists and no host has. A collective call.
-
-    Args:
-        strategy: The Trainer's strategy.
-        folder: The checkpoint.
-        held: Its ``holders``.
-    """
-    index = _index(strategy, folder, held)
-    listed = set() if index is None else {place.relative_path for place in index.storage_data.values()}
-    return sorted(listed - held.keys())
-
-
-def gather_weights(strategy: Any, folder: Path, held: dict[str, int]) -> dict[str, Any] | None:
-    """Bring the weights of a sharded checkpoint to rank 0, over the process group. A collective call.
-
-    Rank 0 needs memory for all weights; optimizer states stay where they are.
-
-    Args:
-        strategy: The Trainer's strategy.
-        folder: The checkpoint.
-        held: Its ``holders``; none of its shards may be missing.
-
-    Returns:
-        On rank 0 the plain ``state_dict``, on other ranks an empty one; None if the folder is of another format.
-    """
-    index = _index(strategy, folder, held)
-    if index is None:
-        return None
-    paths = index.planner_data
-    names = {fqn: paths[fqn][1] for fqn in index.state_dict_metadata if paths[fqn][0] in _WEIGHTS}
-    weights: dict[str, Any] = dict.fromkeys(names.values()) if strategy.global_rank == 0 else {}
-    for piece, place in index.storage_data.items():
-        if piece.fqn not in names:
-            continue
-        file = folder / place.relative_path
-        data = _fetch(strategy, file, place.offset, place.length, held[place.relative_path])
-        if data is None:
-            continue
-        # weights_only=False: the job wrote the file, and extra state of a module may be of any type.
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        described = index.state_dict_metadata[piece.fqn]
-        name = names[piece.fqn]
-        if isinstance(described, TensorStorageMetadata):
-            if weights[name] is None:
-                weights[name] = torch.empty(described.size, dtype=described.properties.dtype)
-            offset = piece.offset or [0] * value.dim()
-            region = tuple(slice(start, start + size) for start, size in zip(offset, value.shape, strict=True))
-            weights[name][region] = value
-        else:
-            weights[name] = value
-    return weights
-
-
-def _index(strategy: Any, folder: Path, held: dict[str, int]) -> Metadata | None:
-    """Return, on all ranks, rank 0's list of what is in which shard; None if rank 0 has none."""
-    if held.get(_INDEX) != 0:
-        return None
-    index: Metadata = strategy.broadcast(
-        FileSystemReader(folder).read_metadata() if strategy.global_rank == 0 else None
-    )
-    return index
-
-
-def _fetch(strategy: Any, file: Path, offset: int, length: int, holder: int) -> bytes | None:
-    """Return a piece of a file on rank 0, and None on the others; only rank 0 and the holder take part."""
-    if strategy.global_rank not in {0, holder}:
-        return None
-    piece = torch.empty(length, dtype=torch.uint8)
-    if strategy.global_rank == holder:
-        with file.open("rb") as opened:
-            opened.seek(offset)
-            piece = torch.frombuffer(bytearray(opened.read(length)), dtype=torch.uint8)
-    if holder != 0:
-        piece = piece.to(strategy.root_device)  # NCCL sends from one GPU to another
-        if strategy.global_rank == holder:
-            distributed.send(piece, 0)
-            return None
-        distributed.recv(piece, holder)
-    return _bytes(piece)
-
-
-def _bytes(piece: Tensor) -> bytes:
-    return piece.cpu().numpy().tobytes()
+    return any((folder / name).exists() for name in (".metadata", "latest"))
 
 
 def object_stores(trainer: Trainer) -> list[str]:
@@ -193,7 +85,4 @@ def _save_afresh(
 
 def _remove_on_each_host(strategy: Any, filepath: Any) -> None:
     if strategy.is_global_zero or (strategy.local_rank == 0 and os.path.isdir(filepath)):
-        try:
-            strategy.checkpoint_io.remove_checkpoint(filepath)
-        except FileNotFoundError:  # another host that shares the folder is removing it, too
-            remove_folder(filepath)
+        strategy.checkpoint_io.remove_checkpoint(filepath)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_sm._import_hook import after_import
-from lightning_sm.errors import MixedLightningError, StrategyError
+from lightning_sm.errors import MixedLightningError
 
 # Where the two distributions of Lightning have their registries.
 _REGISTRIES = ("pytorch_lightning.strategies", "lightning.pytorch.strategies")
@@ -31,7 +31,6 @@ def _register(strategies: ModuleType) -> None:
     register("pipeline", pipeline, description="Stages of the model on several ranks.")
     smddp = partial(_make, distribution, "smddp", "SMDDPStrategy")
     register("smddp", smddp, description="DDP by SageMaker's library SMDDP.")
-    register("dp", _data_parallel, description="Gone since Lightning 2: use ddp.")
 
 
 def _pipeline(distribution: str) -> Any:
@@ -47,11 +46,3 @@ def _make(distribution: str, module: str, name: str, **arguments: Any) -> Any:
             f"objects. Import {distribution} before lightning_sm, and only one of the two in a script."
         )
     return getattr(importlib.import_module(f"lightning_sm.training.strategies.{module}"), name)(**arguments)
-
-
-def _data_parallel() -> Any:
-    raise StrategyError(
-        "strategy=dp (torch.nn.DataParallel: one process for all GPUs of a host) was removed in Lightning 2.0. Use "
-        "strategy=ddp with the same devices: one process for each of them, also on several hosts. The batch size is "
-        "then per process: divide the DataModule's by the number of devices to keep the global batch size."
-    )

@@ -56,17 +56,17 @@ def service():
 
 
 def test_the_request_is_sent_again_with_changes(service, jobs):
-    """Under a new name and with a new secret; what no job file can say stays, what only an answer has is left out."""
+    """Under a new name and with a new secret; what no key says stays, what only an answer has is left out."""
     settings = ["hyperparameters.text=c d", "hyperparameters.n=3", "groups.trainer.count=4", "max_run_s=7200"]
     settings += ["environment.NAME=other", "spot={max_wait_s: 9000}", "max_restarts=2", "tags.who=me"]
-    code, output, log = jobs(service, "again", JOB["TrainingJobName"], "--yes", *(f"--set={one}" for one in settings))
+    code, _, log = jobs(service, "again", JOB["TrainingJobName"], "--yes", *(f"--set={one}" for one in settings))
     assert code == 0, log
     _, request = service.requests
     name = request["TrainingJobName"]
     assert name.startswith("digits-20")
     assert name != JOB["TrainingJobName"]
     assert len(name) == len(JOB["TrainingJobName"])
-    assert f"Submitted {name}." in output
+    assert f"Submitted job {name}." in log
     assert "the new job resumes from the checkpoints" in log
     assert request["Environment"].pop(JOB_SECRET.name) != "old"
     assert request == {
@@ -78,6 +78,8 @@ def test_the_request_is_sent_again_with_changes(service, jobs):
             "n": "3",
         },
         "Environment": {"NAME": "other", "LIGHTNING_SM_MAX_RESTARTS": "2"},
+        "CheckpointConfig": {"S3Uri": "s3://bucket/ck"},
+        "ProfilerConfig": {"DisableProfiler": True},
         "ResourceConfig": {
             "VolumeSizeInGB": 30,
             "InstanceGroups": [
@@ -104,13 +106,17 @@ def test_a_key_without_a_value_is_removed_and_nothing_is_sent_by_a_dry_run(servi
 
 
 def test_hyperparameters_of_an_sdk_stay_text(service, jobs):
-    """Beside values that are no JSON, a new one is no JSON either: the script gets both as they are meant."""
+    """Beside values that are no JSON, or are JSON: the script gets both as they are meant."""
     service.requests[0] = {
         **JOB,
         "HyperParameters": {"sagemaker_program": "train.py", "optimizer": "adam"},
         "ResourceConfig": {"VolumeSizeInGB": 30, "InstanceType": "ml.g5.xlarge", "InstanceCount": 1},
     }
-    settings = ("--set=hyperparameters.optimizer=sgd", "--set=hyperparameters.lr=0.1", "--set=groups.all.count=2")
+    settings = (
+        "--set=hyperparameters.optimizer=sgd",
+        "--set=hyperparameters.lr=0.1",
+        "--set=groups.homogeneousCluster.count=2",
+    )
     code, _, log = jobs(service, "again", JOB["TrainingJobName"], "--yes", *settings)
     assert code == 0, log
     request = service.requests[1]
@@ -122,9 +128,9 @@ def test_hyperparameters_of_an_sdk_stay_text(service, jobs):
     ("setting", "words"),
     [
         ("max_run", "--set max_run: expected KEY=VALUE"),
-        ("max_run=3", "--set max_run=3: a job has no key max_run. Did you mean max_run_s"),
-        ("max_run_s=1h", "--set max_run_s: max_run_s is '1h'; expected a whole number of seconds"),
-        ("source_dir=src", "source_dir cannot be changed here. Submit a job file, or change one of: checkpoints,"),
+        ("max_run=3", "--max_run: max_run is not a key of a job file. Did you mean max_run_s"),
+        ("max_run_s=1h", "--max_run_s: max_run_s is '1h'; expected a whole number of seconds"),
+        ("source_dir=src", "--source_dir: source_dir is"),
         ("groups.other.count=3", "groups.other"),
         ("groups.data.instance_type=ml.c5.huge", "ml.c5.huge"),
         ("hyperparameters.api_key=sk-0123456789abcdef0123456789abcdef", "looks like a secret"),

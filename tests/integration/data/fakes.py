@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from secrets import token_hex
 from typing import Any
 
@@ -101,7 +102,7 @@ class Impostor(grpc_transport.Guard):
     """
 
     def __init__(self, token: str | None = None, only: str | None = None) -> None:
-        super().__init__(credentials(token=token), "fake")
+        super().__init__(replace(credentials(), token=token or ""), "fake")
         self.called: set[str] = set()
         self._proves = token is not None
         self._only = only
@@ -137,7 +138,7 @@ def begin(channel: grpc.Channel, name: str, requests: Iterator[bytes], **limits:
             yield proof(known, "confirmation", nonce, challenge).encode()
         yield from requests
 
-    if name in ("Result", "Fetch"):
+    if name == "Fetch":
         call = channel.stream_stream(method(name))(all_requests(), **limits)
     elif name == "Load":
         call = channel.stream_unary(method(name)).future(all_requests(), **limits)

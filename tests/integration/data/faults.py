@@ -33,8 +33,7 @@ from tests.fakes.small_app import SmallData
 from tests.integration.data.cluster import Host, remote, running
 from tests.integration.data.datasets import Data
 from tests.integration.emulators import until
-from tests.integration.hosts import REPOSITORY, Hosts
-from tests.quick_processes import python_path
+from tests.integration.hosts import Hosts
 
 TIMEOUT_S = 180
 TRAINER, DATA = "algo-1", "algo-2"
@@ -92,19 +91,17 @@ class Job:
         for host in (TRAINER, DATA):
             write_job(folder / host, resource_config(GROUPS, host))
 
-    def start(self, does: str = "", *, as_script: bool = False, **settings: Any) -> None:
+    def start(self, does: str = "", **settings: Any) -> None:
         """Start the data host.
 
         Args:
             does: What its DataModule does in setup().
-            as_script: With an interpreter of its own, which exits after it, and takes seconds more to start.
             settings: Of the data service.
         """
         self._does = does
         settings = {"workers": 1, "lease_s": float(TIMEOUT_S), "startup_timeout_s": float(TIMEOUT_S), **settings}
         env = {**self.env, "SAGEMAKER_BASE_DIR": str(self._folder / DATA)}
-        target = _serve_in_script if as_script else _serve
-        self._process = _FORKS.Process(target=target, args=(env, self._log, settings))
+        self._process = _FORKS.Process(target=_serve, args=(env, self._log, settings))
         self._process.start()
 
     @property
@@ -176,12 +173,6 @@ def _serve(env: dict[str, str], log: Path, settings: dict[str, Any]) -> None:
     show_log_lines()
     job = SageMakerJob.from_environment()
     service.serve(job, Topology.from_job(job), DataServiceSettings(**settings))
-
-
-def _serve_in_script(env: dict[str, str], log: Path, settings: dict[str, Any]) -> None:
-    arguments = f"{env!r}, Path({str(log)!r}), {settings!r}"
-    code = f"from pathlib import Path; from {__name__} import _serve; _serve({arguments})"
-    os.execve(sys.executable, [sys.executable, "-c", code], {**env, "PYTHONPATH": python_path(REPOSITORY)})  # noqa: S606
 
 
 def _redirect(log: Path) -> None:

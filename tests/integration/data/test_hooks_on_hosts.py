@@ -277,31 +277,6 @@ def test_a_data_module_that_cannot_be_pickled_is_an_error(hosts, tmp_path):
         trainer().fit(Model(), remote(hosts, data))
 
 
-class Spawned(Data):
-    """Its workers are new processes, which get the dataset by pickle."""
-
-    def train_dataloader(self):
-        return {
-            "rows": DataLoader(Listed(), 2, num_workers=1, multiprocessing_context="spawn"),
-        }
-
-
-class Unpickled(Data):
-    """The same, with a dataset that cannot be pickled."""
-
-    def train_dataloader(self):
-        return DataLoader(self.rows, 2, num_workers=1, multiprocessing_context="spawn")
-
-
-def test_spawned_workers_get_the_dataset_by_pickle(hosts, tmp_path):
-    """Or an error names what cannot be pickled."""
-    model = Model()
-    trainer(max_epochs=1, limit_val_batches=0).fit(model, remote(hosts, Spawned(tmp_path / "rows")))
-    assert [batch for batch, _ in model.seen] == [[0, 1], [2, 3], [4]]
-    with pytest.raises(DataSettingsError, match=r"dataset\.file is a OpenFile.*'spawn'"):
-        trainer(max_epochs=1).fit(model, remote(hosts, Unpickled(tmp_path / "rows")))
-
-
 class Counted(Data):
     """Notes on disk which hooks have run on which host."""
 

@@ -29,5 +29,5 @@ def test_the_first_rank_of_a_host_reports_a_lost_connection(capfd, is_quiet):
         until(lambda: client.snapshot().hosts[0].num_lost == 1, "the lost connection is counted", TIMEOUT_S)
     finally:
         if client is not None:
-            client.close("finished", is_success=True)
+            client.close()
     assert ("Lost connection to data host" in capfd.readouterr().err) is not is_quiet

@@ -73,7 +73,7 @@ def test_a_host_that_comes_back_opens_what_is_in_use_and_not_what_was(tmp_path):
             assert owner.ups.acquire(timeout=30)
             until(lambda: host.asked, "the host to open what is wanted", 30.0)
     finally:
-        link.finish("finished", is_success=True)
+        link.finish()
     assert host.asked[0] == ["source 1", "source 3"]
 
 

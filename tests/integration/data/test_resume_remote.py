@@ -326,7 +326,7 @@ def test_an_interrupted_run_resumes(pool, tmp_path, cls):
 
     def on_hosts():
         connection = ServiceConnection([host.address for host in pool.hosts], DataServiceSettings(), LOCAL_JOB)
-        return [DataHostLoaders(connection), connection.reporter]
+        return [DataHostLoaders(connection)]
 
     interrupted_fits.fit(tmp_path / "reference", reference := cls(), *on_hosts())
     for moment in ("a later step", "the first step of an epoch", "within a validation"):

@@ -13,6 +13,7 @@ from lightning_sm.data.protocol.spec import snapshot_hash
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.errors import DataHostMismatchError, DataHostUnreachableError
+from lightning_sm.job.variables import JOB_SECRET
 from tests.integration.data.fakes import begin
 from tests.integration.data.test_bounds import TIMEOUT_S, Server
 
@@ -101,9 +102,10 @@ def test_a_trainer_learns_the_channels_of_data_hosts(server):
     assert connection(server.address).host_channels(is_quiet=True) == ("training", "val")
 
 
-def test_a_trainer_that_learns_nothing_says_why(server):
+def test_a_trainer_that_learns_nothing_says_why(server, monkeypatch):
     """A host that is not there is awaited for the time that the setting says; a wrong token is an error at once."""
     with pytest.raises(DataHostUnreachableError, match=r"within 5 s \(data_service.startup_timeout_s\) which channels"):
         connection("127.0.0.1:1").host_channels(is_quiet=True)
+    monkeypatch.setenv(JOB_SECRET.name, "of another job " * 4)
     with pytest.raises(DataHostMismatchError, match="refused the token"):
-        connection(server.address, token="x").host_channels(is_quiet=True)  # noqa: S106
+        connection(server.address).host_channels(is_quiet=True)

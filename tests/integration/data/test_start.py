@@ -1,21 +1,16 @@
 """How the processes of a data host start, and end before they serve."""
 
 import signal
-import sys
-from pathlib import Path
-from subprocess import run
 
-import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sm import DataHost, RemoteDataModule
+from lightning_sm import DataHost
 from lightning_sm.data.host import data_host
 from lightning_sm.data.ipc.messages import MessageSocket
-from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.errors import DataServiceError
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Data
-from tests.integration.emulators import until
 
 pytestmark = pytest.mark.processes
 
@@ -51,36 +46,6 @@ def alarm():
     yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
-
-
-def test_a_data_host_needs_no_datamodule():
-    """Who gives it one learns at once where it belongs."""
-    with pytest.raises(DataSettingsError, match=r"DataHost got a Data as its address\. It needs no DataModule"):
-        DataHost(Data(make))
-
-
-def test_a_preloaded_process_serves_the_next_data_host():
-    """It imports torch before there is a DataModule; the data host after it starts a process of its own."""
-    DataHost.preload()
-    [(process, _)] = DataHost._preloaded
-    maps = Path(f"/proc/{process.pid}/maps")
-    until(lambda: "libtorch_cpu" in maps.read_text(), "the process to import torch", 60.0)
-    with DataHost(workers=1) as host:
-        assert host.pid == process.pid
-        assert DataHost._preloaded == []
-        module = RemoteDataModule(Data(make), [host.address])
-        assert [batch.tolist() for batch in module.train_dataloader()] == [[0, 1], [2, 3]]
-        module.teardown("fit")
-
-
-def test_a_preloaded_process_that_nobody_needs_ends_with_the_script():
-    """Its script imports neither torch nor Lightning for it."""
-    script = (
-        "import sys; from lightning_sm import DataHost; DataHost.preload(); "
-        "print(DataHost._preloaded[0][0].pid); assert 'torch' not in sys.modules"
-    )
-    done = run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert not psutil.pid_exists(int(done.stdout))
 
 
 def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):

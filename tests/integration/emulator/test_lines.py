@@ -23,8 +23,6 @@ while (seen := len(list(folder.iterdir()))) < 20:
     time.sleep(0.1)
 """
 )
-# What a launcher logs that another one keeps waiting for seconds, on a machine with fewer CPUs than hosts.
-_RETRIES = "No launcher of this job answers on "
 
 
 def test_each_of_twenty_hosts_begins_with_one_line(tmp_path):
@@ -36,6 +34,6 @@ def test_each_of_twenty_hosts_begins_with_one_line(tmp_path):
     logs = {path: path.read_text() for path in job_dir(jobs).glob("algo-*/output/log.txt")}
     assert len(logs) == 20
     for path, log in logs.items():
-        first, *others = [line for line in log.splitlines() if not line.startswith(_RETRIES)]
+        first, *others = log.splitlines()
         assert "role trainer" in first or "role data" in first, path
         assert others == ["hello"], f"{path}:\n{log}"

@@ -206,12 +206,12 @@ def test_without_boto3_the_error_says_what_to_install(base, work, tmp_path, s3):
     assert "boto3 is not installed in the image (no boto3 here)" in failure(base)
 
 
-def test_the_launcher_says_who_it_is_before_it_fetches_code(base, work, s3):
-    """The banner is there while S3 does not answer, and a stop ends the host at once, with 143 and a reason."""
+def test_a_stop_ends_a_host_that_fetches_code(base, work, s3):
+    """At once, though S3 does not answer, with 143 and a reason; the log says what the host was doing."""
     _submit(base, s3, {"train.py": ""})
     s3.objects[_PATH] = None
     with started(base, work, **s3.variables) as running:
-        assert "host algo-1, group homogeneousCluster" in running.wait_for("lightning-sm 0.")
+        running.wait_for(f"unpacking the code of the job, {_ADDRESS}")
         assert s3.asked.wait(TIMEOUT_S)
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == 143

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
 from tests.integration.hosts import Hosts
-from tests.integration.launching import failure, local_addresses, started, train
+from tests.integration.launching import failure, started, train
 
 _NAMES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SHOW = (
@@ -246,17 +246,3 @@ def test_a_script_of_lightning_has_the_same_ranks_whoever_starts_them(tmp_path, 
     output = _run(tmp_path, script, *args, LIGHTNING_SM_DEVICES=devices)
     lines = sorted(line for line in output.splitlines() if "Environment rank" in line)
     assert lines == [f"{environment[devices]} rank {rank} world 4" for rank in range(4)], output
-
-
-@pytest.mark.processes
-def test_ranks_are_not_started_twice(base, work):
-    """A strategy that starts local ranks itself, where the job states their number, is an error that names both."""
-    write_job(base, resource_config({"trainer": ["algo-1"]}, "algo-1", interface="lo"))
-    script = _LIGHTNING.replace('strategy="ddp"', 'strategy="ddp_fork"')
-    (work / "train.py").write_text(script + "SageMakerTrainer(devices=2, **quiet).fit(Model())")
-    assert train(base, work, "train.py", LIGHTNING_SM_DEVICES="2", **local_addresses("algo-1")).returncode == 1
-    for part in (
-        "TopologyError: The strategy starts the local ranks",
-        "already started 2 because LIGHTNING_SM_DEVICES",
-    ):
-        assert part in failure(base)

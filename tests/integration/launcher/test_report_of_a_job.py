@@ -18,9 +18,9 @@ job = SageMakerJob.from_environment()
 topology = Topology.from_job(job)
 rank = topology.node_rank
 record = open_record(job, f"rank-{rank}")
-record.append(head_of(job, f"rank-{rank}", record.path, rank=rank, world_size=2))
-record.append(Loader(time.time(), is_remote=False, workers=2))
-record.append(Steps(time.time(), 10, 10, 0.5, 0.06, 320, {"data_wait": 0.3, "forward": 0.2}))
+record.append(head_of(job, f"rank-{rank}", rank=rank, world_size=2))
+record.append(Loader(time.time(), workers=2))
+record.append(Steps(time.time(), 10, 10, 320, {"data_wait": 0.3, "forward": 0.2}))
 record.close()
 if sys.argv[1:]:
     Path(f"ready-{rank}").touch()

@@ -31,11 +31,11 @@ topology = Topology.from_job(job)
 if topology.role is Role.TRAINER:
     rank = topology.node_rank
     lines = events.open_record(job, f"rank-{rank}")
-    lines.append(events.head_of(job, f"rank-{rank}", lines.path, rank=rank, world_size=2))
+    lines.append(events.head_of(job, f"rank-{rank}", rank=rank, world_size=2))
     parts = {"data_wait": 0.5, "forward": 1.5}
-    lines.append(events.Steps(time.time(), step=40, n=40, wall_s=2.0, longest_s=0.1, samples=320, parts=parts))
+    lines.append(events.Steps(time.time(), step=40, n=40, samples=320, parts=parts))
     lines.append(events.Metrics(time.time(), 40, 1, {"loss": 0.25}))
-    lines.event("resumed", "from step 20")
+    lines.append(events.Event(time.time(), "resumed", "from step 20"))
     if rank == 0:
         for t, built in ((0.0, 0), (5.0, 50)):
             host = {"name": topology.data_hosts[0], "num_built": built}

@@ -1,5 +1,5 @@
 # One of two ranks, each in a folder of its own with the same relative paths, as hosts without a shared folder. They
-# save a sharded model and export the best checkpoint, the current weights, and these because the best lacks a shard.
+# save a sharded model and export the best checkpoint, and the current weights.
 # Rank 0 takes its time, and the other one waits for it, but not in a collective call, which has a timeout.
 import os
 import sys
@@ -38,9 +38,11 @@ def broadcast(value):
 class SlowOutputs(JobOutputs):
     """Takes another second on rank 0."""
 
-    def _export_config(self):
-        time.sleep(1)
-        Path(self._model_dir, "complete").touch()
+    def _export(self, trainer, checkpoint):
+        super()._export(trainer, checkpoint)
+        if RANK == 0:
+            time.sleep(1)
+            Path(self._model_dir, "complete").touch()
 
 
 def refuse_barrier(name):
@@ -51,14 +53,11 @@ def export(model_dir, best):
     callback = ModelCheckpoint()
     callback.best_model_path = best
     strategy = SimpleNamespace(
-        global_rank=RANK,
-        root_device=torch.device("cpu"),
         broadcast=broadcast,
         barrier=refuse_barrier,
     )
     trainer = SimpleNamespace(
         strategy=strategy,
-        global_rank=RANK,
         local_rank=0,
         is_global_zero=RANK == 0,
         checkpoint_callbacks=[callback],
@@ -86,7 +85,4 @@ with torch.no_grad():
         parameter.add_(1)
 export("model-best", "best.ckpt")
 export("model-current", "")
-if RANK == 1:
-    Path("best.ckpt", "__1_0.distcp").unlink()
-export("model-lost", "best.ckpt")
 distributed.destroy_process_group()

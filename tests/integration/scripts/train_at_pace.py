@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import RemoteDataModule
 from lightning_sm._log import show_log_lines
-from lightning_sm.training.callbacks.line_progress import LineProgress
 from tests.integration.data.datasets import HOST_VARIABLE, Data
 
 
@@ -125,7 +124,7 @@ def main():
             enable_checkpointing=False,
             enable_model_summary=False,
             use_distributed_sampler=True,
-            callbacks=[LineProgress(every_n_seconds=1000)],
+            enable_progress_bar=False,
         )
         trainer.fit(Model(situation.step_s), datamodule=module)
     module.close()

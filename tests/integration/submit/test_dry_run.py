@@ -8,9 +8,8 @@ import pytest
 
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit import submit
-from lightning_sm.submit.job_file import Group, Job, Range, Tune, parse_job
+from lightning_sm.submit.job_file import Group, Job, Range, Tune
 from lightning_sm.submit.service_limits import request_problems
-from tests.unit.submit.test_job_mistakes import FOREIGN, GOOD, MISTAKES, REGION, problems_of
 
 JOB = Job(
     image="111122223333.dkr.ecr.us-east-1.amazonaws.com/a:b",
@@ -53,17 +52,3 @@ def test_a_secret_is_a_problem(capsys):
     assert str(caught.value).startswith("1 problem; nothing was sent:\nenvironment.HF_TOKEN looks like a secret.")
     assert "AWS Secrets Manager" in str(caught.value)
     assert "hunter2" not in str(caught.value) + capsys.readouterr().err
-
-
-@pytest.mark.proof  # the table has unit tests
-def test_no_mistake_of_a_file_confuses_the_checks_of_the_request(tmp_path, monkeypatch):
-    """The request has what stands in for values that cannot be read; all that is said is what the checks say."""
-    session = boto3.Session(aws_access_key_id="a", aws_secret_access_key="b", region_name=REGION)  # noqa: S106
-    monkeypatch.setattr(submit, "new_session", lambda **_: session)
-    for old, new, *_ in MISTAKES:
-        said = problems_of(GOOD.replace(old, new, 1), tmp_path)
-        with pytest.raises(SubmitError) as caught:
-            submit.dry_run(parse_job(tmp_path / "job.yaml"))
-        _, *lines = str(caught.value).replace(f"{tmp_path}/", "").split("\n")
-        assert set(said) <= set(lines)
-        assert not FOREIGN.search("\n".join(lines)), lines

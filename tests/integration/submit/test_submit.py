@@ -308,8 +308,8 @@ def test_a_tuning_job_is_made_of_the_same_request(submit, service, tmp_path):
     (tmp_path / "src" / "go.py").write_text("print(1)")
     ranges = {"lr": {"min": 0.001, "max": 0.1}, "optimizer": {"values": ["adam", "sgd"]}}
     tune = {"objective": "val_loss", "direction": "minimize", "ranges": ranges}
-    job = {**JOB, "tune": tune, "source_dir": "src", "script": "go.py"}
-    ended = submit(job, "--yes", "--wait=false")
+    job = {**JOB, "tune": tune, "source_dir": "src", "script": "go.py", "request": WITH_NETWORK}
+    ended = submit(job, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
     (sent,) = service.tuning
     assert len(service.uploads) == 1
@@ -318,9 +318,7 @@ def test_a_tuning_job_is_made_of_the_same_request(submit, service, tmp_path):
     names = [definition["AlgorithmSpecification"]["MetricDefinitions"][index]["Name"] for index in range(2)]
     assert names == ["val_acc", "val_loss"]
     assert definition["StaticHyperParameters"].items() >= REQUEST["HyperParameters"].items()
-    training, other, code, shared = definition["InputDataConfig"]
-    assert [training, other, shared] == REQUEST["InputDataConfig"]
-    assert code["ChannelName"] == "code"
+    assert definition["InputDataConfig"] == REQUEST["InputDataConfig"]
     for key in ("TensorBoardOutputConfig", "RemoteDebugConfig"):
         assert f"warning: {key} is ignored" in ended.stderr
     assert f"Submitted {sent['HyperParameterTuningJobName']}" in ended.stderr
@@ -344,9 +342,10 @@ def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
     (tmp_path / "src" / "go.py").touch()
     with (tmp_path / "src" / "weights").open("wb") as file:
         file.truncate(20_000_000)
-    ended = submit({**JOB, "source_dir": "src", "script": "go.py"}, "--dry-run")
+    job = {**JOB, "source_dir": "src", "script": "go.py", "request": WITH_NETWORK}
+    ended = submit(job, "--dry-run")
     assert ended.returncode == 0, ended.stderr
-    uri = json.loads(ended.stdout)["InputDataConfig"][2]["DataSource"]["S3DataSource"]["S3Uri"]
+    uri = json.loads(json.loads(ended.stdout)["HyperParameters"]["sagemaker_submit_directory"])
     assert re.fullmatch(r"s3://bucket/output/digits-[0-9a-f-]+/source/sourcedir.tar.gz", uri)
     assert service.seen == []
 
@@ -366,20 +365,24 @@ def test_a_refusal_is_no_traceback(submit, service):
 def test_without_waiting_the_command_returns_at_once(submit, service):
     """Once the service has accepted the job."""
     service.endings = [{"TrainingJobStatus": "InProgress", "SecondaryStatus": "Starting"}]
-    ended = submit(JOB, "--yes", "--wait=false")
+    ended = submit(JOB, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
     assert len(service.requests) == 1
 
 
 def test_a_job_with_problems_is_not_sent(submit, service):
-    """All of them are said at once, the rules' and the model's."""
-    job = {**JOB, "name": "a_b", "role": None, "environment": {"a-b": "x" * 513}}
-    job["request"] = {"ResourceConfig": {"KeepAlivePeriodInSeconds": 30000}}
-    ended = submit(job, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
-    assert ended.returncode == 2
-    for word in ["name is 'a_b'", "role", "'a-b'", "513 characters", "30000", "ml.g5.xlarge"]:
-        assert word in ended.stderr
-    assert "nothing was sent" in ended.stderr
+    """First those of the rules are said, then those of the service's model, all at once."""
+    ended = submit({**JOB, "name": "a_b", "role": None}, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
+    job = {**JOB, "environment": {"a-b": "x" * 513}, "request": {"ResourceConfig": {"KeepAlivePeriodInSeconds": 30000}}}
+    limited = submit(job, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
+    for code, text, words in [
+        (ended.returncode, ended.stderr, ["name is 'a_b'", "role"]),
+        (limited.returncode, limited.stderr, ["'a-b'", "513 characters", "30000", "ml.g5.xlarge"]),
+    ]:
+        assert code == 2
+        assert "nothing was sent" in text
+        for word in words:
+            assert word in text
     assert service.seen == []
 
 
@@ -388,7 +391,7 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
     (tmp_path / "src" / "package").mkdir(parents=True)
     (tmp_path / "src" / "package" / "go.py").write_text("print(1)")
     service.endings = [COMPLETED]
-    job = {**JOB, "source_dir": "src", "script": "package/go.py", "subcommand": "test", "request": WITH_NETWORK}
+    job = {**JOB, "source_dir": "src", "script": "package/go.py", "request": WITH_NETWORK}
     ended = submit(job, "--yes")
     assert ended.returncode == 0, ended.stderr
     (upload,) = service.uploads
@@ -399,51 +402,25 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
     assert [channel["ChannelName"] for channel in request["InputDataConfig"]] == ["training", "other", "shared"]
     assert request["HyperParameters"]["sagemaker_program"] == '"package/go.py"'
     assert request["HyperParameters"]["sagemaker_submit_directory"] == f'"s3:/{upload}"'
-    assert request["HyperParameters"]["subcommand"] == '"test"'
 
 
-def test_hosts_without_a_network_receive_the_code_as_a_channel(submit, tmp_path):
-    """All of them, like the data."""
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "go.py").write_text("print(1)")
-    ended = submit({**JOB, "source_dir": "src", "script": "go.py"}, "--dry-run")
-    assert ended.returncode == 0, ended.stderr
-    request = json.loads(ended.stdout)
-    (channel,) = [one for one in request["InputDataConfig"] if one["ChannelName"] == "code"]
-    assert channel["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["trainer", "data"]
-    directory = json.loads(request["HyperParameters"]["sagemaker_submit_directory"])
-    assert directory == "/opt/ml/input/data/code/sourcedir.tar.gz"
-
-
-@pytest.mark.matrix(first=1)
-@pytest.mark.parametrize("isolated", [False, True])
-def test_the_host_runs_what_was_submitted(submit, service, tmp_path, isolated):
-    """The launcher finds the archive by the request alone, in S3 or in the channel, and the script has its options."""
+def test_the_host_runs_what_was_submitted(submit, service, tmp_path):
+    """The launcher finds the archive by the request alone, and the script has its options."""
     source = tmp_path / "src"
     (source / "package").mkdir(parents=True)
     (source / "package" / "go.py").write_text("import sys, helper\nprint(helper.NAME, sys.argv[1:])")
     (tmp_path / "helper.py").write_text("NAME = 'linked'")
     (source / "helper.py").symlink_to(tmp_path / "helper.py")
-    job = {
-        **JOB,
-        "source_dir": "src",
-        "script": "package/go.py",
-        "request": {**JOB["request"], "EnableNetworkIsolation": isolated},
-    }
-    ended = submit(job, "--yes", "--wait=false")
+    job = {**JOB, "source_dir": "src", "script": "package/go.py", "request": WITH_NETWORK}
+    ended = submit(job, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
     (request,) = service.requests
-    (archive,) = service.objects.values()
     groups = resource_config({"trainer": ["algo-1"]}, "algo-1")
     hyperparameters = json.loads(json.dumps(request["HyperParameters"]).replace("/opt/ml", f"{tmp_path}/ml"))
     base = write_job(tmp_path / "ml", groups, hyperparameters=hyperparameters)
-    (base / "input" / "data" / "code").mkdir(parents=True)
-    if isolated:
-        (base / "input" / "data" / "code" / "sourcedir.tar.gz").write_bytes(archive)
     (tmp_path / "work").mkdir()
     with fake_s3() as s3:
-        if not isolated:
-            s3.objects.update(service.objects)
+        s3.objects.update(service.objects)
         ran = train(base, tmp_path / "work", **s3.variables)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "linked ['--data.batch_size=64', '--name=a b', '--nothing=null']\n"
@@ -516,7 +493,9 @@ def test_submitting_needs_neither_torch_nor_the_sdk(service, tmp_path, mode):
     """All of it, with code and a log, in a process that has neither, nor Lightning and gRPC."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "go.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, "source_dir": "src", "script": "go.py"}))
+    (tmp_path / "job.yaml").write_text(
+        yaml.safe_dump({**JOB, "source_dir": "src", "script": "go.py", "request": WITH_NETWORK})
+    )
     service.endings = [COMPLETED]
     code = (
         "import sys\n"

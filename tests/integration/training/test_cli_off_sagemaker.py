@@ -112,7 +112,7 @@ def test_a_mapping_is_for_jobs(tmp_path, monkeypatch):
     """The channels of a job that is not there are no error."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    cli = SageMakerCLI(SmallModel, SmallData, channels={"images": "data_dir"}, main_port=23456, run=False)
+    cli = SageMakerCLI(SmallModel, SmallData, channels={"images": "data_dir"}, run=False)
     assert (cli.job, cli.datamodule.data_dir) == (None, "nowhere")
 
 

@@ -112,12 +112,11 @@ class TestModel:
             f"--model.credentials={secret}",
             "--model.token={dim: 3}",
             "--model.options={a: [{password: S3CR3T, port: 3}], tokenizer: bert}",
-            "--data_service.token=S3CR3T",
             "--trainer.logger=CSVLogger",
             f"--trainer.logger.save_dir={tmp_path / 'logs'}",
             model=HubModel,
         )
-        assert cli.model.given[0] == cli.data_service.token == "S3CR3T"
+        assert cli.model.given[0] == "S3CR3T"
         assert str(cli.model.given[1]) == str(secret)
         assert cli.model.given[3]["a"] == [{"password": "S3CR3T", "port": 3}]
         config = yaml.safe_load((host.model_dir / "config.yaml").read_text())["model"]
@@ -238,7 +237,7 @@ class TestModel:
         caplog.set_level("INFO", "lightning_sm")
         fit(host, *argument, trainer_defaults={"plugins": [FolderIO()]}, save_config_callback=None)
         assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
-        assert "pytorch_lightning.utilities.consolidate_checkpoint" in caplog.text
+        assert "dcp_to_torch model.ckpt model.pt" in caplog.text
 
     def test_a_deepspeed_checkpoint_is_exported_with_its_subfolder(self, host, caplog):
         """All its files, with the command that makes plain weights of them."""
@@ -336,11 +335,6 @@ class TestFolders:
         last = host.base_dir / "ck" / "last.ckpt"
         assert last.is_file()
         assert not last.is_symlink()
-
-    def test_the_folder_of_a_profiler(self, host):
-        """A relative dirpath of a profiler is below the host's folder."""
-        profiler = "{class_path: SimpleProfiler, init_args: {dirpath: profile, filename: times}}"
-        assert host.make(f"--trainer.profiler={profiler}").trainer.profiler.dirpath == str(host.output_dir / "profile")
 
     @pytest.mark.parametrize("argument", [[], ["--trainer.logger=true"]])
     def test_tensorboard_has_a_folder_of_its_own(self, host, argument):

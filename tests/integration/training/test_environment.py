@@ -124,14 +124,6 @@ def test_ranks_need_no_prepared_process(hosts):
     assert {rank["variables"]["RANK"] for rank in hosts.seen()} == {None}
 
 
-def test_stray_variables_end_a_process_that_is_not_prepared(hosts):
-    """Each host fails at once, with the table of hosts, where a job of such ranks would hang."""
-    ended = hosts.run({"algo-2": script("meet.py", {"devices": 2}, "fit")}, {**STRAYS, "UNPREPARED": "1"})["algo-2"]
-    assert ended.code == 1
-    assert "TopologyError: Neither SageMaker nor the launcher of this process has set LOCAL_RANK=3, " in ended.output
-    assert "call lightning_sm.prepare_process(environment) before the Trainer is made" in ended.output
-
-
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("order", [("algo-1", "algo-2"), ("algo-2", "algo-1")])
 def test_torchrun_decides_on_ranks_and_main_address(hosts, order):

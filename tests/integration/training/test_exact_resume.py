@@ -4,7 +4,6 @@ import contextlib
 import copy
 import logging
 import random
-import re
 import runpy
 
 import pytest
@@ -250,30 +249,25 @@ class TestSeveralTrainers:
         assert attempt(script) == [8]
 
     @pytest.mark.parametrize("script", [ON_TWO_LINES, IN_A_LOOP], ids=["on two lines", "in a loop"])
-    def test_a_stage_that_had_saved_nothing(self, attempt, job, caplog, script):
-        """It starts from the beginning, and a warning names both Trainers."""
+    def test_a_stage_that_had_saved_nothing(self, attempt, job, script):
+        """It starts from the beginning, and not from the checkpoints of the other one."""
         attempt(script, interrupted=1)
         for path in job.checkpoints.glob("interrupted-*"):
             path.unlink()
         for path in job.checkpoints.glob("*.ckpt"):
             if torch.load(path, weights_only=True)["epoch"] < 3:
                 path.unlink()
-        caplog.clear()
         assert attempt(script) == [0]
-        (warning,) = [text for text in caplog.messages if "starts from the beginning" in text]
-        first, second = re.findall(r"train\.py:(?:\d+ > train\.py:)?\d+(?: with [^,]*, epochs=\d)?", warning)
-        assert first != second
 
     def test_stages_that_are_all_made_again(self, attempt):
         """A fit that has ended does not train again, and the next one resumes where it was."""
         assert attempt(ALL_AGAIN, interrupted=1) == [0, 0]
         assert attempt(ALL_AGAIN) == [8]
 
-    def test_models_in_another_order(self, attempt):
-        """Where one line makes several Trainers, without a number that tells them apart, another model is an error."""
-        attempt(MODELS, interrupted=1)
-        with pytest.raises(CheckpointError, match=r"trains Wide with .*is of Net with .*in another order"):
-            attempt(MODELS)
+    def test_models_in_a_loop(self, attempt):
+        """The class of the model tells the Trainers of one line apart."""
+        assert attempt(MODELS, interrupted=1) == [0, 0]
+        assert attempt(MODELS) == [8]
 
     def test_a_first_attempt_says_nothing(self, attempt, caplog):
         """The second Trainer of a script finds the checkpoints of the first one without a word."""
@@ -294,7 +288,7 @@ class TestSeveralTrainers:
         """Where the checkpoints of an earlier job are of several Trainers, and none is of this line, it is an error."""
         attempt(ON_TWO_LINES, interrupted=1)
         monkeypatch.setenv("TRAINING_JOB_NAME", "job-2")
-        with pytest.raises(CheckpointError, match=r"is from fit 1 of the Trainer of .* in job 'job-1'.* this is fit 1"):
+        with pytest.raises(CheckpointError, match=r"has a checkpoint of fit 1 of the Trainer of .* this is fit 1"):
             attempt("# edited\n" + ON_TWO_LINES)
 
 

@@ -51,8 +51,6 @@ def test_a_hang_is_noticed_and_shown(alone, work):
     assert reason.startswith("The training hangs: no progress on host algo-1. Last seen: rank 0 at step 5, training (")
     stacks = alone / "output" / "data" / "algo-1" / "stacks-rank0.txt"
     assert f"Stacks: {stacks}." in reason
-    assert " s ago), in wait (python3." in reason
-    assert " called from wait_for_ever (train.py:" in reason
     assert " in wait_for_ever\n" in stacks.read_text()
 
 

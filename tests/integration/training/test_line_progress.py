@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_sm.submit.metric_patterns import metric_definitions
+from lightning_sm.submit.training_job import metric_definitions
 from lightning_sm.training.callbacks.line_progress import LineProgress
 from tests.fakes.small_app import SmallModel
 
@@ -45,7 +45,7 @@ def test_definitions_read_what_a_run_printed(host, lines):
     )  # fmt: skip
 
     def found(name, objective=None):
-        (definition,) = metric_definitions([name], {}, objective)
+        (definition,) = metric_definitions([name], objective)
         assert len(definition["Regex"]) <= 500
         return [float(match[1]) for line in lines() if (match := re.search(definition["Regex"], line))]
 

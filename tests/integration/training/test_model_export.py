@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -137,7 +138,7 @@ class TestSize:
 
 @pytest.mark.parametrize("model", ["full", "weights"])
 def test_a_full_model_folder_is_explained(host, monkeypatch, model):
-    """The error names the folder and its free space, and says how to keep the model of a training that is over."""
+    """The error names the folder, and says how to keep the model of a training that is over."""
     monkeypatch.setenv("LIGHTNING_SM_MODEL", model)
     host.model_dir.mkdir(parents=True)
     (host.model_dir / ".state_dict.pt.incoming").symlink_to("/dev/full")
@@ -145,10 +146,8 @@ def test_a_full_model_folder_is_explained(host, monkeypatch, model):
         fit(host)
     text = str(caught.value)
     assert text.startswith(f"The model was not written to {host.model_dir}: ")
-    assert (
-        f"bytes are free in {host.model_dir}. To keep it, give the job a larger volume (volume_gb in job.yaml" in text
-    )
-    assert (", or set LIGHTNING_SM_MODEL=weights." in text) == (model == "full")
+    assert "give the job a larger volume (volume_gb in job.yaml" in text
+    assert ("LIGHTNING_SM_MODEL=weights needs less." in text) == (model == "full")
 
 
 def test_a_first_job_has_no_warning_of_its_own_folder(host):
@@ -213,18 +212,10 @@ class TestStop:
         assert (host.model_dir / "model.ckpt").samefile(saved)
 
     @pytest.mark.usefixtures("checkpoints")
-    def test_what_takes_time_is_left_out(self, host, monkeypatch):
-        """Large files are linked, but neither copied nor read: the checkpoint is being uploaded."""
-        monkeypatch.setattr(outputs, "_STOP_BYTES", 0)
-        self.stop(host)
-        assert files_in(host.model_dir) == {"model.ckpt", "config.yaml"}
-
-    @pytest.mark.usefixtures("checkpoints")
     @pytest.mark.parametrize("plugins", [[], [FolderIO()]])
-    def test_what_can_neither_be_linked_nor_copied_in_time_is_left_out(self, host, monkeypatch, plugins):
-        """Nothing is left of the attempt."""
+    def test_what_takes_time_is_left_out(self, host, monkeypatch, plugins):
+        """A large checkpoint is in the checkpoint folder, from where it is being uploaded."""
         monkeypatch.setattr(outputs, "_STOP_BYTES", 0)
-        monkeypatch.setattr(os, "link", _refuse_links)
         self.stop(host, plugins=plugins)
         assert files_in(host.model_dir) == set()
 
@@ -232,17 +223,20 @@ class TestStop:
     def test_shards_are_exported_by_the_hosts_that_wrote_them(self, host, checkpoints, monkeypatch, caplog, model):
         """All of rank 0's; of another host those without the index, which it has only if it downloaded everything.
 
-        There is no time to gather the weights: where only these are wanted, a line says how to make them.
+        Where only the weights are wanted, a line says how to make them.
         """
         monkeypatch.setenv(MODEL.name, model)
         self.stop(host, plugins=[FolderIO()])
         assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
-        assert "pytorch_lightning.utilities.consolidate_checkpoint model.ckpt" in caplog.text
+        assert "dcp_to_torch model.ckpt" in caplog.text
         exporter, best = JobOutputs(SageMakerJob.from_environment()), checkpoints / "epoch=1.ckpt"
-        other = SimpleNamespace(is_global_zero=False)
-        assert exporter._export_at_once(best, other)
-        (best / ".metadata").touch()
-        assert not exporter._export_at_once(best, other)
+        other = SimpleNamespace(is_global_zero=False, local_rank=0)
+        for has_index in (False, True):
+            shutil.rmtree(host.model_dir / "model.ckpt")
+            exporter._export(other, str(best))
+            assert (host.model_dir / "model.ckpt").exists() is not has_index
+            (host.model_dir / "model.ckpt").mkdir(exist_ok=True)
+            (best / ".metadata").touch()
 
     @pytest.mark.usefixtures("checkpoints")
     def test_an_export_that_fails_does_not_turn_the_stop_into_a_failure(self, host, monkeypatch, caplog):

@@ -68,7 +68,7 @@ def run(tmp_path_factory, jobs):
     groups = ("--group", "trainer=2", "--group", "data=1")
     ended = local(jobs, work, *groups, "--", "train.py", "--api_key=abc", OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    files = {path.stem: events.read_file(path) for path in events.find_files(jobs)}
+    files = {path.stem: events.read_lines(path.read_bytes()) for path in events.find_files(jobs)}
     heads = [lines[0] for lines in files.values()]
     return ended.stdout + ended.stderr, {(head.role, head.who): files[f"{head.host}-{head.who}"] for head in heads}
 
@@ -89,7 +89,7 @@ def test_every_process_has_a_file(run):
     }
     for (role, who), lines in files.items():
         head, end = lines[0], lines[-1]
-        assert (head.role, head.attempt, len(head.hosts)) == (role, 1, 3)
+        assert (head.role, len(head.hosts)) == (role, 3)
         assert (end.outcome, end.exit_code) == ("succeeded", 0 if who == "launcher" else None)
 
 
@@ -108,16 +108,14 @@ def test_launchers_say_what_they_ran_and_how_busy_it_was(run):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_say_where_their_steps_were(run, rank):
-    """30 batches in each of two epochs, without the first step; parts sum up."""
+    """30 batches in each of two epochs, without the first step."""
     lines = run[1]["trainer", f"rank-{rank}"]
     steps = of_kind(lines, events.Steps)
     assert sum(line.n for line in steps) == 59
     assert sum(line.samples for line in steps) == 59 * 2
     assert steps[-1].step == 60
-    for line in steps:
-        assert sum(line.parts.values()) == pytest.approx(line.wall_s, abs=1e-4)
     (loader,) = of_kind(lines, events.Loader)
-    assert (loader.is_remote, loader.ranks_of_host) == (True, 1)
+    assert loader.ranks_of_host == 1
 
 
 def test_the_record_of_rank_0_says_why_training_waited(run):
@@ -132,7 +130,7 @@ def test_the_record_of_rank_0_says_why_training_waited(run):
 
 def test_the_end_of_an_epoch_is_part_of_no_step(jobs):
     """What the script does there is said apart."""
-    assert Figures(read_run(jobs)).shares["ends of epochs"] >= 1.0
+    assert Figures(read_run(jobs)).shares["between epochs"] >= 1.0
 
 
 def test_report_and_plan_read_what_was_recorded(run, jobs):

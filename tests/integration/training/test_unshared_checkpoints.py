@@ -35,20 +35,12 @@ def seen(tmp_path_factory):
         pytest.param("folder", {"deep/empty": "", "meta": "m" * 2500}, [False, False], id="a folder of both"),
         pytest.param("none", None, [True, True], id="a file that no host has"),
         pytest.param("address", None, [True, True], id="an address"),
-        pytest.param("again", "host 0", [False, False], id="after a transfer that failed"),
     ],
 )
 def test_all_hosts_read_the_same(seen, case, contents, owners):
     """Each from the same path; what was received is removed again."""
     assert [rank[case][:2] for rank in seen] == [[contents, is_own] for is_own in owners]
     assert [rank[case][2] for rank in seen] == [[], []]
-
-
-def test_a_host_that_cannot_write_is_named_by_all(seen):
-    """None of them waits for the other."""
-    for rank in seen:
-        assert "The hosts could not receive the checkpoint: rank 1: NotADirectoryError: " in rank["blocked"]
-        assert "blocked" in rank["blocked"]
 
 
 def _run(folder, kind, *options):
@@ -78,7 +70,7 @@ def test_a_job_restarts_from_what_its_hosts_have(tmp_path, kind):
         assert expected["algo-1"] == expected["algo-2"]
         assert len(expected["algo-1"]) == number
         assert _said(output, words) == expected
-    assert re.search(r"Received .* of \S*/ml/checkpoints/\S+\.ckpt from another host", output)
+    assert re.search(r"Received \S*/ml/checkpoints/\S+ from another host", output)
     assert not list(tmp_path.glob("*/jobs/*/algo-*/checkpoints/*.sagemaker-ignore"))
 
 

@@ -5,11 +5,7 @@ import re
 import pytest
 
 from lightning_sm.cloud.logs import Log, failure_first
-from tests.fakes.aws import event, one_host, training_job
-
-HETEROGENEOUS = training_job()
-HOMOGENEOUS = training_job(ResourceConfig=one_host(count=2))
-
+from tests.fakes.aws import event
 
 # The time of a line: that of the fake's events is some seconds after the epoch.
 TIME = re.compile(r"^1970-01-01 00:0\d:\d\d ")
@@ -22,7 +18,7 @@ def untimed(lines):
 
 def shown(log):
     """The new lines as they are printed, without their time."""
-    return untimed(log.shown(line) for line in log.new_lines())
+    return untimed(log.new_lines())
 
 
 def page(*events, more=None):
@@ -47,12 +43,12 @@ def test_lines_of_all_hosts_are_merged_by_time_over_empty_pages(clients):
     )
     clients.answers("logs", "filter_log_events", page(more="2"))
     clients.answers("logs", "filter_log_events", page(event(3, "algo-1", "c")))
-    assert shown(Log(clients.logs, HOMOGENEOUS)) == ["algo-1 | a", "algo-2 | b", "algo-1 | c"]
+    assert shown(Log(clients.logs, "job-1")) == ["algo-1 | a", "algo-2 | b", "algo-1 | c"]
 
 
 def test_late_lines_are_read_and_known_ones_are_not_repeated(clients):
     """The next look starts 60 s before the newest line, where lines of slower hosts may still arrive."""
-    log = Log(clients.logs, HOMOGENEOUS)
+    log = Log(clients.logs, "job-1")
     clients.answers("logs", "filter_log_events", page(event(100, "algo-1", "a"), event(101, "algo-1", "b")))
     assert shown(log) == ["algo-1 | a", "algo-1 | b"]
     clients.answers(
@@ -70,39 +66,24 @@ def test_late_lines_are_read_and_known_ones_are_not_repeated(clients):
 
 def test_only_the_end_of_an_overwritten_line_is_shown(clients):
     """A progress bar overwrites its line after each carriage return."""
-    log = Log(clients.logs, HOMOGENEOUS)
+    log = Log(clients.logs, "job-1")
     clients.answers("logs", "filter_log_events", page(event(1, "algo-1", "10%\r 50%\r100%\r\n")))
     assert shown(log) == ["algo-1 | 100%"]
-
-
-def test_the_group_of_a_host_comes_from_what_its_launcher_logs(clients):
-    """The service assigns hosts to groups at random and does not say how; one group needs no name."""
-    banner = "lightning-sm 0.1.0, Python 3.11 | host {}, group {}, role trainer, node rank 0 of 2 | train.py"
-    log = Log(clients.logs, HETEROGENEOUS)
-    lines = [event(1, "algo-2", banner.format("algo-2", "data")), event(2, "algo-2", "x"), event(3, "algo-1", "y")]
-    clients.answers("logs", "filter_log_events", page(*lines))
-    assert shown(log)[1:] == ["algo-2 data | x", "algo-1 | y"]
-    log = Log(clients.logs, HOMOGENEOUS)
-    clients.answers(
-        "logs", "filter_log_events", page(event(1, "algo-1", banner.format("algo-1", "homogeneousCluster")))
-    )
-    assert shown(log)[0].startswith("algo-1 | ")
 
 
 def test_each_line_has_its_time(clients):
     """In UTC, as the service's own pages show it; hosts may be in any zone."""
     clients.answers("logs", "filter_log_events", page(event(1, "algo-1", "a", time_ms=1_795_664_840_832)))
-    log = Log(clients.logs, HOMOGENEOUS)
-    assert [log.shown(line) for line in log.new_lines()] == ["2026-11-26 03:47:20 algo-1 | a"]
+    log = Log(clients.logs, "job-1")
+    assert list(log.new_lines()) == ["2026-11-26 03:47:20 algo-1 | a"]
 
 
 def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
     """Then come the last lines (up to 50) of each other host, the oldest first."""
-    log = Log(clients.logs, HETEROGENEOUS)
+    log = Log(clients.logs, "job-1")
     clients.answers("logs", "describe_log_streams", streams("algo-10-5", "algo-2-5", "algo-1-5"))
-    banner = "lightning-sm 0.1.0, Python 3.11 | host algo-2, group data, role data | train.py"
     lines = {
-        "algo-2": [event(1, "algo-2", banner), event(2, "algo-2", "ValueError: nan")],
+        "algo-2": [event(1, "algo-2", "begins"), event(2, "algo-2", "ValueError: nan")],
         "algo-1": [event(number, "algo-1", f"{number}") for number in range(52)],
         "algo-10": [event(1, "algo-10", "a")],
     }
@@ -117,9 +98,9 @@ def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
     said = failure_first(log, "AlgorithmError: ValueError: nan on data host algo-2, exit code: 1")
     assert untimed(said) == [
         "failed: AlgorithmError: ValueError: nan on data host algo-2, exit code: 1",
-        "--- algo-2 data: whole log",
-        f"algo-2 data | {banner}",
-        "algo-2 data | ValueError: nan",
+        "--- algo-2: whole log",
+        "algo-2 | begins",
+        "algo-2 | ValueError: nan",
         "--- algo-1: last lines (up to 50)",
         *(f"algo-1 | {number}" for number in range(2, 52)),
         "--- algo-10: last lines (up to 50)",
@@ -131,5 +112,5 @@ def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
 def test_a_job_without_a_log_has_no_lines(clients, operation):
     """The group of streams does not exist before the first job of an account."""
     clients.refuses("logs", operation, "ResourceNotFoundException")
-    log = Log(clients.logs, HOMOGENEOUS)
+    log = Log(clients.logs, "job-1")
     assert (shown(log) if operation == "filter_log_events" else list(log.streams_by_host())) == []

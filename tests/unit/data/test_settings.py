@@ -22,6 +22,7 @@ from lightning_sm.job.variables import JOB_SECRET
         ),
         ({"trust": ["10.0.0.1:7000"]}, r"trust has '10.0.0.1:7000' .* without a port"),
         ({"tls_key": "key.pem"}, r"tls_certificate=None and data_service.tls_key=key.pem go together"),
+        ({"tls_authority": "authority.pem"}, r"tls_authority=authority.pem needs both"),
     ],
 )
 def test_wrong_settings_are_named(wrong, message):
@@ -42,20 +43,18 @@ def test_settings_with_lists_have_a_hash():
     assert {lists: 1}[DataServiceSettings(trust=["10.0.0.5"])] == 1
 
 
-def test_the_token_is_the_users_or_follows_from_secret_and_job():
-    """The user's token goes before; else jobs are apart, and nobody has the token who knows only the job's name."""
+def test_the_token_follows_from_secret_and_job():
+    """Jobs are apart, and nobody has the token who knows only the job's name."""
     settings, secret = DataServiceSettings(), {JOB_SECRET.name: "s" * 32}
     without = {job: Credentials.of(settings, job, {}) for job in "ab"}
     having = {job: Credentials.of(settings, job, secret) for job in "ab"}
     assert len({known.token for known in (*without.values(), *having.values())}) == 4
     assert Credentials.of(settings, "a", dict(secret)) == having["a"]
-    mine = Credentials.of(DataServiceSettings(token="mine"), "a", secret)  # noqa: S106  # a test's own
-    assert mine.token == "mine"  # noqa: S105
-    sources = [known.token_source for known in (mine, having["a"], without["a"])]
-    assert sources == ["data_service.token", JOB_SECRET.name, "the job's name"]
+    sources = [known.token_source for known in (having["a"], without["a"])]
+    assert sources == [JOB_SECRET.name, "the job's name"]
 
 
 def test_tokens_are_not_printed():
-    """Neither settings nor credentials show the token where somebody prints them."""
-    settings = DataServiceSettings(token="mine-alone")  # noqa: S106  # a test's own
-    assert "mine-alone" not in repr(settings) + repr(Credentials.of(settings, "a", {}))
+    """Credentials do not show the token where somebody prints them."""
+    known = Credentials.of(DataServiceSettings(), "a", {})
+    assert known.token not in repr(known)

@@ -12,30 +12,29 @@ from hypothesis import strategies as st
 from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.launcher.lifecycle import (
-    ENDS_OF_WORK,
     Done,
     EndScript,
     Exited,
-    FinalOutcome,
     Host,
     HostState,
     HostStopped,
     JobEnded,
     Judged,
     LauncherPhase,
-    NotStarted,
     Restarted,
     RestartOrdered,
-    SaveStacks,
     SendReport,
     Stop,
-    ends_script,
-    final_outcome,
+    ends_of,
     step,
 )
 from lightning_sm.launcher.peers.outcome import Restart
 
 _HOST = "algo-1"
+_MAIN = Host(_HOST, Role.TRAINER, main_host=_HOST, num_data_hosts=1)
+_TRAINER = Host(_HOST, Role.TRAINER, main_host="algo-9", num_data_hosts=1)
+_DATA = Host(_HOST, Role.DATA, main_host="algo-9", num_data_hosts=1)
+_ONE_OF_TWO = Host(_HOST, Role.DATA, main_host="algo-9", num_data_hosts=2)
 _UNKNOWN = None
 _FINISHED = JobOutcome(OutcomeKind.SUCCESS)
 _FAILED_HERE = JobOutcome(OutcomeKind.FAILURE, _HOST, 7, Reason("ValueError: broken"))
@@ -50,42 +49,51 @@ _ELSEWHERE = (_FAILED_ELSEWHERE, _STOPPED_ELSEWHERE, _LOST_ELSEWHERE)
 @pytest.mark.parametrize("exit_code", [0, 1, INTERRUPTED_EXIT_CODE])
 @pytest.mark.parametrize("job", _ALL)
 def test_a_data_host_exits_as_its_script_unless_training_succeeded_without_it(stop, exit_code, job):
-    """Neither a stop nor a failure elsewhere changes its exit code."""
-    expected = FinalOutcome.NOT_NEEDED if job is _FINISHED and exit_code != 0 else FinalOutcome.OWN
-    assert final_outcome(Role.DATA, stop, exit_code, job, _HOST) is expected
+    """Neither a stop nor a failure elsewhere changes its exit code, or takes its place as the reason."""
+    own = Outcome.of_exit_code(exit_code, "its own reason")
+    state = HostState(_DATA, stop=stop, own=own, job=job)
+    assert state.outcome.exit_code == (0 if job is _FINISHED else exit_code)
+    assert state.outcome.reason in (own.reason, Reason(""), _FAILED_HERE.reason)
+    assert not state.is_first_failure_elsewhere
 
 
 @pytest.mark.parametrize(
     ("stop", "exit_code", "jobs", "expected"),
     [
-        *((stop, code, (_UNKNOWN, _FINISHED, _FAILED_HERE), FinalOutcome.OWN) for stop in Stop for code in (0, 1)),
-        (Stop.NONE, 0, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
-        (Stop.NONE, 1, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
-        (Stop.AFTER_FAILURE, 0, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
-        (Stop.AFTER_FAILURE, 143, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
-        (Stop.FIRST, 143, _ELSEWHERE, FinalOutcome.OWN),
-        (Stop.FIRST, 0, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
+        *((stop, code, (_UNKNOWN, _FINISHED, _FAILED_HERE), code) for stop in Stop for code in (0, 1)),
+        (Stop.NONE, 0, _ELSEWHERE, 1),
+        (Stop.NONE, 7, _ELSEWHERE, 7),
+        (Stop.AFTER_FAILURE, 0, _ELSEWHERE, 1),
+        (Stop.AFTER_FAILURE, 143, _ELSEWHERE, 143),
+        (Stop.FIRST, 143, _ELSEWHERE, 143),
+        (Stop.FIRST, 0, _ELSEWHERE, 1),
     ],
 )
 def test_a_trainer_host_never_looks_successful_when_another_failed(stop, exit_code, jobs, expected):
     """Of a job that was stopped first, each host that did not succeed gives its own reason."""
+    own = Outcome.of_exit_code(exit_code, "its own reason")
     for job in jobs:
-        assert final_outcome(Role.TRAINER, stop, exit_code, job, _HOST) is expected
+        state = HostState(_TRAINER, stop=stop, own=own, job=job)
+        assert state.outcome.exit_code == expected
+        is_of_other = job in _ELSEWHERE and (exit_code == 0 or stop is not Stop.FIRST)
+        assert state.is_first_failure_elsewhere is is_of_other
+        assert not is_of_other or state.outcome.reason == job.reason
 
 
 @pytest.mark.parametrize(
-    ("role", "is_stopped", "ending"),
+    ("host", "stop", "ending"),
     [
-        (Role.TRAINER, False, _ELSEWHERE),
-        (Role.TRAINER, True, (_FAILED_ELSEWHERE,)),
-        (Role.DATA, False, (_FINISHED, *_ELSEWHERE)),
-        (Role.DATA, True, (_FINISHED, *_ELSEWHERE)),
+        (_TRAINER, Stop.NONE, _ELSEWHERE),
+        (_TRAINER, Stop.FIRST, (_FAILED_ELSEWHERE,)),
+        (_DATA, Stop.NONE, (_FINISHED, *_ELSEWHERE)),
+        (_DATA, Stop.FIRST, (_FINISHED, *_ELSEWHERE)),
     ],
 )
-def test_which_outcomes_of_the_job_end_a_script(role, is_stopped, ending):
+def test_which_outcomes_of_the_job_end_a_script(host, stop, ending):
     """A data host has nothing to do after the training. A stopped trainer keeps its time to save a checkpoint."""
     for job in (_FINISHED, _FAILED_HERE, *_ELSEWHERE):
-        assert ends_script(role, job, _HOST, is_stopped=is_stopped) is (job in ending), job
+        state = HostState(host, LauncherPhase.RUNNING, stop)
+        assert step(state, JobEnded(job))[1] == ((EndScript(job.kind),) if job in ending else ()), job
 
 
 @pytest.mark.parametrize(
@@ -103,10 +111,6 @@ def test_a_host_knows_how_the_job_ended_unless_it_was_stopped_before(stop, own, 
     assert HostState(_MAIN, stop=stop, own=own, job=job).known_job is known
 
 
-_MAIN = Host(_HOST, Role.TRAINER, main_host=_HOST, num_data_hosts=1)
-_TRAINER = Host(_HOST, Role.TRAINER, main_host="algo-9", num_data_hosts=1)
-_DATA = Host(_HOST, Role.DATA, main_host="algo-9", num_data_hosts=1)
-_ONE_OF_TWO = Host(_HOST, Role.DATA, main_host="algo-9", num_data_hosts=2)
 _SUCCESS = Outcome.of_exit_code(0)
 _BROKEN = Outcome.of_exit_code(1, "ValueError: broken")
 _KILLED = Outcome.of_exit_code(137, "killed by SIGKILL", may_restart=True)
@@ -116,7 +120,6 @@ _TOLD = Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, "ended for a restart", may_r
 _TERM = HostStopped(signal.SIGTERM)
 _FIRST = Restart(1, 2, OutcomeKind.FAILURE, "killed")
 _SECOND = Restart(2, 2, OutcomeKind.FAILURE, "killed again")
-_AFTER_HANG = Restart(1, 2, OutcomeKind.HANG, "no progress")
 
 
 def _life(host, *events):
@@ -144,24 +147,24 @@ def _life(host, *events):
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(1), Judged(_BROKEN), Done(), JobEnded(_FAILED_HERE), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS OVER",
+            [Done(), Exited(1), Judged(_BROKEN), JobEnded(_FAILED_HERE), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION OVER",
             [SendReport(_BROKEN)],
             replace(_BROKEN, reason=_FAILED_HERE.reason),
             id="failure here",
         ),
         pytest.param(
             _TRAINER,
-            [Done(), JobEnded(_FAILED_ELSEWHERE), Exited(143), Judged(_TOLD), Done(), Done(), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_FIRST_EXIT OVER",
+            [Done(), JobEnded(_FAILED_ELSEWHERE), Exited(143), Judged(_TOLD), Done(), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_FIRST_EXIT OVER",
             [EndScript(OutcomeKind.FAILURE), SendReport(_TOLD)],
             Outcome.of_exit_code(143, _FAILED_ELSEWHERE.reason),
             id="failure elsewhere",
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(1), Judged(_HANGS), JobEnded(replace(_FAILED_HERE, kind=OutcomeKind.HANG)), *[Done()] * 3],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_STACKS OVER",
+            [Done(), Exited(1), Judged(_HANGS), JobEnded(replace(_FAILED_HERE, kind=OutcomeKind.HANG)), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION OVER",
             [SendReport(_HANGS)],
             replace(_HANGS, reason=_FAILED_HERE.reason),
             id="hang here",
@@ -184,8 +187,8 @@ def _life(host, *events):
         ),
         pytest.param(
             _TRAINER,
-            [NotStarted(_BROKEN), Done(), JobEnded(_FAILED_HERE), Done()],
-            "PREPARING AWAITING_DECISION AWAITING_ABSENT_HOSTS OVER",
+            [Judged(_BROKEN), JobEnded(_FAILED_HERE), Done()],
+            "PREPARING AWAITING_DECISION OVER",
             [SendReport(_BROKEN)],
             replace(_BROKEN, reason=_FAILED_HERE.reason),
             id="no code",
@@ -193,11 +196,10 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[Done(), RestartOrdered(_FIRST), Exited(143), Judged(_TOLD), Done(), Done()],
+                *[Done(), RestartOrdered(_FIRST), Exited(143), Judged(_TOLD), Done()],
                 *[Restarted(1), Exited(0), Judged(_SUCCESS), Done()],
             ],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART"
-            " RUNNING JUDGING AWAITING_TRAINERS OVER",
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART RUNNING JUDGING AWAITING_TRAINERS OVER",
             [EndScript(OutcomeKind.FAILURE, restart=1), SendReport(_TOLD), SendReport(_SUCCESS)],
             _SUCCESS,
             id="restart after a failure elsewhere",
@@ -205,12 +207,12 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[RestartOrdered(_FIRST), Done(), Done(), Done()],
-                *[Restarted(1), RestartOrdered(_SECOND), Exited(143), Judged(_TOLD), Done(), Done()],
+                *[RestartOrdered(_FIRST), Done(), Done()],
+                *[Restarted(1), RestartOrdered(_SECOND), Exited(143), Judged(_TOLD), Done()],
                 *[Restarted(2), Exited(0), Judged(_SUCCESS), Done()],
             ],
-            "PREPARING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART"
-            " RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART"
+            "PREPARING AWAITING_DECISION AWAITING_RESTART"
+            " RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART"
             " RUNNING JUDGING AWAITING_TRAINERS OVER",
             [
                 SendReport(
@@ -224,11 +226,10 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done()],
-                *[RestartOrdered(_SECOND), Restarted(1), Done(), Done(), Restarted(2)],
+                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done()],
+                *[RestartOrdered(_SECOND), Restarted(1), Done(), Restarted(2)],
             ],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART"
-            " AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART RUNNING",
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART AWAITING_DECISION AWAITING_RESTART RUNNING",
             [
                 SendReport(_KILLED),
                 SendReport(
@@ -240,8 +241,8 @@ def _life(host, *events):
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done(), _TERM, Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART OVER",
+            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), _TERM, Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART OVER",
             [
                 SendReport(_KILLED),
                 SendReport(
@@ -262,11 +263,10 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done()],
+                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done()],
                 *[JobEnded(_STOPPED_ELSEWHERE), Done(), Done()],
             ],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART AWAITING_FIRST_EXIT"
-            " OVER",
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART AWAITING_FIRST_EXIT OVER",
             [SendReport(_KILLED)],
             Outcome.of_exit_code(143, _STOPPED_ELSEWHERE.reason),
             id="another host stopped while waiting for a restart",
@@ -274,19 +274,18 @@ def _life(host, *events):
         pytest.param(
             _TRAINER,
             [
-                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done()],
+                *[Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done()],
                 *[JobEnded(_FAILED_ELSEWHERE), Done(), Done()],
             ],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART AWAITING_FIRST_EXIT"
-            " OVER",
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART AWAITING_FIRST_EXIT OVER",
             [SendReport(_KILLED)],
             Outcome.of_exit_code(137, _FAILED_ELSEWHERE.reason),
             id="another host failed while waiting for a restart",
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done(), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART OVER",
+            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), Done(), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART OVER",
             [SendReport(_KILLED)],
             _KILLED,
             id="a restart that never came",
@@ -317,8 +316,8 @@ def _life(host, *events):
         ),
         pytest.param(
             _TRAINER,
-            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), _TERM, Done(), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS AWAITING_RESTART",
+            [Done(), Exited(137), Judged(_KILLED), RestartOrdered(_FIRST), _TERM, Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_RESTART",
             [SendReport(_KILLED)],
             None,
             id="restart after a kill here, and a stop",
@@ -373,8 +372,8 @@ def _life(host, *events):
         ),
         pytest.param(
             _DATA,
-            [Done(), Exited(1), Judged(_BROKEN), Done(), Done()],
-            "PREPARING RUNNING JUDGING AWAITING_DECISION AWAITING_ABSENT_HOSTS OVER",
+            [Done(), Exited(1), Judged(_BROKEN), Done()],
+            "PREPARING RUNNING JUDGING AWAITING_DECISION OVER",
             [SendReport(_BROKEN)],
             _BROKEN,
             id="error of the only data host",
@@ -413,12 +412,9 @@ def _life(host, *events):
         ),
         pytest.param(
             _DATA,
-            [
-                *[RestartOrdered(_AFTER_HANG), Done(), RestartOrdered(_SECOND)],
-                *[RestartOrdered(replace(_AFTER_HANG, number=number)) for number in (3, 4, 5)],
-            ],
+            [RestartOrdered(_FIRST), Done(), RestartOrdered(_SECOND)],
             "PREPARING RUNNING",
-            [SaveStacks()] * 3,
+            [],
             None,
             id="restarts of the trainers",
         ),
@@ -435,12 +431,12 @@ def test_lives(host, events, phases, actions, outcome):
 
 def test_a_host_that_was_not_stopped_shows_what_it_left_out_unless_another_has_failed():
     """A consequence without a cause elsewhere is the cause."""
-    events = [Done(), Exited(1), Judged(_BROKEN, is_consequence=True), Done(), Done()]
+    events = [Done(), Exited(1), Judged(_BROKEN, is_consequence=True), Done()]
     assert _life(_TRAINER, *events)[2].shows_consequences
     assert not _life(_TRAINER, *events[:3], JobEnded(_FAILED_ELSEWHERE), *events[3:])[2].shows_consequences
     assert not _life(_TRAINER, *events[:2], Judged(_BROKEN), *events[3:])[2].shows_consequences
     assert not _life(_TRAINER, *events[:2], _TERM, *events[2:3])[2].shows_consequences
-    assert not _life(_TRAINER, NotStarted(_BROKEN))[2].shows_consequences
+    assert not _life(_TRAINER, Judged(_BROKEN))[2].shows_consequences
 
 
 @pytest.mark.parametrize(
@@ -481,12 +477,12 @@ _MOST_RESTARTS = 3
 
 def _ends(state, draw):
     """Return an event with which the work of the phase may end."""
-    kind = draw(st.sampled_from(ENDS_OF_WORK[state.phase]))
+    kind = draw(st.sampled_from(ends_of(state.phase)))
     if kind is Restarted:
         restart = state.pending_restart
         return Done() if restart is None or state.job is not None else Restarted(restart.number)
     values = {Exited: st.builds(Exited, st.sampled_from([0, 1, 137, 143])), Judged: _JUDGED}
-    made = {**values, Done: st.just(Done()), NotStarted: st.builds(NotStarted, st.just(_BROKEN))}
+    made = {**values, Done: st.just(Done())}
     return draw(made[kind])
 
 
@@ -518,7 +514,7 @@ def test_whatever_happens_a_host_exits(host, data):
             state, actions = step(state, news)
             assert state.phase is before.phase
             has_script = state.phase in (LauncherPhase.PREPARING, LauncherPhase.RUNNING, LauncherPhase.PAUSING)
-            assert all(isinstance(action, (EndScript, SaveStacks)) for action in actions)
+            assert all(isinstance(action, EndScript) for action in actions)
             assert has_script or not actions
             if state.pending_restart != before.pending_restart and state.phase is LauncherPhase.RUNNING:
                 assert actions
@@ -528,7 +524,7 @@ def test_whatever_happens_a_host_exits(host, data):
                 break
         before, event = state, _ends(state, data.draw)
         state, actions = step(state, event)
-        must_report |= isinstance(event, (Judged, NotStarted))
+        must_report |= isinstance(event, Judged)
         if must_report and state.phase is not LauncherPhase.UPLOADING:
             assert SendReport(state.own) in actions or event.outcome in [action.outcome for action in actions]
             must_report = False

@@ -116,18 +116,17 @@ class TestWatch:
             watch.check(now)
         assert caplog.text == ""
 
-    def test_its_thread_ends_with_it(self, tmp_path, monkeypatch, file, caplog):
-        """It checks by itself, and ends at once."""
-        monkeypatch.setattr(upload, "_CHECK_S", 0.01)
-        monkeypatch.setattr(upload, "_OVERDUE_S", 0.0)
-        file.unlink()
-        with UploadWatch(tmp_path):
-            file.touch()
-            _mark(file, "uploaded")
-            file.with_name("next.ckpt").touch()
-            deadline = time.monotonic() + 20
-            while "has not uploaded" not in caplog.text and time.monotonic() < deadline:
-                time.sleep(0.01)
-        assert "next.ckpt for 0 minutes" in caplog.text
-        with UploadWatch(None):
-            pass
+    def test_it_looks_once_a_minute(self, watch, monkeypatch):
+        """Also where a folder of shards is removed meanwhile; without a checkpoint folder never."""
+        looks, began = [], time.monotonic()
+
+        def check(now):
+            looks.append(now)
+            raise FileNotFoundError
+
+        monkeypatch.setattr(watch, "check", check)
+        for second in range(130):
+            watch.look(began + second)
+        assert 59 <= looks[1] - looks[0] <= 61
+        assert len(looks) == 2
+        UploadWatch(None).look(began + 1000)

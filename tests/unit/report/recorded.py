@@ -47,7 +47,6 @@ def head(t: float = 0.0, host: str = "algo-1", who: str = "rank-0", **values: ob
         "hosts": HOSTS,
         "instance_types": TYPES,
         "cpus": 4,
-        "packages": {"torch": "2.9"},
         "command": () if rank is not None else ("train.py", "--lr=0.1"),
     }
     return FileHead(BEGIN + t, host, who, **(known | values))  # type: ignore[arg-type]
@@ -61,7 +60,7 @@ def steps(
     rest = {part: share for part, share in PARTS.items() if part != "data_wait"}
     scale = (1.0 - waiting) / sum(rest.values())
     parts = {"data_wait": waiting * wall_s} | {part: share * scale * wall_s for part, share in rest.items()}
-    return Steps(BEGIN + t, step, n, wall_s, 1.5 * step_s, samples, parts)
+    return Steps(BEGIN + t, step, n, samples, parts)
 
 
 def use(t: float, cpu: float = 0.4) -> HostUse:
@@ -86,7 +85,6 @@ def data(
         "num_steps": num_steps,
         "num_timed": num_steps,
         "num_bytes": num_bytes * num_steps,
-        "first_wait_s": 0.5,
         "wait_s": 0.58 * seconds,
         "transfer_wait_s": 0.0,
         "busy_s": 0.42 * seconds,
@@ -124,8 +122,8 @@ def input_bound(
     """Write a run with a trainer and a data host whose workers are too few: 50 ms a step, 58% of it waiting."""
     end = begin + 10 + seconds + 2
     rank: list[Line] = [
-        head(begin + 1, attempt=attempt),
-        Loader(BEGIN + begin + 6, is_remote=True, cpus=4),
+        head(begin + 1),
+        Loader(BEGIN + begin + 6, cpus=4),
         Span(BEGIN + begin + 6, "startup", BEGIN + begin + 1, 5.0),
         Span(BEGIN + begin + 10, "first_batch", BEGIN + begin + 6, 4.0),
     ]
@@ -140,7 +138,7 @@ def input_bound(
     reason = "" if outcome == "succeeded" else "ValueError: <b>$x$</b> & so on"
     code = {"succeeded": 0, "interrupted": 143}.get(outcome, 1)
     for host in HOSTS:
-        lines: list[Line] = [head(begin, host, "launcher", attempt=attempt)]
+        lines: list[Line] = [head(begin, host, "launcher")]
         lines += [use(begin + second, 0.2 if host == "algo-1" else 0.9) for second in range(5, seconds + 10, 5)]
         if outcome != "succeeded" and host == "algo-1":
             lines.append(Event(BEGIN + end - 3, "signal", "SIGTERM arrived."))

@@ -1,29 +1,42 @@
 """Time and cost of two runs for the same work; both published comparisons, with the arithmetic right."""
 
-import json
 import re
+from dataclasses import dataclass
 
 import pytest
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.record.events import Loader, Span
+from lightning_sm.record.events import PARTS, Loader, Span
 from lightning_sm.record.prices import Prices, cost
-from lightning_sm.record.runs import read_run
-from lightning_sm.report.compare import FIGURES_FORMAT, as_text, compare, of_run, read_figures, sentence
-from lightning_sm.report.figures import Figures
+from lightning_sm.record.runs import RunRecord, read_run
+from lightning_sm.record.totals import Totals
+from lightning_sm.report.compare import as_json, as_text, compare, sentence
+from lightning_sm.report.figures import RESTARTS, Figures, HostSummary, TrainingRestart
 from tests.unit.report.recorded import BEGIN, head, input_bound, steps, write
 
 
-@pytest.fixture
-def measured(tmp_path):
-    """Reads figures that were measured elsewhere."""
+@dataclass(frozen=True)
+class Run:
+    """What a comparison needs of the figures of a run."""
 
-    def read(name, hosts, step_s, **more):
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(json.dumps({"name": name, "hosts": hosts, "step_s": step_s, **more}))
-        return read_figures(file)
+    run: RunRecord
+    hosts: tuple[HostSummary, ...]
+    pace: Totals
+    num_steps: int = 1000
+    samples_per_step: float | None = None
+    samples_per_s: float | None = None
+    fixed_s: float = 0.0
+    growing_step_s: float = 0.0
+    restarts: tuple[TrainingRestart, ...] = ()
+    outcome: str = "succeeded"
 
-    return read
+
+def measured(name, hosts, step_s, **more):
+    """A run with so many hosts of some types, and the time of its steps."""
+    kinds = [kind for kind, number in hosts.items() for _ in range(number)]
+    own = tuple(HostSummary(f"algo-{number}", kind, "trainer", kind) for number, kind in enumerate(kinds))
+    pace = Totals(100, parts=dict.fromkeys(PARTS, 0.0) | {"forward": 100 * step_s})
+    return Run(RunRecord(name, name, ()), own, pace, **more)
 
 
 # The PyTorch example of a heterogeneous cluster states step times, and no prices. These are list prices of its time.
@@ -39,7 +52,7 @@ MNIST_PRICES = Prices({"ml.p3.2xlarge": 3.825, "ml.c5.9xlarge": 1.836}, source="
         (0.196784295383125, 6.05, 4.09),
     ],
 )
-def test_the_pytorch_example(measured, step_s, speed_up, times_cheaper):
+def test_the_pytorch_example(step_s, speed_up, times_cheaper):
     """One ml.p3.2xlarge against the same with an ml.c5.9xlarge: 4.75 times cheaper fits neither of its step times."""
     alone = measured("alone", {"ml.p3.2xlarge": 1}, 1.19)
     both = measured("both", {"ml.p3.2xlarge": 1, "ml.c5.9xlarge": 1}, step_s)
@@ -48,7 +61,7 @@ def test_the_pytorch_example(measured, step_s, speed_up, times_cheaper):
     assert 1 / comparison.cost_ratio == pytest.approx(times_cheaper, abs=0.005)
     assert f"B is {speed_up} times as fast as A, and costs" in sentence(comparison, MNIST_PRICES)
     # "The avg. step cost was 7.6 cents" is the price of 60 steps.
-    assert 60 * cost(comparison.per_hour[0], comparison.first.step_s) == pytest.approx(0.0759, abs=0.0001)
+    assert 60 * cost(comparison.per_hour[0], comparison.first.pace.step_s) == pytest.approx(0.0759, abs=0.0001)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +71,10 @@ def test_the_pytorch_example(measured, step_s, speed_up, times_cheaper):
         (0.184, 2.14, "44.2% less"),  # its log: epochs of 92 s with 500 steps
     ],
 )
-def test_the_tensorflow_example(measured, step_s, speed_up, less):
+def test_the_tensorflow_example(step_s, speed_up, less):
     """One ml.p4d.24xlarge against the same with two ml.c5.18xlarge: 46.5% from its words, 44.2% from its log."""
     prices = Prices({"ml.p4d.24xlarge": 37.7, "ml.c5.18xlarge": 3.67}, source="prices.yaml")
-    alone = measured("alone", {"ml.p4d.24xlarge": 1}, step_s, steps=5000)
+    alone = measured("alone", {"ml.p4d.24xlarge": 1}, step_s, num_steps=5000)
     both = measured("both", {"ml.p4d.24xlarge": 1, "ml.c5.18xlarge": 2}, 0.086)
     comparison = compare(alone, both, prices)
     assert comparison.speed_up == pytest.approx(speed_up, abs=0.005)
@@ -73,11 +86,11 @@ def test_the_tensorflow_example(measured, step_s, speed_up, less):
     assert f"${37.7 * 5000 * step_s / 3600:.2f}" in text
 
 
-def test_headline_and_table_compare_the_same_work(measured):
+def test_headline_and_table_compare_the_same_work():
     """What the runs take outside their steps counts in both: a start of 100 s makes twice as fast 1.3 times."""
     prices = Prices({"a": 1.0, "b": 2.0})
-    first = measured("first", {"a": 1}, 1.0, steps=100, apart_s=100)
-    second = measured("second", {"b": 1}, 0.5, apart_s=100)
+    first = measured("first", {"a": 1}, 1.0, num_steps=100, fixed_s=100)
+    second = measured("second", {"b": 1}, 0.5, fixed_s=100)
     comparison = compare(first, second, prices)
     assert comparison.speed_up == pytest.approx(200 / 150)
     assert comparison.cost_ratio == pytest.approx(2 * 150 / 200)
@@ -91,19 +104,19 @@ def test_headline_and_table_compare_the_same_work(measured):
 
 def test_what_a_training_does_again_and_again_grows_with_its_steps(tmp_path):
     """Ten times the steps validate ten times as often, and start once; before, all of it counted once."""
-    run = of_run(Figures(read_run(input_bound(tmp_path))))
-    assert (run.apart_s, run.apart_step_s) == (pytest.approx(11.0), pytest.approx(1.0 / 1200))
+    run = Figures(read_run(input_bound(tmp_path)))
+    assert (run.fixed_s, run.growing_step_s) == (pytest.approx(11.0), pytest.approx(1.0 / 1200))
     comparison = compare(run, run, Prices(), steps=12_000)
     assert comparison.apart_s == (pytest.approx(11.0 + 10 * 1.0),) * 2
     assert comparison.seconds == (pytest.approx(21.0 + 600.0),) * 2
     assert re.search("^outside the steps +21 s +21 s", as_text(comparison, Prices()), re.MULTILINE)
 
 
-def test_first_batches_grow_with_the_epochs_and_not_with_the_first_one(tmp_path):
-    """The first one starts workers and compiles; those of later epochs are as many as there are epochs."""
-    lines = [head(0), Loader(BEGIN + 5, is_remote=False), Span(BEGIN + 10, "first_batch", BEGIN + 5, 5.0)]
+def test_what_is_between_epochs_grows_with_their_number(tmp_path):
+    """The first step starts workers and compiles once."""
+    lines = [head(0), Loader(BEGIN + 5), Span(BEGIN + 10, "first_batch", BEGIN + 5, 5.0)]
     for epoch in range(1, 4):
-        lines += [steps(10.0 + 10 * epoch, n=100), Span(BEGIN + 11 + 10 * epoch, "first_batch", BEGIN, 1.0)]
+        lines += [steps(10.0 + 10 * epoch, n=100), Span(BEGIN + 11 + 10 * epoch, "between", BEGIN, 1.0)]
     write(tmp_path, *lines)
     assert 300 * Figures(read_run(tmp_path)).growing_step_s == pytest.approx(3.0)
 
@@ -111,11 +124,11 @@ def test_first_batches_grow_with_the_epochs_and_not_with_the_first_one(tmp_path)
 def test_a_restart_is_not_part_of_the_work(tmp_path):
     """A run that was interrupted, and trained steps again, is as fast as one that was not; the headline says so."""
     input_bound(tmp_path / "again", outcome="interrupted")
-    again = of_run(Figures(read_run(input_bound(tmp_path / "again", attempt=2, begin=1000.0))))
-    once = of_run(Figures(read_run(input_bound(tmp_path / "once"))))
+    again = Figures(read_run(input_bound(tmp_path / "again", attempt=2, begin=1000.0)))
+    once = Figures(read_run(input_bound(tmp_path / "once")))
     # The second attempt trains all steps again, after the end of the first one, its own start and its first batch.
-    assert (again.num_restarts, again.steps) == (1, once.steps)
-    assert again.restarts_s == pytest.approx(60.0 + 1.0 + 10.0, abs=2.0)
+    assert (len(again.restarts), again.num_steps) == (1, once.num_steps)
+    assert again.shares[RESTARTS] + again.repeated_s == pytest.approx(60.0 + 1.0 + 10.0, abs=2.0)
     comparison = compare(once, again, Prices())
     assert comparison.seconds[1] == pytest.approx(comparison.seconds[0], abs=2.0)
     said = sentence(comparison, Prices())
@@ -124,30 +137,22 @@ def test_a_restart_is_not_part_of_the_work(tmp_path):
 
 def test_a_run_that_has_not_succeeded_says_so(tmp_path):
     """Before any digit of the comparison."""
-    stopped = of_run(Figures(read_run(input_bound(tmp_path / "stopped", outcome="interrupted"))))
-    once = of_run(Figures(read_run(input_bound(tmp_path / "once"))))
+    stopped = Figures(read_run(input_bound(tmp_path / "stopped", outcome="interrupted")))
+    once = Figures(read_run(input_bound(tmp_path / "once")))
     said = sentence(compare(stopped, once, Prices()), Prices())
     assert said.startswith("A has not succeeded (interrupted). B is as fast as A.")
 
 
-def test_what_only_one_run_says_is_left_out(measured):
-    """A file of figures without start-up is not faster for that."""
-    first, second = measured("x", {"a": 1}, 1.0, steps=100, apart_s=100), measured("y", {"a": 1}, 0.5)
-    comparison = compare(first, second, Prices())
-    assert comparison.speed_up == pytest.approx(2.0)
-    assert "Only A says what it took outside the steps" in as_text(comparison, Prices())
-
-
-def test_a_run_of_a_few_steps_says_so(measured):
+def test_a_run_of_a_few_steps_says_so():
     """Before any digit of the comparison."""
-    first, second = measured("x", {"a": 1}, 1.0, steps=3), measured("y", {"a": 1}, 0.5, steps=400)
+    first, second = measured("x", {"a": 1}, 1.0, num_steps=3), measured("y", {"a": 1}, 0.5)
     said = sentence(compare(first, second, Prices()), Prices())
     assert said.startswith("A has only 3 steps, whose times say little. B is 2 times as fast as A.")
 
 
-def test_steps_of_different_size_are_compared_by_samples(measured):
+def test_steps_of_different_size_are_compared_by_samples():
     """A step with twice the samples may take twice the time and be as fast."""
-    small = measured("small", {"a": 1}, 0.1, samples_per_step=32, steps=100)
+    small = measured("small", {"a": 1}, 0.1, samples_per_step=32, num_steps=100)
     large = measured("large", {"a": 2}, 0.2, samples_per_step=64)
     comparison = compare(small, large, Prices({"a": 1.0}))
     assert comparison.speed_up == pytest.approx(1.0)
@@ -165,13 +170,13 @@ def test_steps_of_different_size_are_compared_by_samples(measured):
         (1.0, 0.5, "B is as fast as A, and costs 50.0% less"),
     ],
 )
-def test_faster_need_not_be_cheaper(measured, step_s, price, text):
+def test_faster_need_not_be_cheaper(step_s, price, text):
     """Time and cost may go in opposite directions, and the sentence says so."""
     comparison = compare(measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, step_s), Prices({"a": 1, "b": price}))
     assert sentence(comparison, Prices({"a": 1, "b": price})).startswith(text)
 
 
-def test_without_prices_times_are_compared(measured):
+def test_without_prices_times_are_compared():
     """No price is invented."""
     comparison = compare(measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, 0.5), Prices())
     assert comparison.cost_ratio is None
@@ -179,7 +184,7 @@ def test_without_prices_times_are_compared(measured):
     assert "$" not in as_text(comparison, Prices())
 
 
-def test_a_missing_price_is_named(measured):
+def test_a_missing_price_is_named():
     """A cost of some of the hosts would mislead."""
     with pytest.raises(JobConfigError, match=r"both .*without a price: ml\.c5\.9xlarge.*known: ml\.p3\.2xlarge"):
         compare(
@@ -189,44 +194,18 @@ def test_a_missing_price_is_named(measured):
         )
 
 
-def test_a_recorded_run_is_compared_with_all_it_took(tmp_path):
-    """Start-up, first batch and validation are part of the time to train, besides the steps."""
-    run = of_run(Figures(read_run(input_bound(tmp_path))))
-    assert run.step_s == pytest.approx(0.05)
-    assert run.samples_per_step == pytest.approx(32)
-    assert (run.steps, run.waiting) == (1200, pytest.approx(0.58))
-    assert run.apart_s + run.apart_step_s * run.steps == pytest.approx(12.0)
-    assert run.hosts == (("trainer", "ml.g5.xlarge"), ("data", "ml.c5.xlarge"))
+def test_programs_get_times_and_costs():
+    """What a plot takes; no cost without prices."""
+    first, second = measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, 0.5)
+    found = as_json(compare(first, second, Prices({"a": 3.6, "b": 7.2})))
+    assert found["a"] == {"step_s": 1.0, "waiting": 0.0, "time_to_train_s": 1000.0, "cost_to_train": 1.0}
+    assert found["b"]["cost_to_train"] == 1.0
+    assert as_json(compare(first, second, Prices()))["a"]["cost_to_train"] is None
 
 
-def test_the_documented_file_is_valid(tmp_path):
-    """The file that messages and help show can be read."""
-    file = tmp_path / "figures.yaml"
-    file.write_text(FIGURES_FORMAT)
-    run = read_figures(file)
-    assert (run.name, run.step_s, run.steps, run.apart_s, len(run.hosts)) == ("two hosts", 0.1968, 4800, 90, 2)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("step_s: [", "is not valid YAML"),
-        ("- 1", r"(?s)file of figures .* is not a mapping .*\nstep_s: 0\.1968"),
-        ("{hosts: {a: 1}, step_s: 1, stepsize: 2}", "unknown key stepsize|unknown field `stepsize`"),
-        ("{step_s: 1}", "missing required field `hosts`"),
-        ("{hosts: {}, step_s: 1}", r"length >= 1 - at `\$\.hosts`"),
-        ("{hosts: {a: 1.5}, step_s: 1}", r"Expected `int`, got `float` - at `\$\.hosts"),
-        ("{hosts: {a: 1}, step_s: 0}", r"> 0\.0 - at `\$\.step_s`"),
-        ("{hosts: {a: 1}, step_s: fast}", r"Expected `float`, got `str` - at `\$\.step_s`"),
-        ("{hosts: {a: 1}}", "missing required field `step_s`"),
-        ("{hosts: {a: 1}, step_s: 1, apart_s: -1}", r">= 0\.0 - at `\$\.apart_s`"),
-        ("{hosts: {a: 1}, step_s: .inf}", "step_s"),
-        ("{hosts: {a: 1}, step_s: 1, steps: true}", r"got `bool` - at `\$\.steps`"),
-    ],
-)
-def test_a_wrong_file_is_refused(tmp_path, content, message):
-    """The message names the key and what is expected, and shows such a file."""
-    file = tmp_path / "figures.yaml"
-    file.write_text(content)
-    with pytest.raises(JobConfigError, match=message):
-        read_figures(file)
+def test_a_run_without_steps_is_refused(tmp_path):
+    """There is nothing to divide by."""
+    write(tmp_path, head(1), Loader(BEGIN + 5))
+    run = Figures(read_run(tmp_path))
+    with pytest.raises(JobConfigError, match="no training steps are recorded"):
+        compare(run, run, Prices())

@@ -9,7 +9,6 @@ from lightning_sm.record.events import FOLDER, DataService, End, Event, Loader, 
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report import verdict
-from lightning_sm.report.compare import of_run
 from lightning_sm.report.figures import (
     OTHER,
     RESTARTS,
@@ -37,7 +36,7 @@ def test_the_time_of_a_job_is_told_apart(tmp_path):
     found = {name: round(seconds, 1) for name, seconds in run.shares.items() if seconds}
     assert found == {
         "start-up": 5,
-        "first batches": 4,
+        "first step": 4,
         STEPS: 25.2,
         WAITING: 34.8,
         "validation": 1,
@@ -113,7 +112,7 @@ def test_a_host_that_knows_how_the_job_ended_is_believed_before_one_that_does_no
 
 def test_a_killed_job_has_no_end(tmp_path):
     """Without a last line, nothing is claimed about how it ended."""
-    write(tmp_path, head(1), Loader(BEGIN + 2, is_remote=False), steps(11), steps(12))
+    write(tmp_path, head(1), Loader(BEGIN + 2), steps(11), steps(12))
     run = of(tmp_path)
     assert run.outcome == RUNNING
     assert "still running, or its hosts were killed" in verdict.ending(run)
@@ -240,7 +239,7 @@ def test_the_headline_of_a_wait_says_where_the_batches_come_from(tmp_path):
         "Limited by waiting for data (transforms), 48% of the time (34.8 s). Training waits 58% of"
     )
     assert "for the transforms: the 2 workers of the data hosts are busy 100% of the time" in remote
-    own = [head(1, hosts={"algo-1": "trainer"}), Loader(BEGIN + 2, is_remote=False, workers=2, cpus=4)]
+    own = [head(1, hosts={"algo-1": "trainer"}), Loader(BEGIN + 2, workers=2, cpus=4)]
     write(tmp_path / "local", *own, *(steps(10 + t) for t in range(5)))
     assert verdict.headline(of(tmp_path / "local")).startswith("Limited by waiting for data (transforms), ")
     write(tmp_path / "fast", *own, *(steps(10 + t, waiting=0.01) for t in range(5)))
@@ -252,7 +251,7 @@ def test_the_headline_of_a_wait_says_where_the_batches_come_from(tmp_path):
 
 def test_a_long_start_is_said_with_its_cost(tmp_path):
     """Changes name the seconds, the money and the share of the job."""
-    lines = [head(0), Loader(BEGIN + 60, is_remote=False), Span(BEGIN + 60, "startup", BEGIN, 60.0)]
+    lines = [head(0), Loader(BEGIN + 60), Span(BEGIN + 60, "startup", BEGIN, 60.0)]
     write(tmp_path, *lines, *(steps(60 + t, waiting=0.0) for t in range(5)))
     prices = Prices({"trainer": 3600.0, "data": 0.0})
     text, *_ = verdict.changes(of(tmp_path), prices)
@@ -262,7 +261,7 @@ def test_a_long_start_is_said_with_its_cost(tmp_path):
 def _attempts(folder, *, gap):
     """Two attempts of 20 s: the second one trains the last 40 of 200 steps again, after 6 s."""
     for attempt, begin, first in ((1, 0.0, 0), (2, 20.0 + gap, 160)):
-        lines = [head(begin, attempt=attempt), Loader(BEGIN + begin + 5, is_remote=False, step=first)]
+        lines = [head(begin), Loader(BEGIN + begin + 5, batch=first)]
         lines += [
             Span(BEGIN + begin + 5, "startup", BEGIN + begin, 5.0),
             Span(BEGIN + begin + 6, "first_batch", BEGIN + begin + 5, 1.0),
@@ -278,7 +277,7 @@ def test_restarts_cost_their_starts_and_the_steps_that_are_trained_again(tmp_pat
     (restart,) = run.restarts
     assert restart.num_repeated == 40
     assert restart.seconds == run.shares[RESTARTS] == pytest.approx(6.0)
-    assert run.spans == {"start-up": [5.0], "first batches": [1.0]}
+    assert run.spans == {"start-up": [5.0], "first step": [1.0]}
     assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=0.1)
     (limit,) = [limit for limit in limits(run) if limit.name == "restarts"]
     assert limit.seconds == pytest.approx(6.0 + 40 * 0.05)
@@ -306,19 +305,17 @@ def test_a_run_has_the_steps_of_the_training(name):
         [line for record in run.main_records for line in record.lines if isinstance(line, kind)]
         for kind in (Loader, Steps)
     )
-    assert run.num_steps == last.step - loader.step == 200
+    assert run.num_steps == last.step - loader.batch == 200
     assert (run.pace.num_untimed, run.restarts[0].num_repeated) == (2, 0)
-    assert of_run(run).steps == 200
+    assert run.num_steps == 200
 
 
-@pytest.mark.parametrize("accumulated", [1, 4])
-def test_steps_that_are_trained_again_count_once(tmp_path, accumulated):
+def test_steps_that_are_trained_again_count_once(tmp_path):
     """Also where the Trainer counts a step for several batches; what was measured has them twice."""
-    first, second = 80 // accumulated, 40 // accumulated
-    for attempt, begin, resumed, last in ((1, 0.0, 0, first), (2, 100.0, second, second + first)):
-        begun = Loader(BEGIN + begin + 5, is_remote=False, step=resumed)
+    for attempt, begin, resumed, last in ((1, 0.0, 0, 20), (2, 100.0, 40, 30)):
+        begun = Loader(BEGIN + begin + 5, batch=resumed)
         line = replace(steps(begin + 20, n=79, step=last), untimed=1)
-        write(tmp_path, head(begin, attempt=attempt), begun, line, attempt=attempt)
+        write(tmp_path, head(begin), begun, line, attempt=attempt)
     run = of(tmp_path)
     assert (run.num_steps, run.pace.num_trained, run.pace.num_steps) == (120, 160, 158)
     assert run.restarts[0].num_repeated == 40
@@ -330,21 +327,21 @@ def test_a_process_that_waits_for_a_restart_takes_no_time_before_it(tmp_path):
         lines = [
             head(begin + 5),
             Span(BEGIN + begin + 5, "startup", BEGIN, begin + 5),
-            Loader(BEGIN + begin + 5, False),
+            Loader(BEGIN + begin + 5),
         ]
         write(tmp_path, *lines, Span(BEGIN + begin + 6, "first_batch", BEGIN + begin + 5, 1.0))
         write(tmp_path, *(steps(begin + 6 + second, waiting=0.0, step=20 * second) for second in range(1, 11)))
     run = of(tmp_path)
     (restart,) = run.restarts
     assert (restart.seconds, restart.num_repeated) == (pytest.approx(26.0 - 16.0), 200)
-    assert run.spans == {"start-up": [5.0], "first batches": [1.0]}
+    assert run.spans == {"start-up": [5.0], "first step": [1.0]}
     assert sum(run.shares.values()) == pytest.approx(run.seconds) == pytest.approx(36.0)
 
 
 def test_attempts_that_never_trained_are_part_of_a_restart(tmp_path):
     """A host that dies again before the first step costs as much as one that starts slowly."""
     _attempts(tmp_path, gap=1000.0)
-    write(tmp_path, head(500, who="launcher", attempt=3), use(504), who="launcher", attempt=3)
+    write(tmp_path, head(500, who="launcher"), use(504), who="launcher", attempt=3)
     for path in (tmp_path / FOLDER / "3", tmp_path / FOLDER / "2"):
         path.rename(path.with_name({"3": "2.new", "2": "3"}[path.name]))
     (tmp_path / FOLDER / "2.new").rename(tmp_path / FOLDER / "2")
@@ -372,9 +369,9 @@ def test_what_an_interruption_costs_belongs_together():
     assert restart.seconds == pytest.approx(ending_s + starting_s, abs=0.01)
     assert {name: len(spans) for name, spans in run.spans.items()} == {
         "start-up": 2,  # of the training process, and of its launcher
-        "first batches": 1,
+        "first step": 1,
         "checkpoints": 1,  # at the end
-        "ends of epochs": 2,
+        "between epochs": 2,
         "model export": 1,
     }
     assert sum(run.shares.values()) == pytest.approx(run.seconds, abs=0.1)
@@ -384,7 +381,7 @@ def test_the_rank_that_comes_last_to_the_backward_pass_sets_the_pace(tmp_path):
     """What it spends its time on is what limits the others."""
     for rank, forward in ((0, 0.1), (1, 0.7)):
         parts = {"data_wait": 0.0, "forward": forward, "backward": 0.9 - forward}
-        lines = [Steps(BEGIN + 10 + t, 20 * t, 20, 1.0, 0.06, 20, parts) for t in range(5)]
+        lines = [Steps(BEGIN + 10 + t, 20 * t, 20, 20, parts) for t in range(5)]
         write(tmp_path, head(1, who=f"rank-{rank}", world_size=2), *lines, who=f"rank-{rank}")
     run = of(tmp_path)
     assert run.pace.parts["forward"] == pytest.approx(3.5)

@@ -19,7 +19,7 @@ _PRICES = ("--price", "ml.g5.xlarge=1.41", "--price", "ml.c5.xlarge=0.2", "--pri
 def _launched(folder, *command, hyperparameters=None):
     """Change what the launcher of a recorded run has started."""
     (path,) = folder.rglob("algo-1-launcher.jsonl")
-    line, *others = path.read_text().splitlines()
+    line, *others = path.read_text().strip().splitlines()
     started = json.loads(line) | {"command": command, "hyperparameters": hyperparameters or {}}
     path.write_text("\n".join([json.dumps(started), *others, ""]))
 

@@ -22,7 +22,7 @@ def shown(folder, after_s):
 @pytest.fixture
 def job(tmp_path):
     """A job with a trainer and a data host, of which the first has trained for 100 s."""
-    lines = [head(1), Loader(BEGIN + 6, is_remote=True)]
+    lines = [head(1), Loader(BEGIN + 6)]
     lines += [steps(10 + second, step=20 * second, step_s=0.05 if second > 80 else 0.1) for second in range(1, 101)]
     lines += [data(100, 1800), data(110, 2000), Metrics(BEGIN + 110, 2000, 1, {"loss": 0.25, "nan": None})]
     write(tmp_path, *lines)
@@ -59,7 +59,7 @@ def test_people_get_a_few_facts_and_a_table(job):
 
 def test_a_job_that_has_just_started(tmp_path):
     """Nothing is known yet, and nothing is made up."""
-    write(tmp_path, head(1), Loader(BEGIN + 2, is_remote=True))
+    write(tmp_path, head(1), Loader(BEGIN + 2))
     found = shown(tmp_path, 3)
     assert [host.state for host in found.hosts] == ["starting", "no record here"]
     assert (found.step, found.steps_per_s, found.samples_per_s, found.waiting) == (None, None, None, None)
@@ -68,11 +68,11 @@ def test_a_job_that_has_just_started(tmp_path):
 
 def test_only_the_newest_life_of_a_process_counts(job):
     """In another attempt, and of a process that was restarted; what a launcher said at its end is the state."""
-    write(job, head(200), Loader(BEGIN + 201, is_remote=True), steps(220, step_s=0.5, step=30))
+    write(job, head(200), Loader(BEGIN + 201), steps(220, step_s=0.5, step=30))
     assert shown(job, 221).steps_per_s == pytest.approx(2.0)
-    write(job, head(300, attempt=2), Loader(BEGIN + 301, is_remote=False), attempt=2)
+    write(job, head(300), Loader(BEGIN + 301), attempt=2)
     assert (shown(job, 302).attempt, shown(job, 302).step) == (2, None)
-    write(job, head(300, who="launcher", attempt=2), End(BEGIN + 303, "failed", 1), who="launcher", attempt=2)
+    write(job, head(300, who="launcher"), End(BEGIN + 303, "failed", 1), who="launcher", attempt=2)
     assert shown(job, 304).hosts[0].state == "failed"
 
 

@@ -48,7 +48,7 @@ def test_events_and_ends_are_marked(tmp_path):
 
 def test_a_restarted_process_goes_on_in_its_track(tmp_path):
     """Also in another attempt; of several runs, each begins at 0 under its own name."""
-    step = Steps(BEGIN + 4, 1, 1, 1.0, 1.0, parts={"forward": 1.0})
+    step = Steps(BEGIN + 4, 1, 1, parts={"forward": 1.0})
     for folder, job in (("a", "one"), ("b", "two")):
         write(
             tmp_path / folder,

@@ -25,9 +25,8 @@ def job_file(tmp_path):
         (["--dry_run"], "unknown option --dry_run. Did you mean --dry-run?"),
         (["--instance_type=a"], "unknown option --instance_type. Did you mean --groups.NAME.instance_type, as in"),
         (["--image-uri", "a"], "unknown option --image-uri. Did you mean --image, as in"),
-        (["--wiat=false"], "unknown option --wiat. Did you mean --wait?"),
+        (["--no-wiat"], "unknown option --no-wiat. Did you mean --no-wait?"),
         (["--xyzzy"], "unknown option --xyzzy.\n"),
-        (["--wait=maybe"], "argument --wait: expected true or false, got 'maybe'"),
         (["--max_run_s"], "--max_run_s: expected a value, as in --max_run_s=1."),
         (["other.yaml"], "unexpected arguments: other.yaml"),
         (["--local", "--dry-run"], "argument --dry-run: not allowed with argument --local"),
@@ -50,8 +49,8 @@ def test_a_job_file_is_needed(capsys):
     assert "no job file is given" in capsys.readouterr().err
 
 
-def test_mistakes_are_reported_before_a_missing_region(job_file, monkeypatch):
-    """The checks of a job need neither region nor credentials."""
+def test_mistakes_of_a_file_are_reported_before_a_missing_region(job_file, monkeypatch):
+    """The reader needs neither region nor credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from botocore.exceptions import ClientError, ReadTimeoutError
 
-from lightning_sm.submit.creation import create_training_job, create_tuning_job
+from lightning_sm.submit.submit import create_job
 
 
 def creator(operation, outcome):
@@ -18,25 +18,25 @@ def creator(operation, outcome):
 
 
 CREATE = [
-    ("create_training_job", create_training_job, {"TrainingJobName": "job-1"}),
-    ("create_hyper_parameter_tuning_job", create_tuning_job, {"HyperParameterTuningJobName": "job-1"}),
+    ("create_training_job", {"TrainingJobName": "job-1"}),
+    ("create_hyper_parameter_tuning_job", {"HyperParameterTuningJobName": "job-1"}),
 ]
 
 
-@pytest.mark.parametrize(("operation", "create", "arguments"), CREATE)
-def test_refusals_are_raised_at_once(operation, create, arguments, caplog):
+@pytest.mark.parametrize(("operation", "request_"), CREATE)
+def test_refusals_are_raised_at_once(operation, request_, caplog):
     """For the caller, who knows which may pass."""
     error = ClientError({"Error": {"Code": "ResourceLimitExceeded"}}, "Create")
     with pytest.raises(ClientError, match="ResourceLimitExceeded"):
-        create(creator(operation, error), arguments)
+        create_job(creator(operation, error), request_)
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(("operation", "create", "arguments"), CREATE)
+@pytest.mark.parametrize(("operation", "request_"), CREATE)
 @pytest.mark.parametrize("error", [ReadTimeoutError(endpoint_url="https://x"), KeyboardInterrupt()])
-def test_without_an_answer_the_job_may_exist(operation, create, arguments, caplog, error):
+def test_without_an_answer_the_job_may_exist(operation, request_, caplog, error):
     """Which is said, with what ends it: a job that nobody knows of is billed all the same."""
     with pytest.raises(type(error)):
-        create(creator(operation, error), arguments)
+        create_job(creator(operation, error), request_)
     assert "job job-1 may run, and be billed" in caplog.text
     assert "lightning-sm jobs stop job-1" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_sm.__main__ import main
 from lightning_sm.submit import submit
-from lightning_sm.submit.job_file import parse_job
+from lightning_sm.submit.job_file import read_job
 from lightning_sm.submit.preflight import check
 
 PARSER = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
@@ -45,7 +45,7 @@ def test_a_dry_run_accepts_it_once_it_is_filled_in(folder, monkeypatch, caplog):
     session = boto3.Session(aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1")  # noqa: S106
     monkeypatch.setattr(submit, "new_session", lambda **_: session)
     caplog.clear()
-    request = submit.dry_run(parse_job("job.yaml"))
+    request = submit.dry_run(read_job("job.yaml"))
     assert request["TrainingJobName"].startswith("digits-")
     assert request["HyperParameters"]["sagemaker_program"] == '"digits.py"'
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
@@ -54,21 +54,20 @@ def test_a_dry_run_accepts_it_once_it_is_filled_in(folder, monkeypatch, caplog):
 def test_every_comment_that_is_a_key_is_right(folder):
     """Without its sign, what is commented out is a job file that the checks accept."""
     put(folder, train="LightningCLI")
-    (folder / "config.yaml").write_text("{}")
-    main(["init"])
+    main(["init", "train.py"])
     text = (folder / "job.yaml").read_text()
-    for key in ("channels", "  training", "config", "hyperparameters", "output", "prices", "max_cost", "spot"):
+    for key in ("channels", "  training", "hyperparameters", "prices", "max_cost", "spot"):
         assert text.count(f"\n# {key}: ") + text.count(f"\n# {key}:\n") == 1
         text = text.replace(f"\n# {key}:", f"\n{key}:")
     (folder / "job.yaml").write_text(filled(text.replace("<price>", "1.41").replace("<prefix>", "data")))
-    check(parse_job("job.yaml"), "cloud", "us-east-1").report()
+    check(read_job("job.yaml"), "cloud", "us-east-1").report()
 
 
 def test_what_is_left_open_is_a_problem(folder):
     """Nothing is sent with an account or a bucket that nobody has filled in."""
     put(folder, train=PARSER)
-    main(["init"])
-    keys = {problem.key for problem in check(parse_job("job.yaml"), "cloud", "us-east-1").problems}
+    main(["init", "train.py"])
+    keys = {problem.key for problem in check(read_job("job.yaml"), "cloud", "us-east-1").problems}
     assert keys == {"image", "role", "checkpoints"}
 
 
@@ -76,56 +75,26 @@ def test_an_existing_file_is_not_replaced(folder, caplog):
     """Whatever it contains; another name can be given."""
     put(folder, train=PARSER)
     (folder / "job.yaml").write_text("mine")
-    assert main(["init"]) == 2
+    assert main(["init", "train.py"]) == 2
     assert "job.yaml exists, and is not replaced." in caplog.text
     assert (folder / "job.yaml").read_text() == "mine"
-    assert main(["init", "-o", "other.yaml"]) == 0
-    assert parse_job("other.yaml").script == "train.py"
-
-
-@pytest.mark.parametrize(
-    ("files", "named"),
-    [
-        (["train", "helper"], "train.py"),
-        (["main", "helper"], "main.py"),
-        (["digits"], "digits.py"),
-        (["digits", "helper"], "This folder has digits.py, helper.py. Name the training script"),
-        ([], "This folder has no Python file."),
-    ],
-)
-def test_without_a_name_the_script_is_found_or_asked_for(folder, caplog, files, named):
-    """The usual names are taken, and the only file is; otherwise nothing is guessed."""
-    put(folder, **dict.fromkeys(files, PARSER))
-    code = main(["init"])
-    if named.endswith(".py"):
-        assert (code, parse_job("job.yaml").script) == (0, named)
-    else:
-        assert (code, (folder / "job.yaml").exists()) == (2, False)
-        assert named in caplog.text
-
-
-def test_a_script_of_a_package_is_sent_with_the_package(folder):
-    """It may import the package by its name, as from the folder around it."""
-    put(folder, work__app__jobs__train=PARSER)
-    for name in ("app", "app/jobs"):
-        (folder / "work" / name / "__init__.py").touch()
-    main(["init", "work/app/jobs/train.py"])
-    job = parse_job("job.yaml")
-    assert (os.path.relpath(job.source_dir), job.script) == ("work", "app/jobs/train.py")
+    assert main(["init", "train.py", "-o", "other.yaml"]) == 0
+    assert read_job("other.yaml").script == "train.py"
 
 
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        ("my digits/train.py", "my-digits"),
-        ("src/true.py", "lightning"),
-        ("src/2026.py", "lightning"),
+        ("my digits/train.py", "train"),
+        ("src/true.py", "true"),
+        ("src/2026.py", "2026"),
         ("src/null/main.py", "main"),
         ("a: b #c/a 'quoted\" {name}.py", "a-quoted-name"),
-        ("no/off/on.py", "lightning"),
+        ("no/off/on.py", "on"),
         ("é/ü.py", "lightning"),
-        ("1e3/.5.py", "lightning"),
-        (f"{'long-' * 20}/main.py", "long-long-long-long-long-long-long-long"),
+        ("1e3/.5.py", "5"),
+        (f"a/{'long-' * 20}main.py", "long-long-long-long-long-long-long-long"),
+        ("a/b\nc.py", "b-c"),
     ],
 )
 def test_every_path_is_written_as_text(folder, place, name):
@@ -134,26 +103,21 @@ def test_every_path_is_written_as_text(folder, place, name):
     script.parent.mkdir(parents=True)
     script.write_text(PARSER)
     assert main(["init", place]) == 0
-    job = parse_job("job.yaml")
+    job = read_job("job.yaml")
     assert (job.name, job.script, os.path.relpath(job.source_dir)) == (name, script.name, os.path.dirname(place))
     assert {problem.key for problem in check(job, "cloud").problems} == {"image", "role", "checkpoints"}
 
 
-def test_a_path_that_no_file_can_have_is_an_error(folder, caplog):
-    """Also one that is not text at all."""
-    for name in (b"a\nb.py", b"\xff.py"):
-        with open(name, "wb") as file:
-            file.write(b"")
-        assert main(["init", os.fsdecode(name)]) == 2
-        assert "characters that are not printable" in caplog.text
-        caplog.clear()
+def test_a_script_that_does_not_exist_is_an_error(folder, caplog):
+    """Nothing is written."""
     assert main(["init", "gone.py"]) == 2
     assert "There is no file gone.py" in caplog.text
+    assert list(folder.iterdir()) == []
 
 
 def test_the_region_of_this_machine_is_filled_in(folder, monkeypatch):
     """If it is known."""
     put(folder, train=PARSER)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    main(["init"])
+    main(["init", "train.py"])
     assert "<account>.dkr.ecr.eu-west-1.amazonaws.com" in (folder / "job.yaml").read_text()

@@ -6,13 +6,18 @@ import pytest
 import yaml
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.job_file import Group, InputChannel, Job, Range, Spot, Tune, read_job
+from lightning_sm.submit.job_file import Group, InputChannel, Job, Range, Spot, Tune
+from lightning_sm.submit.job_file import read_job as read
 from lightning_sm.submit.job_keys import all_keys, keys_of
-from lightning_sm.submit.job_reader import JobReader
-from lightning_sm.submit.overrides import Override
+from lightning_sm.submit.overrides import Override, parse_overrides
 
 ROOT = Path(__file__).parents[3]
 SMALL = "image: x\ngroups:\n  trainer: {instance_type: ml.g5.xlarge, count: 2}\n"
+
+
+def read_job(path, words=()):
+    """The job of a file, with options."""
+    return read(path, parse_overrides(words, Job)[0])
 
 
 @pytest.fixture
@@ -156,8 +161,7 @@ def test_examples_of_keys_are_valid():
         for field in (top, path.field):
             value = yaml.safe_load(field.about.example)
             assert value is not None, field.name
-        reader = JobReader(Job)
-        reader.override(Override(".".join(path.parts), path.field.about.example))
-        reader.build()
-        about = ".".join(path.parts)
-        assert [one.text for one in reader.source.problems if one.key == about or one.key.startswith(f"{about}.")] == []
+        needed = [("image", "x"), ("groups.NAME.instance_type", "ml.g5.xlarge"), ("channels.NAME.uri", "s3://bucket/a")]
+        needed += [("tune", keys_of(Job)["tune"].about.example), ("spot.max_wait_s", "7200")]
+        example = (".".join(path.parts), path.field.about.example)
+        read(None, [Override(key, text) for key, text in (*needed, example)])

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_sm.submit.cost_limit import cost_problems, shown_cost
+from lightning_sm.submit.cost_limit import cost_problems
 from lightning_sm.submit.price_list import with_list_prices
 from tests.fakes.aws import stubbed_clients
+from tests.unit.submit.test_cost_limit import shown_cost
 from tests.unit.submit.test_request import JOB
 
 # Two GPU hosts and a CPU host for two hours.

@@ -9,7 +9,6 @@ from lightning_sm.submit.job_file import Group
 from lightning_sm.submit.service_limits import request_problems
 from lightning_sm.submit.training_job import NAME_ENDING_CHARS, new_job_name, training_job
 from tests.unit.submit.test_preflight import JOB
-from tests.unit.submit.test_request import make_request
 
 
 def test_names_differ_and_fit_the_service():
@@ -19,7 +18,7 @@ def test_names_differ_and_fit_the_service():
     assert all(re.fullmatch(r"a-\d{4}(-\d\d){5}-[0-9a-f]{3}", name) for name in names)
     longest = new_job_name("a" * (63 - NAME_ENDING_CHARS))
     assert len(longest) == 63
-    request = training_job(make_request(JOB, {}), longest, "s3://bucket")
+    request = training_job(JOB, longest, "s3://bucket")
     assert [problem for problem in request_problems(request) if "TrainingJobName" in problem.text] == []
 
 
@@ -36,7 +35,7 @@ REQUESTED = [
 @pytest.mark.parametrize("requested", REQUESTED)
 def test_what_no_key_has_is_sent_as_it_is(requested):
     """By the names of the API."""
-    request = training_job(make_request(replace(JOB, request=requested), {}), "job-1", "s3://bucket")
+    request = training_job(replace(JOB, request=requested), "job-1", "s3://bucket")
     assert request.items() >= requested.items()
     assert request_problems(request) == []
 
@@ -50,7 +49,7 @@ def test_structures_are_joined_and_lists_are_longer():
         "InputDataConfig": [shared],
         "ProfilerConfig": {"DisableProfiler": False},
     }
-    request = training_job(make_request(replace(JOB, request=requested), {}), "job-1", "s3://bucket")
+    request = training_job(replace(JOB, request=requested), "job-1", "s3://bucket")
     assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 86400, "MaxPendingTimeInSeconds": 7200}
     assert [channel["ChannelName"] for channel in request["InputDataConfig"]] == ["training", "shared"]
     assert request["ProfilerConfig"] == {"DisableProfiler": False}
@@ -61,7 +60,7 @@ def test_the_service_chooses_among_preferences():
     """Of a job of one group, whose own instance type it would not accept beside them."""
     requested = {"ResourceConfig": {"InstancePreferences": PREFERENCES[1:]}}
     job = replace(JOB, groups={"a": Group("ml.g5.2xlarge")}, channels={}, request=requested)
-    request = training_job(make_request(job, {}), "job-1", "s3://bucket")
+    request = training_job(job, "job-1", "s3://bucket")
     assert request["ResourceConfig"] == {"InstancePreferences": PREFERENCES[1:], "VolumeSizeInGB": 30}
     assert request_problems(request) == []
 
@@ -96,6 +95,6 @@ def test_the_service_chooses_among_preferences():
 def test_the_limits_are_those_of_the_service(requested, line):
     """By botocore's model, at the place in the job file."""
     job = replace(JOB, groups={"a": Group("ml.g5.xlarge")}, channels={}, request=requested)
-    (problem,) = request_problems(training_job(make_request(job, {}), "job-1", "s3://bucket"))
+    (problem,) = request_problems(training_job(job, "job-1", "s3://bucket"))
     assert problem.text.startswith(line)
     assert problem.key.startswith(f"request.{line.split()[1]}")

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_sm.job.hyperparameters import to_argv
+from lightning_sm.job.hyperparameters import encode, to_argv
 from lightning_sm.submit.job_file import Range, Tune
-from lightning_sm.submit.request import encode_hyperparameters, make_request
 from lightning_sm.submit.service_limits import request_problems
+from lightning_sm.submit.training_job import script_options, training_job
 from lightning_sm.submit.tuning import tuning_job, tuning_problems
 from tests.unit.submit.test_preflight import JOB
 from tests.unit.submit.test_service_limits import REQUEST
@@ -129,7 +129,7 @@ def test_tuned_hyperparameters_arrive_with_their_types_whatever_the_fixed_ones_a
     job = replace(
         JOB, tune=TUNE, config=str(config), hyperparameters={"model.width": 3, "text": "a b", "nothing": None}
     )
-    fixed = encode_hyperparameters(job)
+    fixed = encode(script_options(job))
     assert fixed.keys() == {"model", "text", "nothing"}
     tuned = {"model.learning_rate": "0.0001", "model.width": "16", "model.dropout": "0", "optimizer": '"adam"'}
     written = {**fixed, **tuned, "_tuning_objective_metric": "val_acc"}
@@ -146,14 +146,12 @@ def test_tuned_hyperparameters_arrive_with_their_types_whatever_the_fixed_ones_a
 
 @pytest.mark.parametrize("metrics", [[], ["train_loss"], ["val_acc", "train_loss"]])
 def test_the_objective_is_a_metric_of_the_job(metrics):
-    """Whether the job file lists it or not, and read once per validation; an own pattern of that name stays."""
-    plan = make_request(replace(JOB, metrics=metrics, tune=TUNE), {})
-    (definition,) = (one for one in plan.metrics if one["Name"] == "val_acc")
+    """Whether the job file lists it or not, and read once per validation."""
+    request = training_job(replace(JOB, metrics=metrics, tune=TUNE), "job-1", "s3://bucket")
+    (definition,) = (one for one in request["AlgorithmSpecification"]["MetricDefinitions"] if one["Name"] == "val_acc")
     after = re.search(definition["Regex"], "epoch=3/10 step=45 validation=3 train_loss=0.4 val_acc=0.9333")
     assert after[1] == "0.9333"
     assert not re.search(definition["Regex"], "epoch=4/10 step=50 train_loss=0.3 val_acc=0.9333")
-    own = replace(JOB, metric_patterns={"val_acc": "accuracy: (.*)"}, tune=TUNE)
-    assert make_request(own, {}).metrics == [{"Name": "val_acc", "Regex": "accuracy: (.*)"}]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,7 @@ def test_the_objective_is_a_metric_of_the_job(metrics):
         ({"ranges": {"lr": Range(1, 2, [1])}}, ["tune.ranges.lr", "either min and max, or values"]),
         ({"ranges": {"lr": Range()}}, ["tune.ranges.lr", "either min and max, or values"]),
         ({"ranges": {"lr": Range(2, 1)}}, ["min is 2 and max is 1"]),
-        ({"ranges": {"lr": Range(values=[])}}, ["values is empty"]),
+        ({"ranges": {"lr": Range(values=[])}}, ["either min and max, or values"]),
         ({"ranges": {"a b": Range(0, 1)}}, ["'a b'", "cannot be an option"]),
     ],
 )

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import sys
-import warnings
 
 import pytest
 
@@ -17,7 +16,7 @@ from lightning_sm.job.failure_file import read_failures
 from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.variables import CONTROL_DIR, RANK_ZERO_PID
 from lightning_sm.training import group_exit
-from lightning_sm.training.process import PreparedProcess, prepare_process
+from lightning_sm.training.process import PreparedProcess, prepare_process, rank_of_several
 from tests.fakes.environments import MIXED, make_environment, mpi, torchrun
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
@@ -113,20 +112,19 @@ def test_rank_variables_wait_until_lightning_has_started_the_local_ranks():
 
 
 @pytest.mark.parametrize(
-    ("variables", "mark"),
+    ("variables", "rank"),
     [
-        ({}, ""),
-        ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, ""),  # stray
-        ({RANK_ZERO_PID.name: str(os.getppid()), "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, "[rank5]: "),
-        ({**torchrun(1), "LOCAL_RANK": "1"}, "[rank3]: "),
-        (mpi(3, devices=2, size=4), "[rank3]: "),
-        (mpi(1), ""),
+        ({}, None),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, None),  # stray
+        ({RANK_ZERO_PID.name: str(os.getppid()), "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, 5),
+        ({**torchrun(1), "LOCAL_RANK": "1"}, 3),
+        (mpi(3, devices=2, size=4), 3),
+        (mpi(1), None),
     ],
 )
-def test_one_of_several_local_ranks_marks_its_warnings(variables, mark):
-    """With the rank that it will have, before the Trainer exists; of Lightning, only those that it has started."""
-    _prepared("algo-2", variables=variables)
-    assert warnings.formatwarning("soon", UserWarning, "x.py", 7, "f()").startswith(f"{mark}x.py:7: UserWarning: soon")
+def test_one_of_several_local_ranks_knows_its_rank(variables, rank):
+    """The one that it will have, before the Trainer exists; of Lightning, only those that it has started."""
+    assert rank_of_several(_prepared("algo-2", variables=variables)) == rank
 
 
 def test_rank_variables_under_mpirun():
@@ -185,13 +183,12 @@ def test_other_ranks_print_no_table(caplog):
     assert caplog.messages == []
 
 
-def test_order_of_a_launcher_that_differs_is_told(caplog):
-    """Where torchrun orders the hosts differently from the table, each host says so, and where rank 0 is."""
+def test_where_rank_0_is_is_told(caplog):
+    """Also where torchrun orders the hosts differently from the table."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     _prepared("algo-2", variables={**torchrun(0), "LOCAL_RANK": "0"}).set_world_size(4)
-    first, second = caplog.messages
-    assert first == "Host algo-2 has node rank 0: torchrun orders the hosts differently from the table of hosts."
-    assert "torchrun, main address algo-2:7777" in second
+    (message,) = caplog.messages
+    assert "torchrun, main address algo-2:7777" in message
 
 
 def _ranks():
@@ -204,8 +201,6 @@ def _state(exit_handlers):
         "os.environ": dict(os.environ),
         "logger": (package.level, package.propagate, list(package.handlers)),
         "sys.excepthook": sys.excepthook,
-        "warnings.formatwarning": warnings.formatwarning,
-        "warnings.filters": list(warnings.filters),
         "atexit": list(exit_handlers),
         "rank_zero_only.rank": rank_zero_only.rank,
     }
@@ -214,10 +209,11 @@ def _state(exit_handlers):
 @pytest.mark.parametrize(
     "variables", [{"NODE_RANK": "7"}, torchrun(1), mpi(1)], ids=["plain, a stray variable", "torchrun", "mpirun"]
 )
-def test_undo_puts_everything_back(monkeypatch, exit_handlers, variables):
+def test_undo_puts_everything_back(monkeypatch, exit_handlers, variables, tmp_path):
     """After several environments and a run, the process is as it was before the first call."""
     monkeypatch.setattr(logging.getLogger("lightning_sm"), "level", logging.NOTSET)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv(CONTROL_DIR.name, str(tmp_path))
     environment = make_environment("algo-2", variables=variables, network_interface="lo")
     before = _state(exit_handlers)
     process = prepare_process(environment)
@@ -265,10 +261,3 @@ def test_a_worker_of_ddp_spawn_sets_its_ranks_and_leaves_its_group_after_success
     assert "RANK" not in _ranks()
     assert len(exit_handlers) == 1
     assert caplog.messages == []
-
-
-def test_marks_have_the_rank_of_the_last_environment():
-    """A script that makes several Trainers has each line marked once."""
-    _prepared("algo-2", variables={**torchrun(0), "LOCAL_RANK": "0"})
-    _prepared("algo-2", variables={**torchrun(1), "LOCAL_RANK": "1"})
-    assert warnings.formatwarning("soon", UserWarning, "x.py", 7, "f()").count("[rank3]: ") == 2

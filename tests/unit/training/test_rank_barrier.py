@@ -26,7 +26,7 @@ def ranks(monkeypatch):
 
 def test_a_single_process_does_not_wait():
     """Without a process group there is nobody to wait for."""
-    wait_for_all_ranks("export the model")
+    wait_for_all_ranks()
 
 
 def test_rank_0_leaves_last(ranks):
@@ -35,7 +35,7 @@ def test_rank_0_leaves_last(ranks):
 
     def come(rank):
         ranks.rank = rank
-        wait_for_all_ranks("export the model")
+        wait_for_all_ranks()
         left.append(rank)
 
     first = threading.Thread(target=come, args=(0,))
@@ -45,21 +45,3 @@ def test_rank_0_leaves_last(ranks):
     come(1)
     first.join(10)
     assert left == [1, 0] or (sorted(left) == [0, 1] and not first.is_alive())
-
-
-def test_a_rank_that_never_comes_is_not_waited_for_for_ever(ranks, monkeypatch, caplog):
-    """After the limit a warning says how many are missing."""
-    monkeypatch.setattr(rank_barrier, "_LIMIT_S", 0.0)
-    ranks.rank = 1
-    wait_for_all_ranks("export the model")
-    assert "1 of 2 ranks did not export the model in 0 s." in caplog.text
-
-
-def test_rank_0_says_whom_it_waits_for(ranks, monkeypatch, caplog):
-    """Once a minute."""
-    caplog.set_level("INFO", "lightning_sm")
-    monkeypatch.setattr(rank_barrier, "_LIMIT_S", 0.3)
-    monkeypatch.setattr(rank_barrier, "_SAY_EVERY_S", 0.0)
-    ranks.rank = 0
-    wait_for_all_ranks("export the model")
-    assert "Waiting for 1 of 2 ranks to export the model." in caplog.text

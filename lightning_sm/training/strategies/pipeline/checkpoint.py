@@ -14,8 +14,6 @@ from lightning_sm.errors import CheckpointError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.tied import TiedNames
 
-_SHOWN = 5  # names in a message
-
 
 class LogicalCheckpoint:
     """The checkpoint of the whole module: joins the stages' parts by parameter name, and takes a stage's part out.
@@ -34,7 +32,7 @@ class LogicalCheckpoint:
         self._replica = replica
         self._is_written = is_written
         self._entries = list(module.state_dict())
-        self._parameters = {name: i for i, (name, _) in enumerate(module.named_parameters())}
+        self._order = {name: i for i, (name, _) in enumerate(module.named_parameters())}
         self._first_name = {name: one.names[0] for one in tied for name in one.names}
 
     def weights(self) -> dict[str, Any]:
@@ -44,7 +42,7 @@ class LogicalCheckpoint:
         """
         own = self._module.state_dict()
         sent = {name: value for name, value in own.items() if name == self._first_name.get(name, name)}
-        parts = self._gather(sent)
+        parts = self._replica.gather(sent) if self._is_written else None
         if parts is None:
             return dict(own)
         merged = {name: value for part in reversed(parts) for name, value in part.items()}
@@ -66,8 +64,8 @@ class LogicalCheckpoint:
         unknown = [name for name in weights if name not in self._entries]
         if strict and (missing or unknown):
             raise CheckpointError(
-                f"The checkpoint does not fit {type(self._module).__name__}: it lacks {_few(missing)}, and has "
-                f"{_few(unknown)} that the model lacks. Load this model's checkpoint, or set its strict_loading=False."
+                f"The checkpoint does not fit {type(self._module).__name__}. Missing: {', '.join(missing)}. Unknown: "
+                f"{', '.join(unknown)}. Load this model's checkpoint, or set its strict_loading=False."
             )
         own = {name: weights[name] for name in self._module.state_dict() if name in weights}
         self._module.load_state_dict(own, strict=strict)
@@ -85,7 +83,7 @@ class LogicalCheckpoint:
         groups = self._names_by_group(optimizer)
         names = dict(zip((i for group in state["param_groups"] for i in group["params"]), _flat(groups), strict=True))
         named = {names[i]: entry for i, entry in state["state"].items()}
-        parts = self._gather((named, groups))
+        parts = self._replica.gather((named, groups)) if self._is_written else None
         if parts is None:
             return state
         members = self._joined([groups for _, groups in parts])
@@ -111,7 +109,7 @@ class LogicalCheckpoint:
             CheckpointError: It has other groups of parameters.
         """
         groups = self._names_by_group(optimizer)
-        members = self._joined(self._all_groups(groups))
+        members = self._joined(self._replica.broadcast(self._replica.gather(groups), 0))
         sizes = [len(group["params"]) for group in whole["param_groups"]]
         if sizes != [len(group) for group in members]:
             raise CheckpointError(
@@ -120,11 +118,8 @@ class LogicalCheckpoint:
             )
         # A single process numbers a group's parameters in the order in which the script passes them to the optimizer:
         # that of the module, unless the script sorts them.
-        numbers = {
-            name: number
-            for group, names in zip(whole["param_groups"], members, strict=True)
-            for number, name in zip(group["params"], names, strict=True)
-        }
+        numbered = (number for group in whole["param_groups"] for number in group["params"])
+        numbers = dict(zip(_flat(members), numbered, strict=True))
         own = {name: i for i, name in enumerate(_flat(groups))}
         optimizer.load_state_dict(
             {
@@ -138,24 +133,13 @@ class LogicalCheckpoint:
             }
         )
 
-    def _gather(self, part: Any) -> list[Any] | None:
-        """Return the parts of all stages on the rank that writes them."""
-        return self._replica.gather(part) if self._is_written else None
-
     def _names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
         names = {id(parameter): self._first_name.get(name, name) for name, parameter in self._module.named_parameters()}
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
-    def _all_groups(self, groups: list[list[str]]) -> list[list[list[str]]]:
-        found: list[list[list[str]]] = self._replica.broadcast(self._replica.gather(groups), 0)
-        return found
-
     def _joined(self, parts: Sequence[list[list[str]]]) -> list[list[str]]:
         """Return the names in each of the optimizer's groups, of all stages."""
-        return [
-            sorted({name for part in parts for name in part[i]}, key=self._parameters.__getitem__)
-            for i in range(len(parts[0]))
-        ]
+        return [sorted(_flat(part[i] for part in parts), key=self._order.__getitem__) for i in range(len(parts[0]))]
 
 
 def synchronize(module: nn.Module, group: dist.ProcessGroup, source: int) -> None:
@@ -172,8 +156,3 @@ def synchronize(module: nn.Module, group: dist.ProcessGroup, source: int) -> Non
 
 def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
     return [name for group in groups for name in group]
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN]) or "nothing"
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

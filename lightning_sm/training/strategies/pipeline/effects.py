@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.random_state import sent_random_state, take_random_state
+from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.random_state import random_state, take_random_state
 
 
 class _MetricValue(NamedTuple):
@@ -21,27 +23,18 @@ class _MetricValue(NamedTuple):
     batch_value: Any
 
 
-class _MetricUpdate(NamedTuple):
-    """The states of a metric after a step; of a list, what the step has added."""
-
-    num_updates: int
-    states: dict[str, Any]
-
-
 class StepEffects(NamedTuple):
     """The effects of a step.
 
     Attributes:
         result: The numbers that the step returns.
         calls: Those of ``self.log`` and ``self.print``, in order: name, arguments, keywords.
-        metrics: Metrics that have been updated, by name.
         buffers: The buffers around the network, by name.
         random_state: The state of the default generators after it.
     """
 
     result: Any
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
-    metrics: dict[str, _MetricUpdate]
     buffers: dict[str, Tensor]
     random_state: bytes
 
@@ -49,21 +42,25 @@ class StepEffects(NamedTuple):
 class EffectRecorder:
     """Records the effects of the user's steps on one rank, and repeats them on others, which have no outputs.
 
-    Effects are calls of ``self.log`` and ``self.print``, metrics, and buffers around the network. Attributes of the
-    module stay on the rank that records.
+    Effects are calls of ``self.log`` and ``self.print``, and buffers around the network. Attributes of the module stay
+    on the rank that records, and so do the states of metrics, whose ``compute`` gives all ranks their value.
 
     Args:
         module: The LightningModule.
         network: Its network, which is not looked at: ranks have different layers.
+        replica: The ranks of this replica, of which the last records.
     """
 
-    def __init__(self, module: LightningModule, network: nn.Module) -> None:
+    def __init__(self, module: LightningModule, network: nn.Module, replica: Replica) -> None:
         self._module = module
+        self._replica = replica
         inner = {id(child) for child in network.modules()}
         self._parts = {name: child for name, child in module.named_modules() if id(child) not in inner}
         self._metrics = {name: part for name, part in self._parts.items() if isinstance(part, Metric)}
         self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self._before: dict[str, _MetricUpdate] = {}
+        self._is_alone = False
+        for metric in self._metrics.values():
+            metric.compute = self._for_all_ranks(metric.compute)  # type: ignore[method-assign]
 
     @contextmanager
     def recorded(self, step: str) -> Iterator[None]:
@@ -77,10 +74,10 @@ class EffectRecorder:
         own_log, own_print = module.log, module.print
         names = {id(metric): name for name, metric in self._metrics.items()}
         self._calls = []
-        self._before = {name: _state_of(metric) for name, metric in self._metrics.items()}
 
         def log(name: str, value: Any, *arguments: Any, **keywords: Any) -> None:
             own_log(name, value, *arguments, **keywords)
+            pickle.dumps((arguments, keywords))  # here, an error is one of the step, and is raised on all ranks
             kept: Any = value
             if isinstance(value, Metric):
                 kept = _MetricValue(names[id(value)], value._forward_cache)
@@ -92,22 +89,29 @@ class EffectRecorder:
             own_print(*values, **keywords)
             self._calls.append(("print", tuple(map(str, values)), keywords))
 
-        module.log, module.print = log, print_
         trainer.loggers = [_NoLogger(step) for _ in loggers]
         try:
-            yield
+            with self._calling(log, print_):
+                yield
         finally:
-            del module.log, module.print
             trainer.loggers = loggers
 
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Ignore the calls of a step on a rank that leaves it at the network's call."""
+        with self._calling(_ignore, _ignore):
+            yield
+
+    @contextmanager
+    def _calling(self, log: Callable[..., None], print_: Callable[..., None]) -> Iterator[None]:
+        """Let a step of the module call functions in place of its own, and its metrics compute on this rank only."""
         module: Any = self._module
-        module.log = module.print = lambda *_, **__: None
+        module.log, module.print = log, print_
+        self._is_alone = True
         try:
             yield
         finally:
+            self._is_alone = False
             del module.log, module.print
 
     def of_step(self, result: Any) -> StepEffects:
@@ -116,21 +120,7 @@ class EffectRecorder:
         Args:
             result: What it returned.
         """
-        for part in self._parts.values():
-            if isinstance(part, MetricCollection):
-                # Its metrics share states, and some get them only here.
-                list(part.items(keep_base=True, copy_state=False))
-        updates = {}
-        for name, metric in self._metrics.items():
-            before, now = self._before[name], _state_of(metric)
-            if now.num_updates != before.num_updates:
-                # Lists grow, and may have the outputs of an epoch.
-                states = {
-                    state: value[len(before.states[state]) :] if isinstance(value, list) else value
-                    for state, value in now.states.items()
-                }
-                updates[name] = _MetricUpdate(now.num_updates, states)
-        return StepEffects(_numbers_of(result), self._calls, updates, self._buffers(), sent_random_state())
+        return StepEffects(_numbers_of(result), self._calls, self._buffers(), random_state())
 
     def repeat(self, effects: StepEffects) -> Any:
         """Repeat the effects of a step on this rank; return its result.
@@ -138,11 +128,6 @@ class EffectRecorder:
         Args:
             effects: Those of the rank of the last stage.
         """
-        for name, update in effects.metrics.items():
-            metric = self._metrics[name]
-            metric._update_count, metric._computed = update.num_updates, None
-            for state, value in update.states.items():
-                setattr(metric, state, getattr(metric, state) + value if isinstance(value, list) else value)
         own = self._buffers()
         for name, buffer in effects.buffers.items():
             own[name].copy_(buffer)
@@ -165,6 +150,23 @@ class EffectRecorder:
             for buffer, value in part.named_buffers(recurse=False)
         }
 
+    def _for_all_ranks(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a metric's ``compute`` that returns the value of the last rank on all of them, except within steps."""
+
+        def shared() -> Any:
+            if self._is_alone:
+                return compute()
+            value = None
+            if self._replica.is_last:
+                self._is_alone = True  # a metric may compute others
+                try:
+                    value = compute()
+                finally:
+                    self._is_alone = False
+            return self._replica.broadcast(value, self._replica.last)
+
+        return shared
+
 
 class _NoLogger:
     """A logger that must not be used: those of other ranks than 0 write nothing.
@@ -183,12 +185,8 @@ class _NoLogger:
         )
 
 
-def _state_of(metric: Metric) -> _MetricUpdate:
-    states = {state: getattr(metric, state) for state in metric._defaults}
-    # A copy, as an update extends the list in place.
-    return _MetricUpdate(
-        metric._update_count, {name: value[:] if isinstance(value, list) else value for name, value in states.items()}
-    )
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
 
 
 def _numbers_of(result: Any) -> Any:

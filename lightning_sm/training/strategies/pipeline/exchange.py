@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,7 @@ class Replica:
         self.position = ranks.index(dist.get_rank())
         self.last = len(ranks) - 1
         self.is_last = self.position == self.last
-        # What raise_together has raised.
-        self.raised: Exception | None = None
+        self._raised: Exception | None = None
         self._device = device
 
     def broadcast(self, value: Any, position: int) -> Any:
@@ -60,15 +59,7 @@ class Replica:
         source = self.ranks[position]
         tensors: list[Tensor] = []
         around = [self._without_tensors(value, tensors) if self.position == position else None]
-        try:
-            dist.broadcast_object_list(around, source, group=self._objects)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            # Raised before anything is sent.
-            around = [StrategyError(f"What a step logs cannot be sent to the other ranks ({error}). Set outputs: all.")]
-            dist.broadcast_object_list(around, source, group=self._objects)
-        if isinstance(around[0], StrategyError):
-            raise around[0]
-        tensors = [tensor.contiguous() for tensor in tensors]
+        dist.broadcast_object_list(around, source, group=self._objects)
         return self._with_tensors(around[0], tensors, lambda tensor: dist.broadcast(tensor, source, group=self.group))
 
     def send(self, value: Any, position: int) -> None:
@@ -78,7 +69,7 @@ class Replica:
         around = [self._without_tensors(value, tensors)]
         dist.send_object_list(around, target, group=self._objects)
         for tensor in tensors:
-            dist.send(tensor.contiguous(), target, group=self.group)
+            dist.send(tensor, target, group=self.group)
 
     def receive(self, position: int, *, to_host: bool = False) -> Any:
         """Return the value that a position sends.
@@ -130,29 +121,46 @@ class Replica:
         if error is None:
             first = next(position for position, text in enumerate(texts) if text is not None)
             error = StrategyError(f"Rank {self.ranks[first]} of this replica failed: {texts[first]}")
-        self.raised = error
+        self._raised = error
         raise error
 
-    def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
-        def take(tensor: Tensor) -> Any:
-            # NCCL sends tensors of its device only; others travel in the pickled rest.
-            if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
-                return tensor.cpu()
-            tensors.append(tensor.detach())
-            return _Gap(tensor.shape, tensor.dtype, tensor.requires_grad)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise an error of the block on all ranks of the replica; a collective call, which may be within another."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            if raised is self._raised:
+                raise
+            error = raised
+        self.raise_together(error)
 
-        return apply_to_collection(value, Tensor, take)
+    def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
+        def take(value: Tensor | bytes) -> Any:
+            # Lightning would go over each byte, and there are thousands in a random state.
+            if isinstance(value, bytes):
+                return value
+            # NCCL sends tensors of its device only; others travel in the pickled rest.
+            if value.device.type != self._device.type or value.layout is not torch.strided:
+                return value.cpu()
+            tensors.append(value.detach().contiguous())
+            return _Gap(value.shape, value.dtype, value.requires_grad)
+
+        return apply_to_collection(value, (Tensor, bytes), take)
 
     def _with_tensors(
         self, around: Any, tensors: list[Tensor], transfer: Callable[[Tensor], Any], *, to_host: bool = False
     ) -> Any:
         own = iter(tensors)
 
-        def fill(gap: _Gap) -> Tensor:
+        def fill(gap: _Gap | bytes) -> Any:
+            if isinstance(gap, bytes):
+                return gap
             tensor = next(own, None)
             if tensor is None:
                 tensor = torch.empty(gap.shape, dtype=gap.dtype, device=self._device)
             transfer(tensor)
             return (tensor.cpu() if to_host else tensor).requires_grad_(gap.requires_grad)
 
-        return apply_to_collection(around, _Gap, fill)
+        return apply_to_collection(around, (_Gap, bytes), fill)

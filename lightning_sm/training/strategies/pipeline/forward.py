@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.func import functional_call
 
 from lightning_sm.training.strategies.pipeline.exchange import Replica
-from lightning_sm.training.strategies.pipeline.random_state import drawn_seed, preserve_random_state, stage_stream
+from lightning_sm.training.strategies.pipeline.random_state import preserve_random_state, stage_stream
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches
 from lightning_sm.training.strategies.pipeline.stage import Stage, as_tuple
 
 
-@dataclass(frozen=True)
-class StageShapes:
-    """What a stage gets and returns for a microbatch.
-
-    Args:
-        inputs: Its inputs, as tensors without data (device "meta").
-        outputs: Its outputs, likewise.
-    """
+class StageShapes(NamedTuple):
+    """What a stage gets and returns for a microbatch, as tensors without data (device "meta")."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -45,7 +38,7 @@ def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microba
     # Inputs of different lengths cannot be split by rows.
     number = num_microbatches(rows.pop(), most_microbatches) if len(rows) == 1 and 0 not in rows else 1
     split = [value.chunk(number) if isinstance(value, Tensor) and value.ndim else [value] * number for value in inputs]
-    with stage_stream(drawn_seed(), replica.position), torch.no_grad():
+    with stage_stream(replica.position), torch.no_grad():
         outputs, _ = _run(stage, replica, list(zip(*split, strict=True)))
     if not replica.is_last:
         return None
@@ -65,13 +58,17 @@ def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Ca
         inputs: The network's inputs for a microbatch; used on the first rank.
         loss: Called on the last rank with the network's output.
     """
-    with preserve_random_state(), _preserved_buffers(stage), torch.enable_grad():
-        _, shapes = _run(stage, replica, [inputs], loss)
+    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+    with preserve_random_state(), torch.enable_grad():
+        _, shapes = _run(lambda *own: functional_call(stage, buffers, own), replica, [inputs], loss)
     return shapes
 
 
 def _run(
-    stage: Stage, replica: Replica, microbatches: Sequence[tuple[Any, ...]], then: Callable[[Any], Any] | None = None
+    stage: Callable[..., Any],
+    replica: Replica,
+    microbatches: Sequence[tuple[Any, ...]],
+    then: Callable[[Any], Any] | None = None,
 ) -> tuple[list[tuple[Tensor, ...]], StageShapes]:
     """Return the outputs of microbatches on the last rank, and the shapes of this stage."""
     outputs: list[tuple[Tensor, ...]] = []
@@ -96,17 +93,6 @@ def _run(
             outputs.append(made)
     replica.raise_together(error)
     return outputs, shapes
-
-
-@contextmanager
-def _preserved_buffers(module: nn.Module) -> Iterator[None]:
-    saved = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in saved:
-                buffer.copy_(value)
 
 
 def _without_data(values: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-# DDP's default: large enough for the network, small enough to be sent while the next one is filled.
-_BUCKET_BYTES = 25 * 1024 * 1024
-# Copies of buckets at a time: one is sent while the next one is filled.
-_IN_FLIGHT = 2
-
-
-class _Deliver(torch.autograd.Function):
-    """A loss whose backward delivers existing gradients, times the factor by which Lightning scales the loss."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
-        ctx.deliver = deliver
-        return loss.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
-        ctx.deliver(scale)
-        return torch.zeros_like(scale), None, None
 
 
 class StepGradients:
@@ -75,13 +53,14 @@ class StepGradients:
             self._gradients.clear()
             after(self._parameters)
 
-        anchor = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
-        delivered: Tensor = _Deliver.apply(anchor, value, deliver)
-        return delivered
+        loss = value.detach().clone().requires_grad_()
+        # Its argument is the factor by which Lightning has scaled the loss.
+        loss.register_hook(deliver)  # type: ignore[no-untyped-call]
+        return loss
 
 
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, size: int) -> None:
-    """Average gradients over the replicas of a stage.
+    """Average gradients over the replicas of a stage, in place.
 
     A parameter without gradient counts as 0, as the others may have one: all ranks must send the same.
 
@@ -90,39 +69,14 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, size: 
         group: The ranks with the same stage in all replicas.
         size: Their number.
     """
+    sent = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    pending: deque[_Sent] = deque()
-    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        if len(pending) == _IN_FLIGHT:
-            pending.popleft().receive(size)
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        pending.append(_Sent(bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for sent in pending:
-        sent.receive(size)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A bucket of gradients whose sum is on its way.
-
-    Attributes:
-        gradients: The gradients.
-        flat: A copy of them, which becomes the sum.
-        work: The call that sends it.
-    """
-
-    gradients: Sequence[Tensor]
-    flat: Tensor
-    work: Any
-
-    def receive(self, size: int) -> None:
-        """Wait for the sum, and replace the gradients by their means over so many replicas."""
-        self.work.wait()
-        means = torch.split(self.flat.div_(size), [gradient.numel() for gradient in self.gradients])
-        for gradient, mean in zip(self.gradients, means, strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        parameter.grad.div_(size)
+        sent.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+    for work in sent:
+        work.wait()
 
 
 def total_norm(
@@ -144,19 +98,3 @@ def total_norm(
     powers = norm.pow(norm_type)
     dist.all_reduce(powers, group=group)
     return powers.pow(1 / norm_type)
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of gradients of one dtype."""
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        bucket: list[Tensor] = []
-        num_bytes = 0
-        for gradient in (gradient for gradient in gradients if gradient.dtype == dtype):
-            bucket.append(gradient)
-            num_bytes += gradient.nbytes
-            if num_bytes >= _BUCKET_BYTES:
-                yield bucket
-                bucket = []
-                num_bytes = 0
-        if bucket:
-            yield bucket

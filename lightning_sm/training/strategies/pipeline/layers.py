@@ -32,7 +32,6 @@ class Network:
 
     def __init__(self, module: LightningModule, name: str | None) -> None:
         self.name, self.module = _find(module, name)
-        self._check_whole(module)
         listed: Any = self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
         self.layers: list[nn.Module] = list(listed)
         paths = {id(child): path for path, child in self.module.named_modules()}
@@ -50,38 +49,33 @@ class Network:
         names = [f"{self.name}.{self.names[i]}" for i in layers]
         return Stage([self.layers[i] for i in layers], names, is_first=layers.start == 0)
 
-    def remove(self, layers: range, holder: str) -> None:
+    def remove(self, layers: range) -> None:
         """Replace layers that another rank holds by placeholders, which keeps the names of the remaining layers.
 
         Args:
             layers: Their indices.
-            holder: What holds them, for messages.
         """
         for i in layers:
             path = self._paths[i]
             if path is not None:
                 parent, _, child_name = path.rpartition(".")
-                placeholder = RemoteLayerPlaceholder(f"{self.name}.{path}", holder)
-                setattr(self.module.get_submodule(parent), child_name, placeholder)
+                setattr(self.module.get_submodule(parent), child_name, RemoteLayerPlaceholder())
 
-    def _check_whole(self, module: LightningModule) -> None:
+    def _check(self, module: LightningModule) -> None:
         if any(isinstance(layer, RemoteLayerPlaceholder) for layer in self.module.modules()):
             raise StrategyError(
                 f"{type(module).__name__}.{self.name} was cut by the strategy of another Trainer, and this rank has "
                 "only a part of it. Use the same Trainer again, or a new model with ckpt_path."
             )
-
-    def _check(self, module: LightningModule) -> None:
-        owner: dict[int, int] = {}
-        for i, layer in enumerate(self.layers):
-            if any(layer is other for other in self.layers[:i]) and next(layer.parameters(), None) is not None:
-                raise StrategyError(
-                    f"The layer {self.name}.{self.names[i]} occurs twice among the layers, and two stages could not "
-                    "both have it. Use two layers; they may share parameters."
-                )
-            owner.update(dict.fromkeys(map(id, layer.parameters()), i))
+        with_parameters = [id(layer) for layer in self.layers if next(layer.parameters(), None) is not None]
+        if len(set(with_parameters)) < len(with_parameters):
+            raise StrategyError(
+                f"A layer occurs twice among those of {self.name}, and two stages could not both have it. Use two "
+                "layers; they may share parameters."
+            )
         _initializers(self.layers)  # here, where all ranks have all layers, so that all of them raise
-        outside = [name for name, parameter in module.named_parameters() if id(parameter) not in owner]
+        inside = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
+        outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
         if outside:
             raise StrategyError(
                 f"The parameters {', '.join(outside)} of {type(module).__name__} belong to no layer of "
@@ -96,16 +90,7 @@ class Network:
 
 
 class RemoteLayerPlaceholder(nn.Module):
-    """A placeholder for a layer that another rank holds.
-
-    Args:
-        name: The layer's name.
-        holder: What holds it.
-    """
-
-    def __init__(self, name: str, holder: str) -> None:
-        super().__init__()
-        self._where = f"The layer {name} is in {holder}"
+    """A placeholder for a layer that another rank holds."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse to run.
@@ -113,25 +98,19 @@ class RemoteLayerPlaceholder(nn.Module):
         Raises:
             StrategyError: Always.
         """
-        raise StrategyError(f"{self._where}, not on this rank. Call the whole network, not its layers.")
+        raise StrategyError("Another rank has this layer: the log shows which. Call the whole network, not its layers.")
 
     def __getattr__(self, name: str) -> Any:
-        """Say where the layer is, whose attributes this rank does not have.
+        """Say that another rank has the layer, and what to do.
 
         Args:
             name: The attribute.
 
         Raises:
-            AttributeError: It is none of ``nn.Module``.
+            AttributeError: Always; attributes of every ``nn.Module`` are found before.
         """
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            where = vars(self).get("_where")
-            if where is None or name.startswith("__"):  # copying and pickling look for these
-                raise
         raise AttributeError(
-            f"{where}, so that this rank has none of its attributes, such as {name!r}. "
+            f"Another rank has this layer, and this one none of its attributes, such as {name!r}. "
             "self.trainer.strategy.lightning_module_state_dict() returns the weights of all stages on rank 0: call it "
             "on all ranks, in a hook such as on_train_epoch_end. To use a layer's weights in a step, use strategy=ddp "
             "or fsdp."
@@ -139,37 +118,20 @@ class RemoteLayerPlaceholder(nn.Module):
 
 
 def _find(module: LightningModule, name: str | None) -> tuple[str, nn.Module]:
-    children = dict(module.named_children())
-    if name is not None:
-        try:
-            network = module.get_submodule(name)
-        except AttributeError as error:
-            raise StrategyError(
-                f"network={name!r}: {type(module).__name__} has no such submodule; it has {', '.join(children)}."
-            ) from error
-        if not _can_be_cut(network):
-            raise StrategyError(f"{type(module).__name__}.{name} is {_needed(network)}")
-        return name, network
+    children = dict(module.named_children()) if name is None else {name: module.get_submodule(name)}
     found = {child: network for child, network in children.items() if _can_be_cut(network)}
     if len(found) != 1:
         have = ", ".join(f"{child} ({type(network).__name__})" for child, network in children.items())
         raise StrategyError(
-            f"{type(module).__name__} has {len(found) or 'no'} networks that can be cut into stages; its children are "
-            f"{have}. A network is an nn.Sequential, or a module with a method {_LAYERS}() that returns its layers in "
-            "order. Say which with network=NAME."
+            f"Of the modules {have} of {type(module).__name__}, {len(found)} can be cut into stages. Say with "
+            f"network=NAME which one to cut: an nn.Sequential, or a module with a method {_LAYERS}() that returns its "
+            "layers in order, each of which takes what the one before returns."
         )
     return next(iter(found.items()))
 
 
 def _can_be_cut(network: nn.Module) -> bool:
     return isinstance(network, nn.Sequential) or callable(getattr(network, _LAYERS, None))
-
-
-def _needed(network: nn.Module) -> str:
-    return (
-        f"a {type(network).__name__}, which cannot be cut into stages. Make it an nn.Sequential, or give it a method "
-        f"{_LAYERS}() that returns its layers in order: modules, each of which takes what the one before returns."
-    )
 
 
 def materialize(layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -207,8 +169,3 @@ def _initializers(layers: Sequence[nn.Module]) -> list[tuple[nn.Module, Callable
             )
         found.append((module, reset))
     return found
-
-
-def num_trainable(layers: Sequence[nn.Module]) -> int:
-    """Return the number of the layers' parameters that are trained."""
-    return sum(parameter.numel() for layer in layers for parameter in layer.parameters() if parameter.requires_grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,23 +32,6 @@ _TOLERANCE_EPS = 4
 _ROUNDING = 1e-5
 
 
-def check_loss_options(module: LightningModule, kind: LossKind) -> None:
-    """Check ``loss`` and the module's ``pipeline_weight``.
-
-    Args:
-        module: The LightningModule.
-        kind: ``loss`` of the strategy.
-
-    Raises:
-        StrategyError: There are weights for a loss that is a sum.
-    """
-    if kind == "sum" and hasattr(module, _WEIGHT):
-        raise StrategyError(
-            f"The strategy has loss=sum, which adds the microbatches' losses up, but {type(module).__name__} has a "
-            f"method {_WEIGHT}, with which they are averaged. Remove one of them."
-        )
-
-
 class StepLoss:
     """The loss of a step on the rank of the last stage: called by the schedule for each microbatch.
 
@@ -58,24 +41,33 @@ class StepLoss:
     ``check`` compares the gradients that two microbatches give with those of both as one batch. It compares gradients,
     because the losses of a model at its start are nearly equal for all tokens.
 
-    An error of the user's code is kept until ``end``: raised in the middle of a schedule, it would leave the other
-    ranks waiting.
-
     Args:
         module: The LightningModule.
         steps: Its steps.
         kind: "mean" or "sum" of the microbatches' losses.
+
+    Raises:
+        StrategyError: There are weights for a loss that is a sum.
+
+    Attributes:
+        error: The error of the user's code in this step: raised in the middle of a schedule, it would leave the other
+            ranks waiting.
     """
 
     def __init__(self, module: LightningModule, steps: UserSteps, kind: LossKind) -> None:
         self._module = module
         self._steps = steps
-        self._kind = kind
+        self._is_sum = kind == "sum"
+        self._weigh: Any = getattr(module, _WEIGHT, None)
+        if self._is_sum and self._weigh is not None:
+            raise StrategyError(
+                f"The strategy has loss=sum, which adds the microbatches' losses up, but {type(module).__name__} has a "
+                f"method {_WEIGHT}, with which they are averaged. Remove one of them."
+            )
         self._is_random = False
         self._largest = 0.0
-        self._error: Exception | None = None
-        self._outputs: dict[int, Any] = {}
-        self._pair = 0
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
+        self.error: Exception | None = None
 
     def begin(self, arguments: tuple[Any, ...], rows: int, microbatches: int, *, pair: int) -> None:
         """Take a step's batch.
@@ -85,20 +77,25 @@ class StepLoss:
             rows: Number of rows of the batch.
             microbatches: Number of microbatches; it divides the rows.
             pair: The first of the two microbatches that ``check`` compares, modulo those there are.
+
+        Raises:
+            StrategyError: ``pipeline_weight`` returns something else than a number of at least 0.
         """
         self._arguments = arguments
         self._rows = rows
         self._size = rows // microbatches
         self._pair = pair % max(1, microbatches - 1)
         self._outputs.clear()
-        self._error = None
-        self._factors = [0.0] * microbatches
-        try:
-            self._weights = self._weights_of([self._part(i)[0] for i in range(microbatches)])
-        except Exception as error:  # noqa: BLE001  # raised by end
-            self._error = error
-        else:
-            self._factors = self._factors_of(self._weights)
+        self.error = None
+        self._weights = [float(self._size)] * microbatches
+        if self._weigh is not None:
+            self._weights = [float(self._weigh(self._part(i)[0])) for i in range(microbatches)]
+            if not all(0 <= weight < math.inf for weight in self._weights):
+                raise StrategyError(
+                    f"{type(self._module).__name__}.{_WEIGHT}(batch) returned {self._weights} for the microbatches. "
+                    "Return what the loss of their rows averages over, such as their number of tokens."
+                )
+        self._factors = self._factors_of(self._weights)
 
     def __call__(self, output: Any, index: int) -> Tensor:
         """Return the weighted loss of a microbatch.
@@ -109,14 +106,14 @@ class StepLoss:
         """
         if index in (self._pair, self._pair + 1):
             self._outputs[index] = tuple(value.detach() for value in as_tuple(output))
-        if self._error is not None or self._factors[index] == 0:
-            # A mean over nothing is no number, nor are its gradients.
-            return _zero_loss(output)
-        try:
-            return self._steps.loss(self._part(index), output) * self._factors[index]
-        except Exception as error:  # noqa: BLE001  # raised by end
-            self._error = error
-            return _zero_loss(output)
+        # A mean over nothing is no number, nor are its gradients.
+        if self.error is None and self._factors[index]:
+            try:
+                return self._steps.loss(self._part(index), output) * self._factors[index]
+            except Exception as error:  # noqa: BLE001  # raised after the schedule
+                self.error = error
+        empty = [value.flatten()[:0].float().sum() for value in as_tuple(output) if value.requires_grad]
+        return torch.stack(empty).sum()
 
     def try_out(self, output: Any) -> None:
         """Compute the loss of the first microbatch, so that errors show before the schedule runs.
@@ -125,17 +122,18 @@ class StepLoss:
             output: The network's output for it.
 
         Raises:
-            StrategyError: See ``UserSteps.loss``, whose other errors are the user's.
+            StrategyError: The loss uses weights itself. See ``UserSteps.loss``, too, whose other errors are the user's.
         """
-        error = self.end()
-        if error is not None:
-            raise error
-        self._steps.loss(self._part(0), output)
-
-    def end(self) -> Exception | None:
-        """Return the error of the step, if there was one."""
-        error, self._error = self._error, None
-        return error
+        loss = self._steps.loss(self._part(0), _whole(_leaves(as_tuple(output))))
+        parameters = {name: one for name, one in self._module.named_parameters() if one.requires_grad}
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        used = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        if used:
+            raise StrategyError(
+                f"The loss of {self._steps.where} uses the parameters {', '.join(used)} outside of the network's call. "
+                "Each rank has only its own stage's parameters: for decay, use the optimizer's weight_decay; layers "
+                "belong in the network."
+            )
 
     def check(self) -> str | None:
         """Compare two microbatches with the same rows as one batch.
@@ -143,16 +141,18 @@ class StepLoss:
         Returns:
             None, or what is wrong and how to declare the loss.
         """
-        if self._is_random or len(self._outputs) < 2:  # noqa: PLR2004  # a pair
-            return None
         first = self._pair
-        weights = self._weights[first : first + 2]
-        factors = self._factors_of(weights)
+        factors = self._factors_of(self._weights[first : first + 2])
+        if self._is_random or len(self._outputs) < 2 or not any(factors):  # noqa: PLR2004  # a pair
+            return None
+        leaves = _leaves(torch.cat(both) for both in zip(self._outputs[first], self._outputs[first + 1], strict=True))
         with preserve_random_state(), torch.enable_grad():
             before = random_state()
-            apart = [self._gradients(self._part(first + i), self._outputs[first + i]) for i in range(2)]
-            joined = tuple(torch.cat(both) for both in zip(*(self._outputs[first + i] for i in range(2)), strict=True))
-            loss, gradients = self._gradients(self._part(first, 2), joined)
+            together = self._steps.loss(self._part(first, 2), _whole(leaves))
+            apart = torch.zeros_like(together)
+            for i, half in enumerate(zip(*(leaf.chunk(2) for leaf in leaves), strict=True)):
+                if factors[i]:
+                    apart = apart + self._steps.loss(self._part(first + i), _whole(half)) * factors[i]
             self._is_random = before != random_state()
         if self._is_random:
             logger.warning(
@@ -162,40 +162,34 @@ class StepLoss:
                 self._described,
             )
             return None
-        expected = [
-            torch.cat([_scaled(gradient, factor) for gradient, factor in zip(both, factors, strict=True)])
-            for both in zip(*(gradients_of for _, gradients_of in apart), strict=True)
-        ]
-        norm = _norm(gradients)
-        difference = _norm([ours - theirs for ours, theirs in zip(expected, gradients, strict=True)])
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        expected, found = (
+            torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True) for loss in (together, apart)
+        )
+        norm = _norm(expected)
+        difference = _norm([ours - theirs for ours, theirs in zip(found, expected, strict=True)])
         if not math.isfinite(norm):
             return None  # of the user's own making: in one process, too
         self._largest = max(self._largest, norm)
-        dtypes = [value.dtype for value in (loss, *joined) if value.is_floating_point()]
+        dtypes = [value.dtype for value in (together, *trained)]
         tolerance = max(_TOLERANCE, _TOLERANCE_EPS * max(torch.finfo(dtype).eps for dtype in dtypes))
         if difference <= max(tolerance * norm, _ROUNDING * self._largest):
             return None
-        losses = [float(one) for one, _ in apart]
-        return self._message(float(loss), losses, weights, difference / norm if norm else math.inf)
-
-    def _weights_of(self, batches: Sequence[Any]) -> list[float]:
-        weigh: Any = getattr(self._module, _WEIGHT, None)
-        if weigh is None:
-            return [float(self._size)] * len(batches)
-        found = [weigh(batch) for batch in batches]
-        if all(isinstance(weight, Tensor) for weight in found):
-            found = torch.stack(found).tolist()  # one transfer from the device
-        for weight in found:
-            is_number = isinstance(weight, (int, float)) or (isinstance(weight, Tensor) and weight.numel() == 1)
-            if not is_number or not 0 <= float(weight) < math.inf:
-                raise StrategyError(
-                    f"{type(self._module).__name__}.{_WEIGHT}(batch) returned {weight!r}, which is not a number of at "
-                    "least 0. Return what the loss of these rows averages over, such as their number of tokens."
-                )
-        return [float(weight) for weight in found]
+        name = type(self._module).__name__
+        return (
+            f"The pipeline would train {name} unlike one process: the loss of {self._steps.where} is not "
+            f"{self._described}. For rows {first * self._size} to {(first + 2) * self._size - 1} of a batch it is "
+            f"{together.item():.6g}, but two microbatches of them make {apart.item():.6g}, and the "
+            f"gradients differ by {difference:.2g} (norm {norm:.2g}). "
+            f"If the loss averages over something else, such as tokens that are not padding or classes with weights, "
+            f"say what in a method of {name}: def {_WEIGHT}(self, batch): return (batch[1] != -100).sum(). "
+            "If it adds the rows up, set loss: sum of the strategy. "
+            "If it compares the rows of a batch with each other (contrastive losses), microbatches cannot compute it: "
+            "use num_microbatches=1, or strategy=ddp or fsdp."
+        )
 
     def _factors_of(self, weights: Sequence[float]) -> list[float]:
-        if self._kind == "sum":
+        if self._is_sum:
             return [1.0] * len(weights)
         whole = sum(weights)
         return [weight / whole if whole else 0.0 for weight in weights]
@@ -206,43 +200,12 @@ class StepLoss:
         rows = slice(first * self._size, (first + number) * self._size)
         return (rows_of(batch, self._rows, rows), *rest)
 
-    def _gradients(self, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, and its gradients with respect to the network's output."""
-        leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in output]
-        loss = self._steps.loss(arguments, leaves[0] if len(leaves) == 1 else tuple(leaves))
-        trained = [leaf for leaf in leaves if leaf.requires_grad]
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
-        return loss.detach(), list(gradients)
-
     @property
     def _described(self) -> str:
-        if self._kind == "sum":
+        if self._is_sum:
             return "the sum of its microbatches' losses (loss=sum)"
-        by = f"{_WEIGHT}(batch)" if hasattr(self._module, _WEIGHT) else "rows"
+        by = "rows" if self._weigh is None else f"{_WEIGHT}(batch)"
         return f"the mean of its microbatches' losses, weighted by {by}"
-
-    def _message(self, together: float, losses: Sequence[float], weights: Sequence[float], difference: float) -> str:
-        name = type(self._module).__name__
-        first = self._pair * self._size
-        factors = self._factors_of(weights)
-        combined = sum(loss * factor for loss, factor in zip(losses, factors, strict=True) if factor)
-        remedy = (
-            f"If the loss averages over something else, such as tokens that are not padding or classes with weights, "
-            f"say what in a method of {name}: "
-            f"def {_WEIGHT}(self, batch): return (batch[1] != -100).sum(). "
-            "If it adds the rows up, set loss: sum of the strategy. "
-            "If it compares the rows of a batch with each other (contrastive losses), microbatches cannot compute it: "
-            "use num_microbatches=1, or strategy=ddp or fsdp."
-        )
-        if self._kind == "mean" and math.isclose(sum(losses), together, rel_tol=_TOLERANCE):
-            remedy = "The loss adds the rows up: set loss: sum of the strategy."
-        return (
-            f"The pipeline would train {name} unlike one process: the loss of {self._steps.where} is not "
-            f"{self._described}. For rows {first} to {first + 2 * self._size - 1} of a batch the loss is {together:.6g}"
-            f", but its microbatches' losses of {losses[0]:.6g} and {losses[1]:.6g} (weights {weights[0]:g} and "
-            f"{weights[1]:g}) make {combined:.6g}, and their gradients differ by {difference:.2g} times the norm. "
-            f"{remedy}"
-        )
 
 
 def is_checked(step: int) -> bool:
@@ -254,14 +217,13 @@ def is_checked(step: int) -> bool:
     return step < _FIRST_STEPS or step % _EVERY_STEPS == 0
 
 
-def _zero_loss(output: Any) -> Tensor:
-    """Return a loss of 0 whose gradients are 0, too, whatever the output."""
-    empty = [value.flatten()[:0].float().sum() for value in as_tuple(output) if value.requires_grad]
-    return torch.stack(empty).sum()
+def _leaves(values: Iterable[Tensor]) -> list[Tensor]:
+    return [value.detach().requires_grad_(value.is_floating_point()) for value in values]
 
 
-def _scaled(gradient: Tensor, factor: float) -> Tensor:
-    return gradient * factor if factor else torch.zeros_like(gradient)
+def _whole(values: Sequence[Tensor]) -> Any:
+    """Return the output of a network that consists of these tensors."""
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

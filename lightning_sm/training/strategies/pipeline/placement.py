@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from lightning_sm.errors import StrategyError
 
 PlacementOrder = Literal["cluster", "spread"]
 
-# The dimensions of the device mesh, as in Lightning's ModelParallelStrategy.
-DATA, PIPELINE = "data_parallel", "pipeline_parallel"
 
-
-@dataclass(frozen=True)
-class Placement:
-    """The grid of ranks: replicas of the model (data parallel) x stages of the pipeline.
+def replicas_of(world_size: int, pipeline_size: int, order: PlacementOrder) -> list[list[int]]:
+    """Return the ranks of each replica of the model, by their stages.
 
     Args:
-        pipeline_size: Ranks among which the layers of one replica are spread, p: one stage on each.
-        data_size: Replicas of the model, d. The world size is p x d.
+        world_size: Number of training processes.
+        pipeline_size: Number of stages.
         order: "cluster": the ranks of a replica are neighbours, ``[0, 1], [2, 3]``; "spread": they are as far apart as
             possible, ``[0, 2], [1, 3]``.
 
@@ -27,35 +22,19 @@ class Placement:
         The placement strategies "cluster" and "spread" of SageMaker's model parallel library v1 (SageMaker Python SDK,
         doc/api/training/smd_model_parallel_general.rst).
     """
-
-    pipeline_size: int
-    data_size: int
-    order: PlacementOrder = "cluster"
-
-    @property
-    def mesh(self) -> tuple[tuple[int, int], tuple[str, str]]:
-        """Shape and dimension names of the device mesh, whose last dimension has neighbouring ranks."""
-        if self.order == "cluster":
-            return (self.data_size, self.pipeline_size), (DATA, PIPELINE)
-        return (self.pipeline_size, self.data_size), (PIPELINE, DATA)
-
-    def replica(self, rank: int) -> int:
-        """Return the replica that a global rank belongs to: its data-parallel rank."""
-        return rank // self.pipeline_size if self.order == "cluster" else rank % self.data_size
-
-    def ranks(self, replica: int) -> list[int]:
-        """Return the global ranks of a replica, by their stages."""
-        first, step = (replica * self.pipeline_size, 1) if self.order == "cluster" else (replica, self.data_size)
-        return [first + stage * step for stage in range(self.pipeline_size)]
+    if order == "cluster":
+        return [list(range(first, first + pipeline_size)) for first in range(0, world_size, pipeline_size)]
+    data_size = world_size // pipeline_size
+    return [list(range(first, world_size, data_size)) for first in range(data_size)]
 
 
-def grid(
+def num_stages(
     world_size: int,
     processes_per_host: int,
     pipeline_size: int | Literal["auto"],
     data_size: int | Literal["auto"],
-) -> tuple[int, int]:
-    """Return the sizes of pipeline and data parallelism; the user may have stated none, one or both.
+) -> int:
+    """Return the size of a pipeline; the user may have stated that of pipeline and data parallelism, one, or none.
 
     If none is stated, the pipeline spans the processes of a host, or all hosts if each has one process.
 
@@ -76,15 +55,11 @@ def grid(
             pipeline_size = world_size // max(1, data_size)
     if data_size == "auto":
         data_size = world_size // max(1, pipeline_size)
-    if min(pipeline_size, data_size) < 1 or pipeline_size * data_size != world_size:
-        divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
+    if pipeline_size < 2 or pipeline_size * data_size != world_size:  # noqa: PLR2004  # a pipeline of one is none
         raise StrategyError(
-            f"The strategy has {stated}, but the number of training processes (num_nodes x devices) is {world_size}, "
-            f"which is not their product. Choose pipeline_parallel_size from {divisors}, or change the number of hosts."
+            f"The strategy has {stated}, but the number of training processes (num_nodes x devices) is {world_size}. "
+            "It must be the product of both, with at least 2 processes for each replica of the model: choose "
+            f"pipeline_parallel_size from {[size for size in range(2, world_size + 1) if world_size % size == 0]}, "
+            "change the number of hosts, or use strategy=ddp."
         )
-    if pipeline_size == 1:
-        raise StrategyError(
-            f"A pipeline needs at least 2 processes, but there is 1 for each replica of the model ({stated}, "
-            f"{world_size} training process{'' if world_size == 1 else 'es'}). Use strategy=ddp, or more processes."
-        )
-    return pipeline_size, data_size
+    return pipeline_size

@@ -12,7 +12,6 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +19,12 @@ import torch
 from lightning_sm._random_state import RandomState
 
 
-def random_state() -> tuple[Any, ...]:
-    """Return the state of the generators of Python, NumPy and torch, to be compared."""
-    legacy: Any = np.random.get_state(legacy=False)  # the generator that mixup code uses
-    states = [random.getstate(), pickle.dumps(legacy), torch.get_rng_state().numpy().tobytes()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state().numpy().tobytes())
-    return tuple(states)
+def random_state() -> bytes:
+    """Return the state of the default generators, to be compared, or sent to another rank."""
+    now = RandomState.now()
+    cuda = None if now.cuda_state is None else now.cuda_state.numpy()
+    # Pickled as arrays: torch would write a file in memory for each tensor.
+    return pickle.dumps((now.torch_state.numpy(), now.numpy_state, now.python_state, cuda))
 
 
 @contextmanager
@@ -39,39 +37,27 @@ def preserve_random_state() -> Iterator[None]:
         before.restore()
 
 
-def sent_random_state() -> bytes:
-    """Return the state of the default generators, for another rank to take."""
-    now = RandomState.now()
-    cuda = None if now.cuda_state is None else now.cuda_state.numpy()
-    # Pickled as arrays: torch would write a file in memory for each tensor.
-    return pickle.dumps((now.torch_state.numpy(), now.numpy_state, now.python_state, cuda))
-
-
 def take_random_state(sent: bytes) -> None:
     """Set the default generators to the state of another rank.
 
     Args:
-        sent: What ``sent_random_state`` has returned there.
+        sent: What ``random_state`` has returned there.
     """
     torch_state, numpy_state, python_state, cuda = pickle.loads(sent)  # noqa: S301 - a rank's own
     cuda_state = None if cuda is None else torch.from_numpy(cuda)
     RandomState(torch.from_numpy(torch_state), numpy_state, python_state, cuda_state, None).restore()
 
 
-def drawn_seed() -> int:
-    """Draw the seed of a run of the stages from the default generator, the same on ranks with the same state."""
-    return int(torch.randint(2**62, (), device="cpu"))
-
-
 @contextmanager
-def stage_stream(seed: int, position: int) -> Iterator[None]:
+def stage_stream(position: int) -> Iterator[None]:
     """Let code draw from a rank's own stream of random numbers, and the default generators go on as before it.
 
+    The seed of this run comes from the default generator, the same on ranks with the same state.
+
     Args:
-        seed: The seed of the run, the same on all ranks of the replica.
         position: The rank's position in the replica: stages would otherwise drop the same features.
     """
-    own = seed + position
+    own = int(torch.randint(2**62, (), device="cpu")) + position
     with preserve_random_state():
         torch.default_generator.manual_seed(own)
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._names = names
         self._is_first = is_first
-        # Autograd forbids changing a stage's input in place, as a layer that is not the network's first may do.
-        self._copies_input = not is_first and any(getattr(part, "inplace", False) for part in layers[0].modules())
 
     def forward(self, *inputs: Any) -> Any:
         """Run the layers.
@@ -42,45 +40,35 @@ class Stage(nn.Module):
             StrategyError: The last layer returns something else, which stages cannot exchange.
         """
         if not self._is_first:
-            inputs = tuple(_contiguous_gradient(tensor) for tensor in inputs)
-        if self._copies_input:
-            inputs = tuple(tensor.clone() for tensor in inputs)
+            inputs = tuple(_Received.apply(tensor) for tensor in inputs)
         value: Any = inputs if len(inputs) > 1 else inputs[0]
         for i, layer in enumerate(self.layers):
             # Only the network's own inputs come as several arguments; a tuple between layers is one.
             value = layer(*inputs) if i == 0 and self._is_first else layer(value)
         is_tuple = isinstance(value, tuple) and len(value) > 1 and all(isinstance(item, Tensor) for item in value)
         if not isinstance(value, Tensor) and not is_tuple:
+            kinds = [type(item).__name__ for item in value] if isinstance(value, (tuple, list)) else []
+            shown = f"{type(value).__name__} of {', '.join(kinds)}" if kinds else type(value).__name__
             raise StrategyError(
-                f"{self._names[-1]}, the last layer of its stage, returns {_described(value)}. Stages exchange a "
-                "tensor or a tuple of at least two tensors: change what it returns, or cut elsewhere (split=[...])."
+                f"{self._names[-1]}, the last layer of its stage, returns a {shown}. Stages exchange a tensor or a "
+                "tuple of at least two tensors: change what it returns, or cut elsewhere (split=[...])."
             )
         return tree_map(torch.Tensor.contiguous, value)
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """The identity, whose gradient is contiguous: torch sends it as it is, and no process group sends others."""
+class _Received(torch.autograd.Function):
+    """A copy of a stage's input, which its first layer may change in place, with a contiguous gradient.
+
+    torch sends the gradient as it is, and no process group sends others.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.contiguous()
-
-
-def _contiguous_gradient(tensor: Tensor) -> Tensor:
-    if not tensor.requires_grad:
-        return tensor
-    result: Tensor = _ContiguousGradient.apply(tensor)
-    return result
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
-    return f"a {type(value).__name__}" if isinstance(value, Mapping) else type(value).__name__
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,17 +19,9 @@ from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.effects import EffectRecorder
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.random_state import random_state
-from lightning_sm.training.strategies.pipeline.stage import as_tuple
 
-_OF_LIGHTNING = vars(LightningModule()).keys()
 # Attributes of these classes are copied item by item.
 _CONTAINERS = (list, dict, set, deque)
-
-
-_SEVERAL_CALLS = (
-    "{where} calls the network several times. A pipeline runs it once for each step: join the inputs along dimension 0 "
-    "into one call if their rows belong together, or use outputs: all for evaluations, or strategy=ddp or fsdp."
-)
 
 
 class _LeftError(BaseException):
@@ -41,7 +34,7 @@ class UserSteps:
     The LightningModule is left as the user wrote it. Each rank of a replica runs a step up to the network's call, in
     which all of them run their stages. The last one has the output, and goes on to the end of the step. The others
     leave it, and repeat its effects (see ``EffectRecorder``). While the stages run a training step, the last rank also
-    runs ``training_step`` for each microbatch, to get the loss, without logs, metrics, and anything that it keeps.
+    runs ``training_step`` for each microbatch, to get the loss, on a copy of the module.
 
     Args:
         module: The LightningModule.
@@ -50,6 +43,7 @@ class UserSteps:
         replica: The ranks of this replica.
         everywhere: Called with the inputs of a call outside of steps; returns the output on all ranks.
         group: The ranks over which metrics are reduced: the replicas.
+        are_everywhere: Whether all ranks go on to the end of steps.
     """
 
     def __init__(  # noqa: PLR0917  # what a step needs
@@ -60,81 +54,61 @@ class UserSteps:
         replica: Replica,
         everywhere: Callable[..., Any],
         group: dist.ProcessGroup,
+        *,
+        are_everywhere: bool,
     ) -> None:
         self._module = module
+        # What copies of the module share with it.
+        self._shared = {id(one): one for one in (*network.modules(), *module.parameters(), group)}
         self._name = name
         self._replica = replica
         self._forward = everywhere
-        self._effects = EffectRecorder(module, network)
-        self._is_loss_checked = False
-        self._spares = _spare_metrics(module)
-        inner = {id(child) for child in network.modules()}
-        self._around = [child for child in module.modules() if id(child) not in inner and not isinstance(child, Metric)]
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.process_group = group
+        self._effects = None if are_everywhere else EffectRecorder(module, network, replica)
         # On the instance, so that the user's forward hooks still run.
         network.forward = self._call
 
-    def run(
-        self,
-        name: str,
-        step: Callable[[], Any],
-        prepare: Callable[[tuple[Any, ...]], None],
-        forward: Callable[[tuple[Any, ...]], Any],
-        *,
-        is_everywhere: bool = False,
-    ) -> Any:
+    def run(self, name: str, step: Callable[[], Any], forward: Callable[[tuple[Any, ...]], Any]) -> Any:
         """Run a step of the user's; a collective call of the replica.
 
         Args:
             name: Name of the user's method.
             step: Calls it, with or without more to do at its end.
-            prepare: Called with the network's inputs before any rank runs its stage; its errors are raised on all.
-            forward: Runs the stages; returns the output on ranks that go on.
-            is_everywhere: Whether all ranks go on to the end of the step.
+            forward: Called with the network's inputs; runs the stages, and returns the output on ranks that go on.
 
         Returns:
             What ``step`` returns; on ranks that do not go on, the numbers of that.
         """
-        is_called = False
-        goes_on = is_everywhere or self._replica.is_last
+        recorder = self._effects
+        goes_on = recorder is None or self._replica.is_last
 
         def call(*inputs: Any) -> Any:
-            nonlocal is_called
-            if is_called:
-                raise StrategyError(_SEVERAL_CALLS.format(where=self._where(name)))
-            is_called = True
-            self._replica.raise_together(_error_of(lambda: prepare(inputs)))
             output = forward(inputs)
             if not goes_on:
                 raise _LeftError
             return output
 
-        result: Any = None
-        error: Exception | None = None
         watch: Any = nullcontext()
-        if not is_everywhere:
-            watch = self._effects.recorded(name) if goes_on else self._effects.muted()
-        try:
-            with torch.no_grad(), self.network_as(call), watch:
-                result = step()
-            if not is_called:
-                error = StrategyError(f"{self._where(name)} does not call self.{self._name}(...), the network.")
-        except _LeftError:
-            pass
-        except Exception as raised:
-            if raised is self._replica.raised:
-                raise
-            error = raised
-        self._replica.raise_together(error)
-        if is_everywhere:
+        if recorder is not None:
+            watch = recorder.recorded(name) if goes_on else recorder.muted()
+        result: Any = None
+        effects: Any = None
+        with self._replica.together():
+            try:
+                with torch.no_grad(), watch:
+                    result = self._with_network(call, self._where(name), step)
+                if recorder is not None:
+                    effects = recorder.of_step(result)
+            except _LeftError:
+                pass
+        if recorder is None:
             return result
-        effects = self._effects.of_step(result) if goes_on else None
         effects = self._replica.broadcast(effects, self._replica.last)
-        return result if goes_on else self._effects.repeat(effects)
+        return result if goes_on else recorder.repeat(effects)
 
-    def check_inputs(self, inputs: tuple[Any, ...], rows: int, before: tuple[Any, ...]) -> None:
+    def check_inputs(self, inputs: tuple[Any, ...], rows: int, before: bytes) -> None:
         """Check the inputs with which ``training_step`` calls the network.
 
         Args:
@@ -158,20 +132,18 @@ class UserSteps:
             )
 
     def loss(self, arguments: tuple[Any, ...], output: Any) -> Tensor:
-        """Return the loss of a microbatch, from the network's output.
+        """Return the loss of a microbatch, from the network's output, without any trace in the module.
 
         Args:
             arguments: Those of ``training_step``, with the rows of the microbatch.
             output: The network's output for it.
 
         Raises:
-            StrategyError: ``training_step`` calls the network several times, uses weights itself, or returns no loss.
+            StrategyError: ``training_step`` calls the network several times, or returns no loss.
         """
-        if not self._is_loss_checked:
-            self._check_loss(arguments, output)
-            self._is_loss_checked = True
-        with self._quiet(_Once(output, self.where)):
-            return loss_of(self._module.training_step(*arguments), self.where)
+        module = self._copy()
+        result = self._with_network(lambda *_: output, self.where, lambda: module.training_step(*arguments))
+        return loss_of(result, self.where)
 
     @property
     def where(self) -> str:
@@ -189,94 +161,61 @@ class UserSteps:
             )
         return self._forward(*inputs)
 
-    def _check_loss(self, arguments: tuple[Any, ...], output: Any) -> None:
-        leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in as_tuple(output)]
-        with (
-            torch.enable_grad(),
-            self._quiet(_Once(leaves[0] if isinstance(output, Tensor) else tuple(leaves), self.where)),
-        ):
-            loss = loss_of(self._module.training_step(*arguments), self.where)
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        used = sorted(names[id(leaf)] for leaf in _leaves(loss) if id(leaf) in names)
-        if used:
-            raise StrategyError(
-                f"The loss of {self.where} uses the parameters {', '.join(used)} outside of the call of "
-                f"self.{self._name}(...). Each rank has only its own stage's parameters: for decay, use the optimizer's"
-                f" weight_decay; layers belong in self.{self._name}."
-            )
-        if loss.grad_fn is None:
-            raise StrategyError(f"The loss of {self.where} does not depend on the output of self.{self._name}(...).")
+    def _with_network(self, forward: Callable[..., Any], where: str, step: Callable[[], Any]) -> Any:
+        """Call a step whose one call of the network is answered by a function.
 
-    @contextmanager
-    def network_as(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Have calls of the network answered by a function.
-
-        Args:
-            forward: Returns the network's output for a call.
+        Raises:
+            StrategyError: The step does not call the network, or does so again.
         """
-        before, self._forward = self._forward, forward
+        calls = 0
+
+        def once(*inputs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise StrategyError(
+                    f"{where} calls the network several times. A pipeline runs it once for each step: join the inputs "
+                    "along dimension 0 into one call if their rows belong together, or use outputs: all for "
+                    "evaluations, or strategy=ddp or fsdp."
+                )
+            return forward(*inputs)
+
+        before, self._forward = self._forward, once
         try:
-            yield
+            result = step()
         finally:
             self._forward = before
+        if not calls:
+            raise StrategyError(f"{where} does not call self.{self._name}(...), the network.")
+        return result
 
-    @contextmanager
-    def _quiet(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Keep a part of a step out of logs, metrics, and the module's attributes: a counter counts in the replay."""
-        module: Any = self._module
+    def _copy(self) -> Any:
+        """Return a copy of the module with the same network, whose step logs nothing: a counter counts in the replay.
+
+        Autograd forbids changing back in place what a loss depends on, so buffers and metrics are copies, too.
+        """
+        module: Any = object.__new__(type(self._module))
         attributes = vars(module)
-        kept = dict(attributes)
-        for name in kept.keys() - _OF_LIGHTNING:
-            if isinstance(kept[name], _CONTAINERS):
-                attributes[name] = copy.copy(kept[name])
-        # Copies take part in the step, as autograd forbids changing back in place what a loss depends on.
-        buffers = [
-            (child, name, buffer) for child in self._around for name, buffer in child.named_buffers(recurse=False)
-        ]
-        for owner, name, buffer in buffers:
-            setattr(owner, name, buffer.clone())
-        module.log = module.print = _nothing
-        for parent, name, _, spare in self._spares:
-            parent._modules[name] = spare
-        try:
-            with self.network_as(forward):
-                yield
-        finally:
-            for name in attributes.keys() - kept.keys():
-                del attributes[name]
-            attributes.update(kept)
-            for owner, name, buffer in buffers:
-                setattr(owner, name, buffer)
-            for parent, name, metric, spare in self._spares:
-                parent._modules[name] = metric
-                spare.reset()
+        for name, value in vars(self._module).items():
+            attributes[name] = copy.copy(value) if isinstance(value, _CONTAINERS) else value
+        for spare in self._spares.values():
+            spare.reset()
+        known = {**self._shared, **self._spares}
+        for name in ("_modules", "_buffers"):
+            attributes[name] = copy.deepcopy(attributes[name], known)
+        attributes["log"] = attributes["print"] = _ignore
+        return module
+
+    @cached_property
+    def _spares(self) -> dict[int, Any]:
+        """A copy of each metric, by identity: states of an epoch are not copied, and are on the device by now."""
+        metrics = [child for child in self._module.modules() if isinstance(child, (Metric, MetricCollection))]
+        known = dict(self._shared)
+        return {id(metric): copy.deepcopy(metric, known) for metric in metrics if id(metric) not in known}
 
 
-class _Once:
-    """A network that returns a given output, and refuses a second call."""
-
-    def __init__(self, output: Any, where: str) -> None:
-        self._output = output
-        self._where = where
-        self._is_called = False
-
-    def __call__(self, *_: Any) -> Any:
-        if self._is_called:
-            raise StrategyError(_SEVERAL_CALLS.format(where=self._where))
-        self._is_called = True
-        return self._output
-
-
-def _nothing(*_: Any, **__: Any) -> None:
+def _ignore(*_: Any, **__: Any) -> None:
     pass
-
-
-def _error_of(check: Callable[[], None]) -> Exception | None:
-    try:
-        check()
-    except Exception as raised:  # noqa: BLE001  # raised on all ranks
-        return raised
-    return None
 
 
 def loss_of(result: Any, where: str) -> Tensor:
@@ -296,30 +235,3 @@ def loss_of(result: Any, where: str) -> Tensor:
             "of a replica cannot skip a batch by themselves."
         )
     return loss
-
-
-def _spare_metrics(module: LightningModule) -> list[tuple[nn.Module, str, Any, Any]]:
-    """Return copies of the metrics, for parts of a step that must not count: (parent, name, metric, copy)."""
-    spares: list[tuple[nn.Module, str, Any, Any]] = []
-    parents = [module, *(child for child in module.modules() if child is not module)]
-    for parent in parents:
-        if isinstance(parent, (Metric, MetricCollection)):
-            continue
-        for name, child in parent.named_children():
-            if isinstance(child, (Metric, MetricCollection)):
-                spares.append((parent, name, child, child.clone()))
-    return spares
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors that a loss depends on."""
-    seen = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        waiting.extend(following for following, _ in node.next_functions)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 
 from lightning_sm._lightning import (
-    Callback,
     DDPStrategy,
+    LambdaCallback,
     LightningModule,
+    StochasticWeightAveraging,
     Trainer,
     WeightAveraging,
 )
@@ -26,30 +26,15 @@ from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
 from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint, synchronize
 from lightning_sm.training.strategies.pipeline.exchange import Replica
-from lightning_sm.training.strategies.pipeline.forward import evaluate, try_out
+from lightning_sm.training.strategies.pipeline.forward import evaluate
 from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average, total_norm
-from lightning_sm.training.strategies.pipeline.layers import Network, materialize, num_trainable
+from lightning_sm.training.strategies.pipeline.layers import Network, materialize
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
-from lightning_sm.training.strategies.pipeline.loss import LossKind, StepLoss, check_loss_options, is_checked
-from lightning_sm.training.strategies.pipeline.placement import (
-    DATA,
-    PIPELINE,
-    Placement,
-    PlacementOrder,
-    grid,
-)
-from lightning_sm.training.strategies.pipeline.random_state import (
-    drawn_seed,
-    random_state,
-    sent_random_state,
-    stage_stream,
-    take_random_state,
-)
+from lightning_sm.training.strategies.pipeline.loss import LossKind, StepLoss, is_checked
+from lightning_sm.training.strategies.pipeline.placement import PlacementOrder, num_stages, replicas_of
+from lightning_sm.training.strategies.pipeline.random_state import random_state, stage_stream, take_random_state
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows
-from lightning_sm.training.strategies.pipeline.schedules import (
-    ScheduleName,
-    ScheduleRunner,
-)
+from lightning_sm.training.strategies.pipeline.schedules import ScheduleName, ScheduleRunner
 from lightning_sm.training.strategies.pipeline.steps import UserSteps, loss_of
 from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied, retie
 
@@ -57,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 # With 2.9, neighbouring stages greet each other with tensors of different sizes, and Gloo ends the process.
 _OLDEST_TORCH = "2.11"
-_NO_SMDDP = "A pipeline needs a process group for each replica, and SMDDP has only one. Use nccl."
 _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
 
@@ -117,20 +101,20 @@ class PipelineParallelStrategy(DDPStrategy):
                 "2.6 the first step hangs on Gloo, and with 2.9 it ends the process. Update torch, or use "
                 "strategy=fsdp."
             )
+        for option, value, known in (
+            ("schedule", schedule, get_args(ScheduleName)),
+            ("placement", placement, get_args(PlacementOrder)),
+            ("loss", loss, get_args(LossKind)),
+            ("outputs", outputs, ("loss", "all")),
+        ):
+            if value not in known:
+                raise StrategyError(f"{option}={value!r} is not one of {', '.join(known)}.")
         if num_microbatches < 1:
             raise StrategyError(f"num_microbatches={num_microbatches} is not at least 1.")
-        if schedule not in get_args(ScheduleName):
-            raise StrategyError(f"schedule={schedule!r} is neither '1f1b' nor 'gpipe'.")
-        if placement not in ("cluster", "spread"):
-            raise StrategyError(f"placement={placement!r} is neither 'cluster' nor 'spread'.")
         if split != "parameters" and not isinstance(split, list):
             raise StrategyError(f"split={split!r} is neither 'parameters' nor a list of layers.")
-        if loss not in ("mean", "sum"):
-            raise StrategyError(f"loss={loss!r} is neither 'mean' nor 'sum'.")
-        if outputs not in ("loss", "all"):
-            raise StrategyError(f"outputs={outputs!r} is neither 'loss' nor 'all'.")
         if process_group_backend == "smddp":
-            raise StrategyError(_NO_SMDDP)
+            raise StrategyError("A pipeline needs a group for each replica, and SMDDP has only one. Use nccl.")
         self._sizes = (pipeline_parallel_size, data_parallel_size)
         self._num_microbatches = num_microbatches
         self._schedule = schedule
@@ -141,10 +125,13 @@ class PipelineParallelStrategy(DDPStrategy):
         self._group_timeout = timeout
         self._outputs = outputs
         self._num_steps = 0
-        self._placement: Placement | None = None
+        # The ranks of each replica, by their stages.
+        self._replicas: list[list[int]] = []
         self._cut_module: LightningModule | None = None
         self._is_sync_blocked = False
-        self._is_told = False
+        # Loaders draw numbers when they start, only on the rank that fetches batches: hooks come after that.
+        share = {f"on_{stage}_start": self._share_random_state for stage in ("train", "validation", "test", "predict")}
+        self._shared_draws = LambdaCallback(**share)
 
     # Ranks
 
@@ -155,36 +142,25 @@ class PipelineParallelStrategy(DDPStrategy):
             StrategyError: The sizes do not make up the world size.
         """
         super().setup_environment()
-        if self._placement is not None:
+        if self._replicas:
             return
-        if dist.get_backend() == "smddp":
-            raise StrategyError(_NO_SMDDP)
-        p, d = grid(self.world_size, self.num_processes, *self._sizes)
-        self._placement = Placement(p, d, self._order)
-        shape, names = self._placement.mesh
-        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        self._data_group = mesh[DATA].get_group()
-        replicas = [self._placement.ranks(replica) for replica in range(d)]
-        objects, _ = dist.new_subgroups_by_enumeration(replicas, timeout=self._group_timeout, backend="gloo")
-        ranks = replicas[self._placement.replica(self.global_rank)]
-        self._replica = Replica(mesh[PIPELINE].get_group(), cast(dist.ProcessGroup, objects), ranks, self.root_device)
+        self._replicas = replicas_of(
+            self.world_size, num_stages(self.world_size, self.num_processes, *self._sizes), self._order
+        )
+        self._data_group = self._group([list(ranks) for ranks in zip(*self._replicas, strict=True)])
+        tensors, objects = self._group(self._replicas), self._group(self._replicas, "gloo")
+        self._number = next(i for i, ranks in enumerate(self._replicas) if self.global_rank in ranks)
+        self._replica = Replica(tensors, objects, self._replicas[self._number], self.root_device)
 
-    @property
-    def placement(self) -> Placement:
-        """Which rank holds which stages of which replica.
-
-        Raises:
-            StrategyError: The ranks are not connected yet.
-        """
-        if self._placement is None:
-            raise StrategyError("The placement of the stages is unknown before the setup hook.")
-        return self._placement
+    def _group(self, groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+        """Make groups of ranks; return this rank's."""
+        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._group_timeout, backend=backend)
+        return cast(dist.ProcessGroup, own)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Number of replicas, and this rank's: all ranks of a replica train on the same samples."""
-        placement = self.placement
-        return {"num_replicas": placement.data_size, "rank": placement.replica(self.global_rank)}
+        return {"num_replicas": len(self._replicas), "rank": self._number}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas: a sum over all ranks would count each replica once for every rank.
@@ -230,19 +206,13 @@ class PipelineParallelStrategy(DDPStrategy):
         """
         if self._fetches:
             batch = super().batch_to_device(batch, device, dataloader_idx)
-        return self._from_fetching(batch)
+        batch, state = self._replica.broadcast((batch, random_state()), 0)
+        take_random_state(state)
+        return batch
 
-    def _from_fetching(self, value: Any) -> Any:
-        """Return the value of the rank that fetches batches, whose random state all ranks of the replica take."""
-        sent = (value, sent_random_state()) if self._fetches else None
-        value, state = self._replica.broadcast(sent, 0)
-        if not self._fetches:
-            take_random_state(state)
-        return value
-
-    def share_random_state(self) -> None:
+    def _share_random_state(self, *_: Any) -> None:
         """Let all ranks of a replica draw the same numbers as the one that fetches batches; a collective call."""
-        self._from_fetching(None)
+        take_random_state(self._replica.broadcast(random_state(), 0))
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let only the first rank of a replica fetch batches, if the loader has a length.
@@ -250,15 +220,14 @@ class PipelineParallelStrategy(DDPStrategy):
         Args:
             dataloader: A loader of the Trainer's.
         """
-        trainer = self._module.trainer
         # Prediction needs the loader on every rank, to tell writers of predictions which samples a batch has.
-        if self._fetches or trainer.predicting:
+        if self._fetches or self._module.trainer.predicting:
             return dataloader
         try:
             len(dataloader)
         except (TypeError, NotImplementedError):
             return dataloader
-        return FollowingLoader(dataloader, trainer)
+        return FollowingLoader(dataloader)
 
     # The model
 
@@ -267,7 +236,7 @@ class PipelineParallelStrategy(DDPStrategy):
         """Whether checkpoints are loaded after ``setup``: yes, when each rank has only its stages."""
         return True
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         """Cut the network, and set up the part that this rank keeps.
 
         Args:
@@ -279,13 +248,13 @@ class PipelineParallelStrategy(DDPStrategy):
         module = self._module
         if module is not self._cut_module:
             self._refuse(trainer, module)
-            check_loss_options(module, self._loss_kind)
-            self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-            self.share_random_state()
-            with self._stage_stream():
+            self._share_random_state()
+            with stage_stream(self._replica.position):
                 self._cut(module)
             self._cut_module = module
-        self._share_draws(trainer)
+        if self._shared_draws not in trainer.callbacks:
+            # Before hooks of callbacks, and before those of the module: callbacks may restart loaders.
+            trainer.callbacks = [self._shared_draws, *trainer.callbacks, self._shared_draws]
         # Not DDP's setup, which wraps the model, and copies rank 0's weights to ranks with other stages.
         super(DDPStrategy, self).setup(trainer)
         if not self._fetches:
@@ -293,12 +262,6 @@ class PipelineParallelStrategy(DDPStrategy):
             module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[method-assign]
         # Clip by the norm of all stages' gradients. clip_gradients of module and plugin then work unchanged.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-
-    def _share_draws(self, trainer: Any) -> None:
-        """Share the random state before hooks of callbacks and of the module: callbacks may restart loaders."""
-        if not any(isinstance(callback, _SharedDraws) for callback in trainer.callbacks):
-            shared = _SharedDraws(self)
-            trainer.callbacks = [shared, *trainer.callbacks, shared]
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, for this rank's parameters.
@@ -316,23 +279,10 @@ class PipelineParallelStrategy(DDPStrategy):
                 "its stages only, and the ranks would take different numbers of steps. Use another optimizer, or "
                 "strategy=ddp."
             )
-        own = dict(self._module.named_parameters(remove_duplicate=False))
+        # LightningCLI makes the optimizer of --optimizer with all parameters, before the network is cut.
+        own = set(map(id, self._tied.without_copies(self._module.parameters())))
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            # LightningCLI makes the optimizer of --optimizer with all parameters, before the network is cut.
-            # SageMakerCLI replaces them by the module's, but the strategy also works without SageMakerCLI.
-            group["params"] = self._current(group["params"], own)
-        self._tied.regroup(self.optimizers)
-
-    def _current(self, parameters: Iterable[Any], own: Mapping[str, Any]) -> list[Any]:
-        """Return those of this rank, as they are after the cut."""
-        there = {id(parameter) for parameter in own.values()}
-        kept = []
-        for parameter in parameters:
-            if id(parameter) in there:
-                kept.append(parameter)
-            elif self._names.get(id(parameter)) in own:
-                kept.append(own[self._names[id(parameter)]])
-        return kept
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
 
     @property
     def _fetches(self) -> bool:
@@ -346,99 +296,91 @@ class PipelineParallelStrategy(DDPStrategy):
 
     def _setup_model(self, model: Any) -> Any:
         synchronize(model, self._data_group, dist.get_process_group_ranks(self._data_group)[0])
-        self._tied.synchronize()
+        self._tied.update_copies()
         return model
 
-    @staticmethod
-    def _refuse(trainer: Any, module: Any) -> None:
-        name = type(module).__name__
-        reasons = {
-            f"{name} uses manual optimization, so that its training_step steps the optimizer itself. Set "
-            "automatic_optimization = True": not module.automatic_optimization,
-            f"{name} is compiled as a whole. Compile the layers of its network": module._compiler_ctx is not None,
-            "the precision scales the loss (16-mixed). Use bf16-mixed": getattr(
-                trainer.precision_plugin, "scaler", None
-            )
-            is not None,
-            "sync_batchnorm=True is for ranks with the same layers. Use GroupNorm or LayerNorm": (
-                trainer.strategy._layer_sync is not None
+    def _refuse(self, trainer: Any, module: Any) -> None:
+        reasons = [
+            (not module.automatic_optimization, "Its training_step steps the optimizer: use automatic optimization"),
+            (module._compiler_ctx is not None, "It is compiled as a whole: compile the layers of its network"),
+            (getattr(trainer.precision_plugin, "scaler", None), "16-mixed scales the loss: use bf16-mixed"),
+            (self._layer_sync is not None, "sync_batchnorm is for ranks with the same layers: use GroupNorm"),
+            (
+                any(getattr(log, "_log_graph", False) for log in trainer.loggers),
+                "log_graph=True of a logger runs the model on rank 0 alone: remove it",
             ),
-            "a logger has log_graph=True, which runs the model on rank 0 alone. Remove it": any(
-                getattr(log, "_log_graph", False) for log in trainer.loggers
+            (
+                any(isinstance(one, (WeightAveraging, StochasticWeightAveraging)) for one in trainer.callbacks),
+                "WeightAveraging and StochasticWeightAveraging copy the whole model: remove the callback",
             ),
-        }
-        for callback in trainer.callbacks:
-            if isinstance(callback, WeightAveraging) or type(callback).__name__ == "StochasticWeightAveraging":
-                reasons[f"{type(callback).__name__} copies the whole model. Remove it"] = True
-        found = [reason for reason, applies in reasons.items() if applies]
+        ]
+        found = [reason for applies, reason in reasons if applies]
         if found:
             raise StrategyError(
-                f"strategy=pipeline cannot train this: {'; '.join(found)}. Or use strategy=ddp or fsdp."
+                f"strategy=pipeline cannot train this {type(module).__name__}. {'. '.join(found)}. Or use strategy=ddp "
+                "or fsdp."
             )
 
     def _cut(self, module: LightningModule) -> None:
-        placement = self.placement
         network = Network(module, self._network_name)
-        num_layers, num_stages = len(network.layers), placement.pipeline_size
-        if num_layers < num_stages:
-            raise StrategyError(
-                f"Too few layers in {network.name} ({num_layers}) for {num_stages} stages. Choose a smaller "
-                "pipeline_parallel_size."
-            )
-        tied = find_tied(module, network.layers)
-        is_written = placement.replica(self.global_rank) == 0
-        self._checkpoint = LogicalCheckpoint(module, self._replica, tied, is_written=is_written)
         parts = self._parts(network)
-        for stage, part in enumerate(parts):
-            if num_trainable([network.layers[i] for i in part]) == 0:
-                raise StrategyError(
-                    f"Stage {stage} ({_named(network, part)}) has nothing to train, and its optimizer would be empty. "
-                    "Use fewer stages, or cut elsewhere with split=[...]."
-                )
-        own = network.stage(parts[self._replica.position])
-        self._report(network, parts)
-        for stage, rank in enumerate(self._replica.ranks):
-            if stage != self._replica.position:
-                network.remove(parts[stage], f"stage {stage} of the pipeline, on rank {rank}")
-        materialize(list(own.layers), self.root_device)
-        retie(module, tied)
-        stage_of = [stage for stage, part in enumerate(parts) for _ in part]
-        self._tied = TiedWeights(module, tied, stage_of, placement, self._replica)
-        self._stage = own
-        self._steps = UserSteps(
-            module, network.module, network.name, self._replica, self._forward_everywhere, self._data_group
-        )
-        self._loss = StepLoss(module, self._steps, self._loss_kind)
-        self._runner = ScheduleRunner(own, self._replica, self.root_device, self._schedule, self._loss)
-
-    def _parts(self, network: Network) -> list[range]:
-        num_stages = self.placement.pipeline_size
-        if isinstance(self._split, list):
-            return explicit_split(self._split, network.names, num_stages)
-        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in network.layers]
-        return balanced(sizes, num_stages)
-
-    def _report(self, network: Network, parts: Sequence[range]) -> None:
-        """Log which ranks hold which layers."""
-        hosts = [""] * self.world_size
-        topology = getattr(self.cluster_environment, "topology", None)
-        dist.all_gather_object(hosts, f"host {self.node_rank}" if topology is None else topology.current_host)
-        if self.global_rank != 0:
-            return
-        placement = self.placement
+        stages = [[network.layers[i] for i in part] for part in parts]
         rows = []
         for stage, part in enumerate(parts):
-            ranks = [placement.ranks(replica)[stage] for replica in range(placement.data_size)]
-            parameters = sum(p.numel() for i in part for p in network.layers[i].parameters())
-            held_by = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks)
-            rows.append((stage, held_by, _named(network, part), f"{parameters:,}"))
-        p, d = placement.pipeline_size, placement.data_size
+            layers = f"{network.name}.{network.names[part[0]]} to {network.names[part[-1]]}"
+            parameters = list(torch.nn.ModuleList(stages[stage]).parameters())
+            if not any(parameter.requires_grad for parameter in parameters):
+                raise StrategyError(
+                    f"Stage {stage} ({layers}) has nothing to train, and its optimizer would be empty. Use fewer "
+                    "stages, or cut elsewhere with split=[...]."
+                )
+            ranks = ", ".join(str(ranks[stage]) for ranks in self._replicas)
+            rows.append((stage, ranks, layers, f"{sum(parameter.numel() for parameter in parameters):,}"))
+        self._report(rows)
+        tied = find_tied(module, stages)
+        self._checkpoint = LogicalCheckpoint(module, self._replica, tied, is_written=self._number == 0)
+        own = network.stage(parts[self._replica.position])
+        for stage, part in enumerate(parts):
+            if stage != self._replica.position:
+                network.remove(part)
+        materialize(list(own.layers), self.root_device)
+        retie(module, tied)
+        self._tied = TiedWeights(module, tied, self._replica)
+        self._stage = own
+        self._steps = UserSteps(
+            module,
+            network.module,
+            network.name,
+            self._replica,
+            self._forward_everywhere,
+            self._data_group,
+            are_everywhere=self._outputs == "all",
+        )
+        self._loss = StepLoss(module, self._steps, self._loss_kind)
+        self._runner = ScheduleRunner(
+            own, self._replica, self.root_device, self._schedule, self._loss, self._loss.try_out
+        )
+
+    def _parts(self, network: Network) -> list[range]:
+        size = len(self._replica.ranks)
+        if len(network.layers) < size:
+            raise StrategyError(
+                f"Too few layers in {network.name} ({len(network.layers)}) for {size} stages. Choose a smaller "
+                "pipeline_parallel_size."
+            )
+        if isinstance(self._split, list):
+            return explicit_split(self._split, network.names, size)
+        return balanced([sum(one.numel() for one in layer.parameters()) for layer in network.layers], size)
+
+    def _report(self, rows: Sequence[Sequence[object]]) -> None:
+        """Log which ranks hold which layers."""
+        if self.global_rank != 0:
+            return
         logger.info(
-            "Pipeline over %d ranks, %d replica%s (%s), schedule %s, up to %d microbatches\n%s",
-            p,
-            d,
-            "" if d == 1 else "s",
-            placement.order,
+            "Pipeline over %d ranks, replicas: %d (%s), schedule %s, up to %d microbatches\n%s",
+            len(self._replica.ranks),
+            len(self._replicas),
+            self._order,
             self._schedule,
             self._num_microbatches,
             draw_table(rows, ("stage", "ranks, by replica", "layers", "parameters")),
@@ -446,14 +388,10 @@ class PipelineParallelStrategy(DDPStrategy):
         if self._outputs == "loss":
             logger.info(
                 "Steps run to their end on the ranks of the last stage. What they keep in attributes stays there; what "
-                "they log, metrics and buffers reach all ranks. outputs: all runs them everywhere."
+                "they log, the values of metrics, and buffers reach all ranks. outputs: all runs them everywhere."
             )
 
     # Steps
-
-    def _stage_stream(self) -> AbstractContextManager[None]:
-        """Let the stages draw their own random numbers; all ranks of the replica call it."""
-        return stage_stream(drawn_seed(), self._replica.position)
 
     def training_step(self, *arguments: Any) -> Any:
         """Run a step over all stages.
@@ -464,17 +402,32 @@ class PipelineParallelStrategy(DDPStrategy):
         Returns:
             What ``training_step`` returns for the whole batch, with a loss whose ``backward`` delivers the gradients.
         """
-        batch = arguments[0]
-        rows = num_rows(batch)
+        rows = num_rows(arguments[0])
         microbatches = num_microbatches(rows, self._num_microbatches)
-        self._tell_once(rows, microbatches)
+        if microbatches < self._num_microbatches and self._num_steps == 0 and self.global_rank == 0:
+            logger.warning(
+                "The batch of a replica has %d rows, which num_microbatches=%d does not divide: microbatches: %d. "
+                "Choose a batch size that is a multiple of num_microbatches.",
+                rows,
+                self._num_microbatches,
+                microbatches,
+            )
         before = random_state()
         gradients = StepGradients(self._module)
 
-        def prepare(inputs: tuple[Any, ...]) -> None:
-            self._steps.check_inputs(inputs, rows, before)
-            if self._replica.is_last:
-                self._loss.begin(arguments, rows, microbatches, pair=self._num_steps)
+        def forward(inputs: tuple[Any, ...]) -> Any:
+            """Run the stages forward and backward; return the network's output on ranks that go on with the step."""
+            with self._replica.together():
+                self._steps.check_inputs(inputs, rows, before)
+                if self._replica.is_last:
+                    self._loss.begin(arguments, rows, microbatches, pair=self._num_steps)
+            with stage_stream(self._replica.position), gradients:
+                output = self._runner.step(inputs, microbatches)
+            if self._outputs == "all":
+                output = self._replica.broadcast(output, self._replica.last)
+            if self._loss.error is not None:
+                raise self._loss.error
+            return output
 
         def step() -> Any:
             result = self._module.training_step(*arguments)
@@ -482,13 +435,7 @@ class PipelineParallelStrategy(DDPStrategy):
             return result
 
         with self.precision_plugin.train_step_context():
-            result = self._steps.run(
-                "training_step",
-                step,
-                prepare,
-                lambda inputs: self._trained(inputs, microbatches, gradients),
-                is_everywhere=self._outputs == "all",
-            )
+            result = self._steps.run("training_step", step, forward)
             self._check_loss()
         self._num_steps += 1
         if isinstance(result, Mapping):
@@ -517,7 +464,7 @@ class PipelineParallelStrategy(DDPStrategy):
         step = getattr(self._module, name)
         if self._outputs == "all":
             return step(*arguments)
-        return self._steps.run(name, lambda: step(*arguments), lambda _: None, self._forward_of_last)
+        return self._steps.run(name, lambda: step(*arguments), self._forward_of_last)
 
     def _forward_of_last(self, inputs: tuple[Any, ...]) -> Any:
         return evaluate(self._stage, self._replica, inputs, self._num_microbatches)
@@ -526,30 +473,12 @@ class PipelineParallelStrategy(DDPStrategy):
         """Return the network's output, on every rank of the replica."""
         return self._replica.broadcast(self._forward_of_last(inputs), self._replica.last)
 
-    def _trained(self, inputs: tuple[Any, ...], microbatches: int, gradients: StepGradients) -> Any:
-        """Run the stages forward and backward; return the network's output on ranks that go on with the step."""
-        shapes = tuple((tuple(value.shape), value.dtype) for value in inputs)
-        with stage_stream(drawn_seed(), self._replica.position):
-            if not self._runner.knows(microbatches, shapes):
-                first = tuple(value[: len(value) // microbatches] for value in inputs)
-                found = try_out(self._stage, self._replica, first, self._loss.try_out)
-                self._runner.learn(microbatches, shapes, found)
-            with gradients:
-                output = self._runner.step(inputs if self._replica.position == 0 else (), microbatches, shapes)
-        if self._outputs == "all":
-            output = self._replica.broadcast(output, self._replica.last)
-        error = self._loss.end() if self._replica.is_last else None
-        if error is not None:
-            raise error
-        return output
-
     def _check_loss(self) -> None:
-        """Raise the same error on all ranks if a loss is not that of its microbatches, or copies of weights differ."""
+        """Raise the same error on all ranks if a loss is not that of its microbatches."""
         if not is_checked(self._num_steps):
             return
         found: list[str | None] = [None] * self.world_size
-        difference = self._tied.difference()
-        dist.all_gather_object(found, difference or (self._loss.check() if self._replica.is_last else None))
+        dist.all_gather_object(found, self._loss.check() if self._replica.is_last else None)
         wrong = next(filter(None, found), None)
         if wrong is not None:
             raise StrategyError(wrong)
@@ -557,9 +486,9 @@ class PipelineParallelStrategy(DDPStrategy):
     def _average(self, parameters: Sequence[Any]) -> None:
         if self._is_sync_blocked:
             return
-        self._tied.add_gradients()
-        if self.placement.data_size > 1:
-            average(parameters, self._data_group, self.placement.data_size)
+        self._tied.collect_gradients()
+        if len(self._replicas) > 1:
+            average(self._tied.without_copies(parameters), self._data_group, len(self._replicas))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -569,6 +498,19 @@ class PipelineParallelStrategy(DDPStrategy):
             yield
         finally:
             self._is_sync_blocked = False
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Make a step, which changes tied parameters on one rank; the others get them from it.
+
+        Args:
+            optimizer: This rank's optimizer.
+            closure: Computes the loss and the gradients.
+            model: Has hooks around the step; None: the LightningModule.
+            **kwargs: Arguments of the optimizer's ``step``.
+        """
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._tied.update_copies()
+        return result
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
@@ -581,36 +523,8 @@ class PipelineParallelStrategy(DDPStrategy):
             parameters: This rank's part of the parameters; None: all of the module's.
             norm_type: The p of the p-norm; may be infinite.
         """
-        duplicates = {id(parameter) for parameter in self._tied.duplicates}
-        own = self._module.parameters() if parameters is None else parameters
-        counted = [parameter for parameter in own if id(parameter) not in duplicates]
+        counted = list(self._module.parameters() if parameters is None else parameters)
         return total_norm(counted, self._replica.group, self.root_device, norm_type)
-
-    def _tell_once(self, rows: int, microbatches: int) -> None:
-        """Warn in the first step if its microbatches are fewer than configured, or fewer than the stages."""
-        if self._is_told or self.global_rank != 0:
-            return
-        self._is_told = True
-        num_stages = self.placement.pipeline_size
-        if microbatches < self._num_microbatches:
-            logger.warning(
-                "The batch of a replica has %d rows, which num_microbatches=%d does not divide: %d microbatch%s of %d. "
-                "Choose a batch size that is a multiple of num_microbatches.",
-                rows,
-                self._num_microbatches,
-                microbatches,
-                "" if microbatches == 1 else "es",
-                rows // microbatches,
-            )
-        elif microbatches < num_stages:
-            logger.warning(
-                "%d microbatch%s for %d stages: ranks wait for each other most of the time. Use num_microbatches of "
-                "%d or more.",
-                microbatches,
-                "" if microbatches == 1 else "es",
-                num_stages,
-                2 * num_stages,
-            )
 
     # Checkpoints
 
@@ -649,33 +563,3 @@ class PipelineParallelStrategy(DDPStrategy):
         """
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._checkpoint.load_optimizer_state(optimizer, state)
-
-
-class _SharedDraws(Callback):
-    """Lets hooks draw the same numbers on all ranks of a replica after loaders have started.
-
-    That draws numbers, and happens only on the rank that fetches batches.
-
-    Args:
-        strategy: The strategy.
-    """
-
-    def __init__(self, strategy: PipelineParallelStrategy) -> None:
-        self._strategy = strategy
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.share_random_state()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.share_random_state()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.share_random_state()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.share_random_state()
-
-
-def _named(network: Network, part: range) -> str:
-    first, last = network.names[part[0]], network.names[part[-1]]
-    return f"{network.name}.{first}" if len(part) == 1 else f"{network.name}.{first} to {last}"

@@ -12,6 +12,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from app.transformer import TransformerLanguageModel
 from lightning_sm.errors import StrategyError
+from tests.exported_model import exported_weights
 from tests.integration.hosts import REPOSITORY, Hosts
 from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
 from tests.quick_processes import python_path
@@ -65,9 +66,8 @@ def run_job(folder, devices, batch_size, *strategy):
 
 
 def plain_weights(folder):
-    """The exported state_dict of the only model directory that has one."""
-    (path,) = folder.glob("jobs/*/algo-*/model/state_dict.pt")
-    return torch.load(path, weights_only=True)
+    """The weights of the exported model."""
+    return exported_weights(folder.glob("jobs/*/algo-*/model"))
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ def test_the_ranks_may_come_from_another_launcher(ddp):
             else:
                 ended = {"mpirun": mpirun(hosts, hosts.names, command)}
             assert {name: end.code for name, end in ended.items()} == dict.fromkeys(ended, 0)
-            (path,) = hosts.folder.glob("algo-*/model/state_dict.pt")
-            torch.testing.assert_close(torch.load(path, weights_only=True), expected, rtol=0, atol=1e-5)
+            weights = exported_weights(hosts.folder.glob("algo-*/model"))
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

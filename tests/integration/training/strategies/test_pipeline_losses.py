@@ -63,7 +63,7 @@ def test_replicas_count_as_with_ddp(fits: Seen, kind: str):
     ("name", "messages"),
     [
         ("undeclared padding", ["weighted by rows", "pipeline_weight(self, batch)"]),
-        ("undeclared sum", ["adds the rows up: set loss: sum"]),
+        ("undeclared sum", ["adds the rows up, set loss: sum"]),
         ("contrastive", ["compares the rows of a batch", "num_microbatches=1"]),
         ("replicas, undeclared padding", ["weighted by rows", "pipeline_weight(self, batch)"]),
     ],

@@ -50,7 +50,7 @@ def test_a_host_takes_no_heartbeat_after_the_end_of_a_training(monkeypatch):
     link = HostLink("algo-3:1", CREDENTIALS, HeartbeatRequest("rank 0", 1), Owner())
     host = link._channel
     assert host.has_heartbeat.wait(TIMEOUT_S)
-    ends = threading.Thread(target=link.finish, args=("finished",), kwargs={"is_success": True})
+    ends = threading.Thread(target=link.finish)
     ends.start()
     ends.join(0.3)  # it would have told the host by then
     host.may_answer.set()

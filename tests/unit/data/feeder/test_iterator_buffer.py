@@ -65,7 +65,7 @@ def answer(buffer, request_id, header):
     if header.num_bytes:
         piece = in_flight.begin_piece(0, header.num_bytes, lambda *_: None)
         piece.memory[:] = bytes([request_id]) * header.num_bytes
-        buffer.end_piece(in_flight, piece)
+        buffer.end_piece(in_flight)
     return buffer.accept(request_id, latency_s=1.0)
 
 
@@ -107,7 +107,7 @@ def test_a_slot_is_free_only_once_nothing_is_written_to_it(ring):
     buffer.drop(1)
     assert piece.memory is None
     assert len(free) == 2
-    buffer.end_piece(in_flight, piece, is_complete=False)
+    buffer.end_piece(in_flight, is_complete=False)
     assert len(free) == 3
 
 

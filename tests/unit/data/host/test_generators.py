@@ -187,7 +187,7 @@ def test_generators_that_are_made_later_keep_the_seeds_of_the_others():
 def test_global_generators_are_not_held():
     """They have seeds of their own, also where an object holds them, as with scikit-learn."""
     owner = Holder(rng=np.random.mtrand._rand, draw=random.random, rand=np.random.rand, torch=torch.default_generator)
-    assert not HeldGenerators(owner)
+    assert list(HeldGenerators(owner)) == []
 
 
 def test_the_search_is_bounded():

@@ -35,7 +35,6 @@ PARSERS = [
     calls.FinishRequest.parse,
     calls.HostReport.parse,
     openings.OpeningsRequest.parse,
-    openings.ResultRequest.parse,
     parse_reply,
     lambda data: decode(openings.CallResult, data, "result"),
 ]

@@ -22,10 +22,10 @@ def test_all_have_finished():
     leases = Leases(60.0, 900.0, now=0.0)
     for rank in range(2):
         leases.heartbeat(f"rank {rank}", 2, now=1.0)
-    leases.finish("rank 0", "", now=2.0)
+    leases.finish("rank 0", now=2.0)
     assert leases.outcome(3.0) is None
-    leases.finish("rank 1", "KeyError: 'x'", now=4.0)
-    assert leases.outcome(5.0) == Finished("both ranks have finished (KeyError: 'x')")
+    leases.finish("rank 1", now=4.0)
+    assert leases.outcome(5.0) == Finished("both ranks have finished")
 
 
 def test_the_number_of_ranks_is_in_words():
@@ -34,7 +34,7 @@ def test_the_number_of_ranks_is_in_words():
         leases = Leases(60.0, 900.0, now=0.0)
         for rank in range(world_size):
             leases.heartbeat(f"rank {rank}", world_size, now=1.0)
-            leases.finish(f"rank {rank}", "", now=2.0)
+            leases.finish(f"rank {rank}", now=2.0)
         assert leases.outcome(2.0) == Finished(f"{ranks} finished")
 
 
@@ -42,7 +42,7 @@ def test_a_rank_that_has_not_connected_yet_is_waited_for():
     """One rank may finish before another has started; the host waits for that one for a lease, not longer."""
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 2, now=1.0)
-    leases.finish("rank 0", "", now=2.0)
+    leases.finish("rank 0", now=2.0)
     assert leases.outcome(61.0) is None
     assert leases.outcome(62.0) == leases.outcome(1e9) == Finished("the only rank has finished")
 
@@ -54,7 +54,7 @@ def test_trainers_that_came_one_after_the_other_are_not_waited_for():
         for rank in range(2):
             leases.heartbeat(f"rank {rank} on {host}", 2, now=1.0)
         for rank in range(2):
-            leases.finish(f"rank {rank} on {host}", "", now=1.0)
+            leases.finish(f"rank {rank} on {host}", now=1.0)
     assert leases.outcome(1.0) is not None
 
 
@@ -72,23 +72,23 @@ def test_a_trainer_that_comes_back_has_a_lease_again(is_silent):
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 1, now=1.0)
     if not is_silent:
-        leases.finish("rank 0", "", now=2.0)
+        leases.finish("rank 0", now=2.0)
     leases.heartbeat("rank 0", 1, now=100.0)
     assert leases.outcome(101.0) is None
 
 
-@pytest.mark.parametrize("problem", ["KeyError: 'x'", "the training process exited", "", None])
-def test_trainers_that_may_restart_are_waited_for(problem):
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_trainers_that_may_restart_are_waited_for(is_lost):
     """However they ended or vanished, they have the time of the first start to come back; then the host exits."""
     leases = Leases(60.0, 900.0, now=0.0, may_restart=True)
     leases.heartbeat("rank 0", 1, now=100.0)
-    if problem is not None:
-        leases.finish("rank 0", problem, now=100.0)
+    if not is_lost:
+        leases.finish("rank 0", now=100.0)
     assert leases.outcome(999.0) is None
-    note = " (lost connection)" if problem is None else f" ({problem})" if problem else ""
+    note = " (lost connection)" if is_lost else ""
     assert leases.outcome(1000.0) == Finished(f"the only rank has finished{note}")
     leases.heartbeat("rank 0", 1, now=999.0)
-    leases.finish("rank 0", "", now=1001.0)
+    leases.finish("rank 0", now=1001.0)
     assert leases.outcome(1900.0) is None
 
 
@@ -96,7 +96,7 @@ def test_without_a_limit_for_the_start_no_restart_is_waited_for():
     """Nothing says how long it may take; so the host exits when its ranks have ended."""
     leases = Leases(60.0, None, now=0.0, may_restart=True)
     leases.heartbeat("rank 0", 1, now=1.0)
-    leases.finish("rank 0", "", now=2.0)
+    leases.finish("rank 0", now=2.0)
     assert leases.outcome(2.0) == Finished("the only rank has finished")
 
 
@@ -105,15 +105,15 @@ def test_an_ending_job_waits_for_no_restart():
     leases = Leases(60.0, 900.0, now=0.0, may_restart=True)
     leases.heartbeat("rank 0", 1, now=100.0)
     leases.expect_no_more()
-    leases.finish("rank 0", "stopped", now=101.0)
-    assert leases.outcome(101.0) == Finished("the only rank has finished (stopped)")
+    leases.finish("rank 0", now=101.0)
+    assert leases.outcome(101.0) == Finished("the only rank has finished")
 
 
 def test_a_host_that_was_started_by_hand_stays():
     """Without leases, the host does not exit when all trainers have finished."""
     leases = Leases(None, None, now=0.0)
     leases.heartbeat("rank 0", 1, now=1.0)
-    leases.finish("rank 0", "", now=2.0)
+    leases.finish("rank 0", now=2.0)
     assert leases.outcome(1e9) is None
 
 
@@ -123,13 +123,13 @@ def test_a_newcomer_must_belong_to_the_training_that_runs():
     for rank in range(2):
         leases.heartbeat(f"rank {rank}", 2, now=1.0)
     with pytest.raises(
-        DataHostMismatchError, match="rank 2 is one too many for a run with world size 2; already connected"
+        DataHostMismatchError, match=r"rank 2 \(world size 2\) is one too many; already connected: rank 0"
     ):
         leases.heartbeat("rank 2", 2, now=2.0)
-    expected = r"world size 8, but rank 0, rank 1 to one with world size 2\. A data host serves"
+    expected = r"world size 8\) is one too many; already connected: rank 0 \(world size 2\), rank 1 .* A data host"
     with pytest.raises(DataHostMismatchError, match=expected):
         leases.heartbeat("rank 2", 8, now=2.0)
-    leases.finish("rank 1", "", now=3.0)
+    leases.finish("rank 1", now=3.0)
     leases.heartbeat("rank 2", 2, now=4.0)
     leases.heartbeat("rank 3", 8, now=64.0)
     assert [leases.has(f"rank {rank}") for rank in range(5)] == [True, True, True, True, False]
@@ -142,7 +142,7 @@ def test_a_rank_may_train_in_a_smaller_group_later():
         leases.heartbeat(f"rank {rank}", 4, now=1.0)
     leases.heartbeat("rank 0", 1, now=2.0)
     leases.heartbeat("rank 1", 4, now=2.0)
-    with pytest.raises(DataHostMismatchError, match="rank 0 on b is one too many for a run with world size 1"):
+    with pytest.raises(DataHostMismatchError, match=r"rank 0 on b \(world size 1\) is one too many"):
         leases.heartbeat("rank 0 on b", 1, now=2.0)
 
 
@@ -151,7 +151,7 @@ def test_a_refusal_names_four_ranks():
     leases = Leases(None, None, now=0.0)
     for rank in range(5):
         leases.heartbeat(f"rank {rank}", 5, now=1.0)
-    with pytest.raises(DataHostMismatchError, match=r"connected: rank 0, rank 1, rank 2, rank 3, \.\.\. \(5 in all\)"):
+    with pytest.raises(DataHostMismatchError, match=r"connected: rank 0 .*, rank 3 .*, \.\.\. \(5 in all\)"):
         leases.heartbeat("rank 5", 5, now=2.0)
 
 
@@ -171,8 +171,8 @@ def test_an_ending_job_waits_for_no_rank_that_has_not_connected():
     leases.expect_no_more()
     leases.heartbeat("rank 0", 2, now=2.0)
     assert leases.outcome(3.0) is None
-    leases.finish("rank 0", "stopped", now=4.0)
-    assert leases.outcome(5.0) == Finished("the only rank has finished (stopped)")
+    leases.finish("rank 0", now=4.0)
+    assert leases.outcome(5.0) == Finished("the only rank has finished")
 
 
 def test_an_ending_job_ends_no_lease():
@@ -181,9 +181,9 @@ def test_an_ending_job_ends_no_lease():
     for rank in range(2):
         leases.heartbeat(f"rank {rank}", 2, now=1.0)
     leases.expect_no_more()
-    leases.finish("rank 0", "stopped", now=2.0)
+    leases.finish("rank 0", now=2.0)
     assert leases.outcome(60.0) is None
-    assert leases.outcome(61.0) == Finished("both ranks have finished (lost connection, stopped)")
+    assert leases.outcome(61.0) == Finished("both ranks have finished (lost connection)")
 
 
 def test_a_job_that_ends_before_a_trainer_connected():

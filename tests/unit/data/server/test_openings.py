@@ -51,9 +51,9 @@ class Main:
         """Note that other openings are live."""
         self.num_changes += 1
 
-    def open(self, *openings, client="rank 0", timeout_s=TIMEOUT_S):
+    def open(self, *openings, client="rank 0", timeout_s=TIMEOUT_S, results=()):
         """Have everything opened that a rank wants."""
-        reply = self.openings.open(OpeningsRequest(client, list(openings)), timeout_s)
+        reply = self.openings.open(OpeningsRequest(client, list(openings), list(results)), timeout_s)
         for thread in self._answering:
             thread.join()
         return reply
@@ -110,10 +110,12 @@ def test_the_result_of_a_call_is_kept_while_it_is_open(main):
     """Other ranks get it, too."""
     call = Opening("setup", "digest", is_call=True)
     main.outcomes["setup"] = CallResult(b"loaders", {"dataset": "Numbers of 3"})
-    assert main.open(call).open == ["setup"]
-    assert main.openings.result("setup") == main.outcomes["setup"]
+    assert main.open(call).results == {}
+    for client in ("rank 0", "rank 1"):
+        assert main.open(call, client=client, results=["setup"]).results == main.outcomes
+    main.open(client="rank 1")
     main.open()
-    assert main.openings.result("setup") is None
+    assert main.open(results=["setup"]).results == {}
 
 
 def test_workers_that_come_too_late_end_at_once(main):

@@ -47,7 +47,7 @@ class FakeWorker:
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
         self.ring.slot(slot)[0] = value
-        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0), b"header"))
+        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0, encoded_batches=b"header")))
 
     def is_idle(self):
         """Return whether it gets no request."""
@@ -108,7 +108,7 @@ def test_a_batch_comes_from_the_slot(pool, worker):
     worker.done(slot, 42)
     answer = answers.get(timeout=TIMEOUT_S)
     assert isinstance(answer, ServedRange)
-    assert (answer.encoded_batches, answer.data[: answer.built.num_bytes].tolist()) == (b"header", [42])
+    assert (answer.built.encoded_batches, answer.data[: answer.built.num_bytes].tolist()) == (b"header", [42])
     answer.release()
 
 

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import json
 import logging
 import queue
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 from lightning_sm.job.stopping import Outcome
-from lightning_sm.launcher.peers.connection import Timings, peers_key
-from lightning_sm.launcher.peers.messages import PROTOCOL, PeerMessage, Proof, to_line
-from lightning_sm.launcher.peers.peers import Peers
+from lightning_sm.launcher.peers.client import Client
+from lightning_sm.launcher.peers.hub import Hub
+from lightning_sm.launcher.peers.messages import Answer, Question, from_line, mac_of, peers_key, to_line
+from lightning_sm.launcher.peers.outcome import Timings
 from tests.fakes.reserved_job import reserve_job
 
 TIMEOUT_S = 20
 MAIN, DATA = "algo-1", "data-1"
 # Short, but long against the pauses of a busy machine.
-FAST = {
-    "peers_timeout_s": 0.5,
-    "after_failure_s": 5.0,
-    "heartbeat_s": 0.1,
-    "silence_s": 5.0,
-    "reconnect_s": 0.3,
-    "hello_s": 2.0,
-    "first_retry_s": 0.02,
-    "longest_retry_s": 0.1,
-    "tick_s": 0.02,
-}
+FAST = {"peers_timeout_s": 0.5, "after_failure_s": 5.0, "lost_s": 5.0, "poll_s": 0.02}
 BROKEN = Outcome.of_exit_code(3, "ValueError: broken")
 
 
@@ -52,33 +39,32 @@ class Job:
         exits.enter_context(ports)
         self.port = topology.main_port  # any port of its own
 
-    def make(self, own, *, on_job_outcome=None, max_restarts=0, **timings):
-        """The launcher of a host, not started; what it is told is in ``received`` and ``restarts``."""
-        received, restarts = queue.Queue(), queue.Queue()
-        peers = Peers(
+    def make(self, own, *, max_restarts=0, **timings):
+        """The launcher of a host, not started."""
+        limits, address = Timings(**{**FAST, **timings}), (self.bind, self.port)
+        if own != MAIN:
+            return Client(own, self.trainers, main_host=MAIN, address=address, key=self.key, timings=limits)
+        if len(self.trainers) + len(self.data_hosts) == 1:
+            address = None
+        return Hub(
+            own,
+            self.trainers,
+            self.data_hosts,
+            address=address,
             key=self.key,
-            own=own,
-            trainers=self.trainers,
-            data_hosts=self.data_hosts,
-            main_host=MAIN,
-            addresses={MAIN: self.bind},
-            port=self.port,
-            bind=self.bind,
-            on_job_outcome=on_job_outcome or received.put,
-            on_restart=restarts.put,
+            timings=limits,
             max_restarts=max_restarts,
-            timings=Timings(**{**FAST, **timings}),
         )
-        peers.received, peers.restarts = received, restarts
-        return peers
 
     def start(self, own, **options):
         """The launcher of a host, started."""
         return self._exits.enter_context(self.make(own, **options))
 
     def start_all(self, **options):
-        """The launchers of all hosts, the hub first."""
-        return {host: self.start(host, **options) for host in (*self.trainers, *self.data_hosts)}
+        """The launchers of all hosts, the hub first, when all are connected."""
+        launchers = {host: self.start(host, **options) for host in (*self.trainers, *self.data_hosts)}
+        connected(*(peers for host, peers in launchers.items() if host != MAIN))
+        return launchers
 
     def connect(self):
         """A connection to the hub that no launcher made."""
@@ -86,75 +72,40 @@ class Job:
 
 
 class Raw:
-    """One end of a connection between launchers, byte by byte; what was sent is in ``sent``."""
+    """One end of a connection to a hub, byte by byte."""
 
     def __init__(self, sock):
         self.sock = sock
-        self.sent = b""
-        self._received = b""
+        self.lines = sock.makefile("rb")
+        self.challenge = self.lines.readline()
 
-    def send(self, *messages):
-        """Send messages, as objects or as bytes."""
-        for message in messages:
-            data = message if isinstance(message, bytes) else as_line(message)
-            self.sent += data
-            self.sock.sendall(data)
+    def ask(self, host, key, attempt=0, outcome=None):
+        """Ask as a host, and return the answer."""
+        line = self.request(host, key, attempt, outcome)
+        self.sock.sendall(line)
+        return from_line(self.lines.readline(), Answer, key, mac_of(line))
 
-    def line(self):
-        """The next line, empty after the last one."""
-        while b"\n" not in self._received:
-            data = self.sock.recv(1024)
-            if not data:
-                break
-            self._received += data
-        line, end, self._received = self._received.partition(b"\n")
-        return line + end
-
-    def introduce(self, host, key, protocol=PROTOCOL):
-        """Say the first lines of a host, and return the hub's answer."""
-        self.send({"protocol": protocol, "nonce": "of the host", "host": host})
-        greetings = self.sent + self.line()
-        self.send(Proof(mac(key, b"host", greetings)))
-        answer = json.loads(self.line() or b"null")
-        assert answer in (None, proof(""), proof(mac(key, b"hub", greetings)))
-        return answer
+    def request(self, host, key, attempt=0, outcome=None):
+        """The line with which a host asks."""
+        return to_line(Question(host, "random", attempt, outcome), key, self.challenge)
 
     def is_closed(self):
-        """Whether the other end closes the connection, whatever it sends before."""
+        """Whether the other end closes the connection, and sends nothing before."""
         try:
-            while self.sock.recv(1024):
-                pass
+            return self.lines.read() == b""
         except ConnectionResetError:  # it closed with bytes unread
-            pass
-        except TimeoutError:
-            return False
-        return True
+            return True
 
 
-def welcome(connection, key):
-    """Answer the first lines of a host as the hub of its job; returns this end of the connection."""
-    hub = Raw(connection)
-    greetings = hub.line()
-    hub.send({"protocol": PROTOCOL, "nonce": "of the hub"})
-    greetings += hub.sent
-    assert json.loads(hub.line()) == proof(mac(key, b"host", greetings))
-    hub.send(Proof(mac(key, b"hub", greetings)))
-    return hub
-
-
-def as_line(message):
-    """A message, or any JSON, as it travels."""
-    return to_line(message) if isinstance(message, PeerMessage) else json.dumps(message).encode() + b"\n"
-
-
-def proof(mac):
-    """The JSON of a proof."""
-    return json.loads(to_line(Proof(mac)))
-
-
-def mac(key, who, greetings):
-    """What proves that a host, or the hub, has the key."""
-    return hmac.new(key, who + b"\0" + greetings, hashlib.sha256).hexdigest()
+def answered(connection, key, *answers):
+    """Answer a host as the hub of its job, once for each answer; returns its requests."""
+    challenge, lines, requests = b"random text of the hub\n", connection.makefile("rb"), []
+    connection.sendall(challenge)
+    for answer in answers:
+        line = lines.readline()
+        requests.append(from_line(line, Question, key, challenge))
+        connection.sendall(to_line(answer, key, mac_of(line)))
+    return requests
 
 
 class Lines(logging.Handler):
@@ -181,44 +132,61 @@ class Lines(logging.Handler):
             missing -= {text for text in missing if text in seen[-1]}
 
 
-def joined(lines, *hosts):
-    """Wait until the hub has welcomed these hosts."""
-    lines.wait_for(*(f"Host {host} joined." for host in hosts))
+def until(condition):
+    """Wait until something holds, and return how long that took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < TIMEOUT_S, "it never came true"
+        time.sleep(0.005)
+    return time.monotonic() - started
 
 
-def outcomes_after_waiting(launchers):
-    """What wait_for_peers returned on each host, all called at once."""
-    results = {}
+def stays(condition, seconds):
+    """Whether something holds for some seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not condition():
+            return False
+        time.sleep(0.005)
+    return True
 
-    def wait(host, peers):
-        results[host] = peers.wait_for_peers()
 
-    threads = [threading.Thread(target=wait, args=item, daemon=True) for item in launchers.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert set(results) == set(launchers), "wait_for_peers did not return"
-    return results
+def connected(*clients):
+    """Wait until the hub has answered these hosts."""
+    until(lambda: all(client.is_main_host_there for client in clients))
+
+
+def outcome_of(peers):
+    """How the job ends, once a host knows it."""
+    until(lambda: peers.job_outcome is not None)
+    return peers.job_outcome
+
+
+def end_outcomes(*launchers):
+    """How the job ended for each host, once all may leave."""
+    until(lambda: all(peers.is_done for peers in launchers))
+    return {peers.job_outcome for peers in launchers}
 
 
 _HOST_SCRIPT = """
 import sys
-from lightning_sm.launcher.peers.connection import Timings
-from lightning_sm.launcher.peers.peers import Peers
-own, key, bind, port, trainers, silence_s = sys.argv[1:7]
-with Peers(key=bytes.fromhex(key), own=own, trainers=trainers.split(), data_hosts=[], main_host="algo-1",
-           addresses={"algo-1": bind}, port=int(port), bind=bind, on_job_outcome=lambda job_outcome: None,
-           timings=Timings(silence_s=float(silence_s), heartbeat_s=0.1, tick_s=0.02, first_retry_s=0.02,
-                           longest_retry_s=0.1)):
+from lightning_sm.launcher.peers.client import Client
+from lightning_sm.launcher.peers.hub import Hub
+from lightning_sm.launcher.peers.outcome import Timings
+own, key, bind, port, trainers, lost_s = sys.argv[1:7]
+trainers, address, timings = trainers.split(), (bind, int(port)), Timings(lost_s=float(lost_s), poll_s=0.02)
+shared = {"address": address, "key": bytes.fromhex(key), "timings": timings}
+with Hub(own, trainers, [], max_restarts=0, **shared) if own == "algo-1" else Client(
+    own, trainers, main_host="algo-1", **shared
+):
     print("started", flush=True)
     sys.stdin.read()
 """
 
 
-def host_process(exits, job, own, silence_s=30.0):
+def host_process(exits, job, own, lost_s=30.0):
     """The launcher of a host in a process of its own, which runs until it is killed."""
-    arguments = [own, job.key.hex(), job.bind, str(job.port), " ".join(job.trainers), str(silence_s)]
+    arguments = [own, job.key.hex(), job.bind, str(job.port), " ".join(job.trainers), str(lost_s)]
     command = [sys.executable, "-c", _HOST_SCRIPT, *arguments]
     process = exits.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     exits.callback(process.kill)

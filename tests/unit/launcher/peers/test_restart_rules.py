@@ -5,20 +5,18 @@ from __future__ import annotations
 import pytest
 
 from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
-from lightning_sm.launcher.peers.connection import Timings
-from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart, pause_s
+from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart, Timings, pause_s
 
 BROKEN = Outcome.of_exit_code(1, "ValueError: broken\non trainer host b (exit code 1)", may_restart=True)
 ENDED = Outcome.of_exit_code(143, "killed by SIGTERM", may_restart=True)
 CAUSE = "ValueError: broken on trainer host b (exit code 1)"
 
 
-def _tracker(trainers="ab", data_hosts="d", max_restarts=2, joined="abd"):
-    tracker = JobOutcomeTracker(
-        trainers, data_hosts, reconnect_s=15, absent_s=10, after_failure_s=100, max_restarts=max_restarts
-    )
+def _tracker(trainers="ab", data_hosts="d", max_restarts=2, joined="abd", lost_s=10_000):
+    timings = Timings(lost_s=lost_s, peers_timeout_s=10, after_failure_s=100)
+    tracker = JobOutcomeTracker([*trainers], [*data_hosts], timings, max_restarts)
     for host in joined:
-        tracker.joined(host, 0)
+        tracker.heard(host, 0)
     return tracker
 
 
@@ -60,7 +58,7 @@ def test_a_pause_comes_before_the_second_restart():
 
 
 def test_a_report_that_comes_twice_does_not_prolong_the_pause():
-    """A host whose connection breaks sends it again."""
+    """A host sends it with each request."""
     tracker = _tracker()
     _restarted(tracker, 10)
     for host, outcome in (("b", BROKEN), ("a", ENDED)):
@@ -86,7 +84,7 @@ def test_a_job_that_is_restarted_may_succeed():
     """After a restart the reports of the new attempt count, and success is that of any job."""
     tracker = _tracker()
     now = _restarted(tracker, 10)
-    tracker.reported("a", BROKEN, now, attempt=0)  # sent again on a new connection
+    tracker.reported("a", BROKEN, now, attempt=0)  # sent again with another request
     for host in "ab":
         tracker.reported(host, Outcome.of_exit_code(0), now, attempt=1)
     tracker.update(now)
@@ -174,41 +172,21 @@ def test_a_host_that_had_finished_starts_again():
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_a_host_that_is_lost_during_a_restart_ends_the_job(has_ended):
     """Whether its script has ended or not: only the service can replace a host."""
-    tracker = _tracker()
+    tracker = _tracker("abc", "", joined="abc", lost_s=15)
+    for host in "abc":
+        tracker.heard(host, 10)
     tracker.reported("b", BROKEN, 10)
     if has_ended:
         tracker.reported("a", ENDED, 10)
-    tracker.left("a", 10.5, "it closed the connection")
-    tracker.update(25.4)
+    for now in range(11, 25):
+        for host in "bc":  # the script of c does not end
+            tracker.heard(host, now)
+        tracker.update(now)
     assert tracker.job_outcome is None
-    assert not tracker.restart.may_start
-    tracker.update(25.5)
-    reason = f"Lost host a: it closed the connection\nRestart 1 of 2 was in progress. Its cause: {CAUSE}"
-    assert tracker.job_outcome == JobOutcome(OutcomeKind.LOST, "a", 1, Reason(reason, reason.splitlines()[0]))
-
-
-def test_a_host_that_had_finished_and_gone_is_lost_for_a_restart():
-    """It left before the failure, which did not matter then."""
-    tracker = _tracker()
-    tracker.reported("a", Outcome.of_exit_code(0), 5)
-    tracker.left("a", 6, "it closed the connection")
-    tracker.reported("b", BROKEN, 10)
     tracker.update(25)
-    assert (tracker.job_outcome.kind, tracker.job_outcome.host) == (OutcomeKind.LOST, "a")
-
-
-def test_a_host_that_reconnects_during_a_restart_reports_again():
-    """A connection that breaks for a moment delays the start until the host has reported its end once more."""
-    tracker = _tracker()
-    tracker.reported("b", BROKEN, 10)
-    tracker.reported("a", ENDED, 10)
-    tracker.left("a", 10.5, "it closed the connection")
-    tracker.joined("a", 12)
-    tracker.update(20)
-    assert not tracker.restart.may_start
-    tracker.reported("a", ENDED, 20)
-    tracker.update(21)
-    assert tracker.restart.may_start
+    lost = "Lost host a: its launcher has sent nothing for 15 s"
+    reason = f"{lost}\nRestart 1 of 2 was in progress. Its cause: {CAUSE}"
+    assert tracker.job_outcome == JobOutcome(OutcomeKind.LOST, "a", 1, Reason(reason, lost))
 
 
 @pytest.mark.parametrize("now", [110, 5000])
@@ -234,7 +212,7 @@ def test_a_host_that_never_came_is_waited_for_a_short_time():
     assert tracker.job_outcome.host == "b"
     late = _tracker(joined="bd")
     late.reported("b", BROKEN, 10)
-    late.joined("a", 15)
+    late.heard("a", 15)
     late.update(60)
     late.reported("a", ENDED, 61)
     late.update(62)
@@ -267,24 +245,18 @@ def test_the_only_host_restarts_by_the_same_rules():
 
 def test_a_connection_that_is_made_again_within_seconds_loses_nobody():
     """A reset and one lost packet cost more than a second, and are no reason to end a job of 64 hosts."""
-    trainers = [f"algo-{number}" for number in range(1, 65)]
-    timings = Timings()
-    tracker = JobOutcomeTracker(
-        trainers,
-        [],
-        reconnect_s=timings.reconnect_s,
-        absent_s=10,
-        after_failure_s=timings.after_failure_s,
-        max_restarts=0,
-    )
-    for host in trainers:
-        tracker.joined(host, 0)
-    tracker.left("algo-7", 1000, "it closed the connection")
-    tracker.update(1014.9)
+    hosts = [f"algo-{number}" for number in range(1, 65)]
+    tracker, away = JobOutcomeTracker(hosts, [], Timings(), max_restarts=0), "algo-7"
+
+    def stay_away(began, ended):
+        tracker.heard(away, began)
+        for now in range(began, ended + 1):
+            for host in set(hosts) - {away}:
+                tracker.heard(host, now)
+            tracker.update(now)
+
+    stay_away(0, 14)
+    stay_away(15, 29)
     assert tracker.job_outcome is None
-    tracker.joined("algo-7", 1014.9)
-    tracker.update(2000)
-    assert tracker.job_outcome is None
-    tracker.left("algo-7", 2000, "it closed the connection")
-    tracker.update(2015)
+    stay_away(30, 45)
     assert tracker.job_outcome.kind is OutcomeKind.LOST

@@ -4,12 +4,11 @@ import pytest
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.environments import LightningEnvironment
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import ModelParallelStrategy
 
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.checkpoints.durable_io import make_durable
-from lightning_sm.training.checkpoints.sharded import holders, install_shard_hooks
+from lightning_sm.training.checkpoints.sharded import install_shard_hooks
 
 
 @pytest.fixture
@@ -74,21 +73,6 @@ def test_a_single_file_is_removed_by_rank_0_only(tmp_path, strategy_of):
 
 
 @pytest.mark.parametrize("global_rank", [0, 8])
-def test_hosts_that_share_the_folder_remove_it_together(tmp_path, strategy_of, global_rank):
-    """A file that the other host has just removed is no error, and nothing is left."""
-
-    class Overtaken(TorchCheckpointIO):
-        def remove_checkpoint(self, path):
-            raise FileNotFoundError(2, "No such file or directory", "meta.pt")
-
-    strategy = strategy_of(global_rank, 0)
-    strategy.checkpoint_io = Overtaken()
-    first = sharded(tmp_path, "1.ckpt")
-    strategy.remove_checkpoint(str(first))
-    assert not first.exists()
-
-
-@pytest.mark.parametrize("global_rank", [0, 8])
 @pytest.mark.parametrize("name", [".metadata", "meta.pt", "latest"])
 def test_shards_of_two_steps_are_never_valid(tmp_path, strategy_of, monkeypatch, global_rank, name):
     """All files of an old checkpoint are gone on each host before the first shard of the new one is written."""
@@ -116,11 +100,3 @@ def test_an_exported_model_keeps_its_shards(tmp_path, strategy_of, monkeypatch):
     monkeypatch.setattr(ModelParallelStrategy, "save_checkpoint", save)
     strategy_of(0, 0).save_checkpoint({"global_step": 2}, str(last))
     assert (tmp_path / "model").read_bytes() == b"a shard of rank 8"
-
-
-def test_the_files_of_the_services_agent_are_not_part_of_a_checkpoint(tmp_path):
-    """They lie beside each shard, and would be exported with the model."""
-    path = sharded(tmp_path, "1.ckpt")
-    for ending in ("uploading", "uploaded", "ignore"):
-        (path / f"__8_0.distcp.sagemaker-{ending}").touch()
-    assert holders(path) == {"__8_0.distcp": 0}

@@ -5,9 +5,6 @@ import sys
 
 import pytest
 
-from lightning_sm import SageMakerTrainer
-from lightning_sm.errors import StrategyError
-
 _PLAIN_TRAINER = """
 import sys
 {imports}
@@ -34,11 +31,3 @@ def test_the_import_of_lightning_sm_registers_strategies(imports):
     command = [sys.executable, "-c", _PLAIN_TRAINER.format(imports=imports)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.stdout.strip() == "PipelineParallelStrategy", ended.stderr
-
-
-def test_data_parallel_names_the_strategy_that_replaced_it_and_what_becomes_of_the_batch():
-    """A script of Lightning 1 with strategy=dp ends with what to write instead."""
-    with pytest.raises(
-        StrategyError, match=r"strategy=dp .* Use strategy=ddp .*: divide the DataModule's by the number"
-    ):
-        SageMakerTrainer(strategy="dp", accelerator="cpu", devices=2, logger=False)

@@ -17,9 +17,8 @@ import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_sm.errors import CheckpointError
-from lightning_sm.training.checkpoints import durable_io
 from lightning_sm.training.checkpoints.durable_io import DurableCheckpointIO
-from tests.fakes.checkpoint_writers import NEW, OLD, AsFolder, Failing, ToPath, beside, names_in, same
+from tests.fakes.checkpoint_writers import NEW, OLD, Failing, ToPath, beside, names_in, same
 
 _UNSHARE = shutil.which("unshare")
 
@@ -62,7 +61,7 @@ def test_a_file_that_cannot_grow_leaves_the_old_one(folder, inner):
     durable.save_checkpoint(OLD, path)
     with (
         file_size_limit(100_000),
-        pytest.raises(CheckpointError, match=r"a\.ckpt was not written: .*bytes are free.*volume_size") as caught,
+        pytest.raises(CheckpointError, match=r"a\.ckpt was not written to .*volume_size") as caught,
     ):
         durable.save_checkpoint({"value": torch.zeros(100_000)}, path)
     assert isinstance(caught.value.__cause__, (OSError, RuntimeError))
@@ -77,10 +76,9 @@ def test_a_full_disk_is_explained(folder, write, size):
     """A full disk is named as what it is, whether torch or Python met it."""
     DurableCheckpointIO(TorchCheckpointIO(), folder).save_checkpoint(OLD, folder / "a.ckpt")
     durable = DurableCheckpointIO(_OntoFullDisk(write), folder)
-    with pytest.raises(CheckpointError, match=r"Keep fewer checkpoints .* larger volume") as caught:
+    with pytest.raises(CheckpointError, match=r"larger volume .*keep fewer checkpoints") as caught:
         durable.save_checkpoint({"value": torch.zeros(size)}, folder / "a.ckpt")
     assert str(folder / "a.ckpt") in str(caught.value)
-    assert f"bytes are free in {folder}." in str(caught.value)
     assert same(durable.load_checkpoint(folder / "a.ckpt"), OLD)
     assert beside(folder) == []
 
@@ -89,8 +87,7 @@ def test_a_full_disk_is_explained(folder, write, size):
 def test_other_errors_are_explained(folder, code):
     """What may not be written to is named, and the cause is chained."""
     error = OSError(code, os.strerror(code))
-    advice = "Check that .* is writable" if code == errno.EIO else "write permission for .*checkpoints"
-    with pytest.raises(CheckpointError, match=rf"{os.strerror(code)}.*{advice}") as caught:
+    with pytest.raises(CheckpointError, match=rf"{os.strerror(code)}.*Check that .*checkpoints is writable") as caught:
         DurableCheckpointIO(Failing(error), folder).save_checkpoint(NEW, folder / "a.ckpt")
     assert caught.value.__cause__ is error
     assert names_in(folder) == beside(folder) == []
@@ -105,24 +102,6 @@ def test_errors_that_are_not_of_the_disk_pass(folder, error):
     assert names_in(folder) == beside(folder) == []
 
 
-def test_an_old_folder_comes_back_when_the_new_one_cannot_take_its_name(folder, monkeypatch):
-    """A folder is put aside while it is replaced, and put back when that fails."""
-    durable, path = DurableCheckpointIO(AsFolder(), folder), folder / "a.ckpt"
-    durable.save_checkpoint(OLD, path)
-    real = os.replace
-
-    def replace(source, destination):
-        if Path(source).name == "a.ckpt.sagemaker-ignore" and destination == path:
-            raise OSError(errno.EIO, "Input/output error")
-        real(source, destination)
-
-    monkeypatch.setattr(durable_io.os, "replace", replace)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        durable.save_checkpoint(NEW, path)
-    assert same(durable.load_checkpoint(path), OLD)
-    assert beside(folder) == []
-
-
 def test_what_was_not_written_is_an_error(folder):
     """A CheckpointIO that returns without a file, as Lightning's does when it is not permitted to write, is named."""
 
@@ -130,7 +109,7 @@ def test_what_was_not_written_is_an_error(folder):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             pass
 
-    with pytest.raises(CheckpointError, match=r"^_Silent returned without writing the checkpoint .*a\.ckpt\."):
+    with pytest.raises(CheckpointError, match=r"^_Silent returned without writing the checkpoint .*a\.ckpt"):
         DurableCheckpointIO(_Silent(), folder).save_checkpoint(NEW, folder / "a.ckpt")
 
 
@@ -162,6 +141,5 @@ def test_a_full_volume_of_its_own_keeps_the_old_file(folder):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     said, state = done.stdout.splitlines()
-    assert f"bytes are free in {folder}" in said
     assert "larger volume (volume_gb in job.yaml, volume_size in the SDK)" in said
     assert state == "{'value': 1} ['a.ckpt'] ['checkpoints']"

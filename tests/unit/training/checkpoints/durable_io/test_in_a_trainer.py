@@ -46,7 +46,7 @@ def test_a_trainer_resumes_from_what_was_written(folder):
 
 def test_an_error_in_the_thread_of_async_checkpoint_io_ends_the_training(folder):
     """What fails in the background is raised at the next save or at the end, and is explained."""
-    with pytest.raises(CheckpointError, match="was not written: OSError"):
+    with pytest.raises(CheckpointError, match=r"was not written to .*: OSError"):
         fit(folder, [AsyncCheckpointIO(Failing(OSError(errno.ENOSPC, "No space left on device")))])
     assert names_in(folder) == beside(folder) == []
 
@@ -77,7 +77,6 @@ def test_leftovers_of_a_killed_run_are_removed(folder):
     unfinished = [
         "version_0/b.ckpt.sagemaker-ignore",
         "c.ckpt.sagemaker-ignore/deep/x",
-        "d.ckpt.sagemaker-ignore.index",
     ]
     for name in (*unfinished, *kept):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -86,18 +85,9 @@ def test_leftovers_of_a_killed_run_are_removed(folder):
     assert names_in(folder) == sorted(kept)
 
 
-def test_what_another_host_is_writing_is_no_leftover(folder):
-    """Hosts may share the folder: a second Trainer of the script removes nothing, as the first fit may still write."""
-    make_durable(make_trainer(), folder)
-    folder.mkdir()
-    (folder / "a.ckpt.sagemaker-ignore").write_text("of another host")
-    make_durable(make_trainer(), folder)
-    assert names_in(folder) == ["a.ckpt.sagemaker-ignore"]
-
-
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_the_first_rank_of_each_host_removes_leftovers(folder, monkeypatch, local_rank):
-    """Hosts share no folder: each removes its own, once."""
+    """Hosts share no folder: each removes its own."""
     folder.mkdir()
     (folder / "a.ckpt.sagemaker-ignore").write_text("half")
     trainer = make_trainer()

@@ -38,20 +38,12 @@ def test_layers_are_cut_where_the_user_says():
 
 
 @pytest.mark.parametrize(
-    ("begins", "message"),
-    [
-        (["layer1"], "begins 2 stages, but the pipeline has 3"),
-        (["layer1", "layer9"], "'layer9' is not one of the layers conv1, layer1, layer2, fc"),
-        ([1, 4], "4 is not one of the layers"),
-        ([0, 1], "0 is not one of the layers"),
-        (["fc", "layer1"], "in the model's order, each once, and not the first: conv1, layer1"),
-        (["fc", "fc"], "each once"),
-        (["conv1", "fc"], "not the first"),
-    ],
+    "begins",
+    [["layer1"], ["layer1", "layer9"], [1, 4], [0, 1], [-1, 2], ["fc", "layer1"], ["fc", "fc"], ["conv1", "fc"]],
 )
-def test_a_split_that_does_not_fit_is_refused(begins, message):
-    """The error names the list and the layers that there are."""
+def test_a_split_that_does_not_fit_is_refused(begins):
+    """The error names the list, the number of layers to name, and the layers that there are."""
     with pytest.raises(StrategyError) as caught:
         explicit_split(begins, ["conv1", "layer1", "layer2", "fc"], 3)
-    assert message in str(caught.value)
-    assert f"split={begins}" in str(caught.value)
+    assert f"split={begins} does not cut the network into 3 stages. Name 2 of its layers" in str(caught.value)
+    assert "conv1, layer1, layer2, fc" in str(caught.value)

@@ -1,13 +1,14 @@
 """What a step leaves behind, repeated on a rank that has not run it."""
 
 import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torchmetrics import CatMetric, MeanMetric, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from lightning_sm.errors import StrategyError
@@ -32,6 +33,7 @@ class Model(pl.LightningModule):
         self.around.register_buffer("mean", torch.zeros(2))
         self.mean, self.rows_seen = MeanMetric(), CatMetric()
         self.scores = MetricCollection([BinaryPrecision(), BinaryRecall()])
+        self.extremes = MinMaxMetric(MeanMetric())
         self.trainer = SimpleNamespace(loggers=[object()], calls=[])
 
     def log(self, *arguments, **keywords):
@@ -43,10 +45,38 @@ class Model(pl.LightningModule):
         self.trainer.calls.append((arguments, keywords))
 
 
+class Ranks:
+    """The ranks of a replica in one process, one after the other.
+
+    Args:
+        is_last: Whether this is the last rank, which sends.
+        sent: What is on its way.
+    """
+
+    last = 1
+
+    def __init__(self, is_last, sent):
+        self.is_last = is_last
+        self.sent = sent
+
+    def broadcast(self, value, position):
+        """Send what the last rank has, or receive it."""
+        assert position == self.last
+        if not self.is_last:
+            return self.sent.pop(0)
+        self.sent.append(copy.deepcopy(value))
+        return value
+
+
+def recorder_of(model, is_last=True, sent=None):
+    """The recorder of a rank."""
+    return EffectRecorder(model, model.network, Ranks(is_last, [] if sent is None else sent))
+
+
 def run(step, steps=1):
     """Run steps on one module, and repeat their effects on another; returns both, and the result there."""
-    first, second = Model(step), Model(step)
-    recorder, repeater = (EffectRecorder(model, model.network) for model in (first, second))
+    first, second, sent = Model(step), Model(step), []
+    recorder, repeater = recorder_of(first, True, sent), recorder_of(second, False, sent)
     for _ in range(steps):
         with recorder.recorded("training_step"):
             returned = step(first)
@@ -61,17 +91,20 @@ def everything(model):
     model.mean.update(PREDICTED)
     model.rows_seen.update(PREDICTED)
     model.scores.update(PREDICTED, LABELS)
+    model.extremes.update(PREDICTED)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_metrics_and_buffers_are_those_of_the_rank_that_ran_the_step(steps):
-    """Lists of states grow by what a step adds; buffers stay the same objects, and the network's are left alone."""
+    """Ranks compute together; buffers stay the same objects, and the network's are left alone."""
     first, second, _ = run(everything, steps)
     assert torch.equal(second.around.mean, torch.full((2,), float(steps)))
-    assert second.mean.compute() == first.mean.compute() == PREDICTED.mean()
+    assert first.mean.compute() == second.mean.compute() == PREDICTED.mean()
+    assert torch.equal(first.rows_seen.compute(), PREDICTED.repeat(steps))
     assert torch.equal(second.rows_seen.compute(), PREDICTED.repeat(steps))
-    assert second.scores.compute() == first.scores.compute()
-    assert second.mean._update_count == steps
+    assert first.scores.compute() == second.scores.compute()
+    assert first.extremes.compute() == second.extremes.compute()
+    assert second.mean._update_count == 0
     assert second.network.num_batches_tracked == 0
 
 
@@ -103,7 +136,7 @@ def test_log_and_loggers_are_back_after_an_error(context):
     """Those of the module and the Trainer."""
     model = Model(None)
     loggers = model.trainer.loggers
-    with pytest.raises(ZeroDivisionError), context(EffectRecorder(model, model.network)):
+    with pytest.raises(ZeroDivisionError), context(recorder_of(model)):
         _ = 1 / 0
     assert model.trainer.loggers is loggers
     assert not {"log", "print"} & vars(model).keys()
@@ -112,7 +145,7 @@ def test_log_and_loggers_are_back_after_an_error(context):
 def test_a_rank_that_leaves_the_step_logs_nothing():
     """Its log is repeated later."""
     model = Model(None)
-    with EffectRecorder(model, model.network).muted():
+    with recorder_of(model).muted():
         model.log("x", 1.0)
     assert model.trainer.calls == []
 
@@ -128,3 +161,19 @@ def test_of_what_a_step_returns_numbers_arrive():
     returned = [None, 3, torch.ones(1), {"loss": torch.ones(()), "logits": torch.ones(2)}, torch.ones(2), object()]
     results = [run(lambda model, value=value: value)[2] for value in returned]
     assert results == [None, 3, torch.ones(1), {"loss": torch.ones(())}, None, None]
+
+
+def test_within_a_step_metrics_compute_on_their_rank():
+    """The other ranks have left the step, and do not wait for a value."""
+    sent = []
+    model = Model(None)
+    with recorder_of(model, True, sent).recorded("validation_step"):
+        model.mean.update(PREDICTED)
+        assert model.mean.compute() == PREDICTED.mean()
+    assert sent == []
+
+
+def test_what_cannot_be_sent_is_an_error_of_the_step():
+    """It is raised on all ranks, as any other."""
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        run(lambda model: model.log("x", 1.0, reduce_fx=lambda values: values))

@@ -42,6 +42,14 @@ def test_structures_are_sent_over_the_group_on_cpus_and_tensors_over_their_own(c
     assert calls == [("send_object_list", "objects"), ("send", "tensors"), ("send", "tensors")]
 
 
+def test_an_error_of_a_block_is_raised_on_all_ranks_once(calls):
+    """A block around it raises it without asking again."""
+    ranks = replica()
+    with pytest.raises(StrategyError, match="mine"), ranks.together(), ranks.together():
+        raise StrategyError("mine")
+    assert calls == [("all_reduce", "objects"), ("all_gather_object", "objects")]
+
+
 def test_whether_a_rank_has_an_error_is_asked_on_cpus(calls):
     """The question comes in each step, and need not wait for the device."""
     replica().raise_together(None)

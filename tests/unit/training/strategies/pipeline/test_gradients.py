@@ -1,59 +1,48 @@
-"""The average of gradients over replicas, bucket by bucket."""
+"""Gradients of a step until Lightning asks for them, and their average over replicas."""
 
-import pytest
 import torch
 from torch import nn
 
 from lightning_sm.training.strategies.pipeline import gradients
 
 
-class Network:
-    """A group of replicas with the same gradients, which counts the buckets on their way.
+def test_gradients_are_delivered_by_backward_and_scaled_like_the_loss():
+    """Those that had accumulated stay until then, and zero_grad between the two deletes none."""
+    layer = nn.Linear(2, 1, bias=False)
+    layer.weight.grad = torch.full((1, 2), 10.0)
+    seen = []
+    step = gradients.StepGradients(layer)
+    with step:
+        layer(torch.ones(3, 2)).sum().backward()
+    assert layer.weight.grad.tolist() == [[10, 10]]
+    loss = step.loss(torch.tensor(2.0), seen.append)
+    assert (loss.item(), seen) == (2, [])
+    (loss / 2).backward()
+    assert layer.weight.grad.tolist() == [[11.5, 11.5]]
+    assert seen == [[layer.weight]]
 
-    Args:
-        size: Number of replicas.
-    """
 
-    def __init__(self, size):
-        self.size = size
-        self.on_their_way = self.most = self.sent = 0
+def test_gradients_are_averaged_over_replicas(monkeypatch):
+    """Of each dtype; a parameter without one counts as 0, and is sent, as others may have one."""
+    waited = []
 
-    def all_reduce(self, tensor, group, async_op):
-        """Add up at once, as far as the caller can tell."""
+    class Sent:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def wait(self):
+            self.tensor.mul_(3)  # all replicas have the same
+            waited.append(self.tensor.dtype)
+
+    def all_reduce(tensor, group, async_op):
         assert (group, async_op) == ("replicas", True)
-        tensor.mul_(self.size)
-        self.on_their_way += 1
-        self.sent += 1
-        self.most = max(self.most, self.on_their_way)
-        return self
+        return Sent(tensor)
 
-    def wait(self):
-        """One of them has arrived."""
-        self.on_their_way -= 1
-
-
-@pytest.mark.parametrize(("parameters", "sent", "most"), [(7, 7, 2), (1, 1, 1), (0, 0, 0)])
-def test_two_buckets_at_most_are_copied_at_a_time(monkeypatch, parameters, sent, most):
-    """A copy of all gradients would need as much memory as the gradients."""
-    network = Network(3)
-    monkeypatch.setattr(gradients.dist, "all_reduce", network.all_reduce)
-    monkeypatch.setattr(gradients, "_BUCKET_BYTES", 16)
-    own = [nn.Parameter(torch.ones(2, 3)) for _ in range(parameters)]
+    monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    dtypes = [torch.float32, torch.float64, torch.float32]
+    own = [nn.Parameter(torch.ones(2, 3, dtype=dtype)) for dtype in dtypes]
     for number, parameter in enumerate(own[1:], 1):
-        parameter.grad = torch.full((2, 3), float(number))
+        parameter.grad = torch.full_like(parameter, 3.0 * number)
     gradients.average(own, "replicas", 3)
-    assert [parameter.grad.tolist() for parameter in own] == [[[float(n)] * 3] * 2 for n in range(parameters)]
-    assert (network.sent, network.most, network.on_their_way) == (sent, most, 0)
-
-
-def test_buckets_have_one_dtype(monkeypatch):
-    """Gradients of several dtypes cannot be one tensor."""
-    network = Network(2)
-    monkeypatch.setattr(gradients.dist, "all_reduce", network.all_reduce)
-    own = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float32)]
-    for parameter in own:
-        parameter.grad = torch.ones_like(parameter)
-    gradients.average(own, "replicas", 2)
-    assert network.sent == 2
-    assert [parameter.grad.dtype for parameter in own] == [torch.float32, torch.float64, torch.float32]
-    assert all((parameter.grad == 1).all() for parameter in own)
+    assert [parameter.grad.tolist() for parameter in own] == [[[3.0 * n] * 3] * 2 for n in range(3)]
+    assert waited == dtypes

@@ -17,7 +17,6 @@ from lightning_sm.training.strategies.pipeline.layers import (
     Network,
     RemoteLayerPlaceholder,
     materialize,
-    num_trainable,
 )
 
 
@@ -70,15 +69,15 @@ def test_stages_compute_what_the_network_does_and_keep_its_names():
     cut = Network(module, None)
     first, second = cut.stage(range(2)), cut.stage(range(2, 5))
     assert torch.equal(second(first(x)), expected)
-    cut.remove(range(2), "stage 0")
+    cut.remove(range(2))
     assert list(module.state_dict()) == [name for name in names if "second" in name or "head" in name]
     assert isinstance(network.body["first"], RemoteLayerPlaceholder)
-    with pytest.raises(StrategyError, match="not on this rank"):
+    with pytest.raises(StrategyError, match="Another rank has this layer"):
         network.stem(x)
 
 
 def test_a_layer_that_works_in_place_can_begin_a_stage():
-    """An input that needs a gradient may not be changed in place: such a stage works on a copy."""
+    """An input that needs a gradient may not be changed in place: stages work on copies."""
     module = module_of(network=three_layers())
     stage = Network(module, None).stage(range(1, 3))
     x = torch.randn(3, 8, requires_grad=True)
@@ -147,10 +146,9 @@ def test_other_values_between_stages_are_refused(value):
 @pytest.mark.parametrize(
     ("children", "name", "message"),
     [
-        ({"net": nn.Linear(1, 1)}, None, r"has no networks that can be cut.*net \(Linear\).*pipeline_layers"),
-        ({"a": three_layers(), "b": three_layers()}, None, "has 2 networks.*network=NAME"),
-        ({"net": three_layers()}, "model", "no such submodule; it has net"),
-        ({"net": nn.Linear(1, 1)}, "net", "a Linear, which cannot be cut"),
+        ({"net": nn.Linear(1, 1)}, None, r"net \(Linear\).*, 0 can be cut.*pipeline_layers"),
+        ({"a": three_layers(), "b": three_layers()}, None, r", 2 can be cut.*network=NAME"),
+        ({"net": nn.Linear(1, 1)}, "net", r"net \(Linear\).*, 0 can be cut"),
     ],
 )
 def test_a_network_that_cannot_be_found_is_refused(children, name, message):
@@ -177,7 +175,7 @@ def test_a_parameter_of_the_network_outside_of_its_layers_is_refused():
 def test_a_layer_that_occurs_twice_is_refused():
     """Only one stage could have it; layers without parameters may occur several times."""
     twice, relu = nn.Linear(4, 4), nn.ReLU()
-    with pytest.raises(StrategyError, match=r"network\.0 occurs twice.*they may share parameters"):
+    with pytest.raises(StrategyError, match=r"twice among those of network.*they may share parameters"):
         Network(module_of(network=nn.Sequential(twice, relu, twice, relu)), None)
     Network(module_of(network=nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu)), None)
 
@@ -200,26 +198,22 @@ def test_layers_on_the_meta_device_are_made():
         Network(module_of(network=nn.Sequential(Scale(), nn.Linear(4, 4))), None)
 
 
-def test_a_layer_of_another_rank_says_where_it_is():
+def test_a_layer_of_another_rank_says_so():
     """What reads its weights gets an AttributeError, which ``hasattr`` and copies know."""
-    network = three_layers()
-    Network(module_of(network=network), None).remove(range(1), "stage 0 of the pipeline, on rank 5")
-    name = next(name for name, child in network.named_children() if isinstance(child, RemoteLayerPlaceholder))
-    placeholder = network.get_submodule(name)
-    where = rf"^The layer network\.{name} is in stage 0 of the pipeline, on rank 5, "
-    with pytest.raises(AttributeError, match=where + ".*'weight'.*lightning_module_state_dict.*strategy=ddp or fsdp"):
+    placeholder = RemoteLayerPlaceholder()
+    with pytest.raises(AttributeError, match=r"Another rank has.*'weight'.*lightning_module_state_dict.*strategy=ddp"):
         _ = placeholder.weight
-    with pytest.raises(StrategyError, match=where + "not on this rank"):
+    with pytest.raises(StrategyError, match="Another rank has this layer"):
         placeholder(torch.ones(1))
     assert not hasattr(placeholder, "bias")
-    with pytest.raises(AttributeError, match="on rank 5"):
+    with pytest.raises(AttributeError, match="Another rank"):
         _ = pickle.loads(pickle.dumps(copy.deepcopy(placeholder))).weight  # noqa: S301
 
 
 def test_a_network_that_was_cut_before_is_refused():
     """Another Trainer would cut what is left of it: the error says what to use."""
     module = module_of(network=three_layers())
-    Network(module, None).remove(range(1), "stage 0")
+    Network(module, None).remove(range(1))
     with pytest.raises(StrategyError, match="was cut by the strategy of another Trainer"):
         Network(module, None)
 
@@ -230,10 +224,3 @@ def test_batch_norm_is_warned_of(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         Network(module_of(network=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), None)
     assert "statistics are those of single microbatches" in caplog.text
-
-
-def test_only_parameters_that_are_trained_count():
-    """A frozen layer has nothing to train."""
-    layer = nn.Linear(4, 4)
-    assert num_trainable([layer, nn.ReLU()]) == 20
-    assert num_trainable([layer.requires_grad_(False)]) == 0

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from lightning_sm.training.strategies.pipeline.random_state import (
-    drawn_seed,
     preserve_random_state,
     random_state,
-    sent_random_state,
     stage_stream,
     take_random_state,
 )
@@ -30,41 +28,44 @@ def drawn():
 
 
 def test_a_stage_leaves_the_default_generators_alone():
-    """Whatever it draws, and if it fails."""
+    """But for its seed, whatever it draws, and if it fails."""
 
     def fail():
-        with stage_stream(3, 1):
+        with stage_stream(1):
             drawn()
             raise ValueError
 
-    drawn()
-    before = random_state()
+    kept = random_state()
+    with stage_stream(0):
+        pass
+    expected = random_state()
+    take_random_state(kept)
     with pytest.raises(ValueError, match=r"^$"):
         fail()
-    assert random_state() == before
+    assert random_state() == expected
 
 
 def test_stages_draw_by_the_seed_of_the_run_and_their_position():
     """So a run can be repeated from the default generator alone, and two ranks or runs draw other numbers."""
 
-    def run(seed, position):
-        with stage_stream(seed, position):
+    def run(position):
+        with stage_stream(position):
             return drawn()
 
-    kept = sent_random_state()
-    seed, next_seed = drawn_seed(), drawn_seed()
-    first = run(seed, 0)
-    others = [run(seed, 1), run(next_seed, 0)]
+    kept = random_state()
+    first, next_run = run(0), run(0)
     drawn()
     take_random_state(kept)
-    assert run(drawn_seed(), 0) == first
-    assert all(mine != other for numbers in others for mine, other in zip(first, numbers, strict=True))
+    other_stage = run(1)
+    take_random_state(kept)
+    assert run(0) == first
+    assert all(mine != other for numbers in (other_stage, next_run) for mine, other in zip(first, numbers, strict=True))
 
 
 def test_a_rank_goes_on_with_the_numbers_of_another():
     """From all generators."""
     drawn()
-    sent = sent_random_state()
+    sent = random_state()
     expected = drawn()
     take_random_state(sent)
     assert drawn() == expected

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 import torch
 from pytorch_lightning import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sm.training.strategies.pipeline.layers import materialize
-from lightning_sm.training.strategies.pipeline.tied import find_tied, retie
+from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied, retie
 
 
 def tied_module() -> LightningModule:
@@ -19,19 +22,71 @@ def tied_module() -> LightningModule:
 
 
 def test_tied_parameters_are_found_by_all_their_names():
-    """In the module's order, with the layers that hold them; others are not tied."""
+    """In the module's order, with the stages that hold them; others are not tied."""
     module = tied_module()
-    (found,) = find_tied(module, list(module.network))
-    assert found.names == ("network.0.weight", "network.2.weight")
-    assert found.layers == {0, 2}
+    first, second, third = module.network
+    (found,) = find_tied(module, [[first, second], [third]])
+    assert found == (["network.0.weight", "network.2.weight"], [0, 1])
+    (found,) = find_tied(module, [[first, second, third]])
+    assert found.stages == [0]
 
 
 def test_layers_that_are_made_are_tied_again():
     """To make them gives each name a parameter of its own."""
     with torch.device("meta"):
         module = tied_module()
-    tied = find_tied(module, list(module.network))
+    tied = find_tied(module, [list(module.network)])
     materialize(list(module.network), torch.device("cpu"))
     assert module.network[0].weight is not module.network[2].weight
     retie(module, tied)
     assert module.network[0].weight is module.network[2].weight
+
+
+class Rank:
+    """A rank of a replica of two in one process.
+
+    Args:
+        position: The rank's.
+        sent: What is on its way to the other rank.
+    """
+
+    def __init__(self, position: int, sent: deque[Any]) -> None:
+        self.position = position
+        self.sent = sent
+
+    def send(self, value: Any, position: int) -> None:
+        """Send it to the other rank."""
+        assert position == 1 - self.position
+        self.sent.append(value)
+
+    def receive(self, position: int) -> Any:
+        """Return what the other rank has sent."""
+        assert position == 1 - self.position
+        return self.sent.popleft()
+
+
+def gradient(value: float) -> Tensor:
+    """That of a layer."""
+    return torch.full((4, 4), value)
+
+
+def test_the_first_stage_owns_a_tied_parameter():
+    """Its optimizer alone has it, and gets the sum of the gradients; the other stage gets the values."""
+    sent: deque[Any] = deque()
+    modules = [tied_module(), tied_module()]
+    parameters = [module.network[0].weight for module in modules]
+    owner, other = (
+        TiedWeights(module, find_tied(module, [list(module.network[:2]), list(module.network[2:])]), Rank(i, sent))
+        for i, module in enumerate(modules)
+    )
+    assert owner.without_copies(parameters[:1]) == parameters[:1]
+    assert other.without_copies(parameters[1:]) == []
+    for own, theirs, expected in ((1.0, 2.0, 3.0), (None, 2.0, 2.0), (1.0, None, 1.0)):
+        parameters[0].grad, parameters[1].grad = (None if one is None else gradient(one) for one in (own, theirs))
+        other.collect_gradients()
+        owner.collect_gradients()
+        assert torch.equal(parameters[0].grad, gradient(expected))
+        assert parameters[1].grad is None
+    owner.update_copies()
+    other.update_copies()
+    assert torch.equal(*parameters)

@@ -13,11 +13,11 @@ from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.record.events import DataService, find_files, read_file
+from lightning_sm.record.events import DataService, find_files, read_lines
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
+from lightning_sm.timing.step_times import StepTimes
 from lightning_sm.training.callbacks.line_progress import LineProgress
-from lightning_sm.training.callbacks.step_times import StepTimes
 
 
 class Slow(Dataset):
@@ -74,12 +74,12 @@ def test_everybody_says_the_same_wait(tmp_path, caplog):
     run = Figures(read_run(job.checkpoint_dir))
     assert run.pace.num_steps == 19
     assert run.pace.waiting > 0
-    lines = [line for path in find_files(job.checkpoint_dir) for line in read_file(path)]
+    lines = [line for path in find_files(job.checkpoint_dir) for line in read_lines(path.read_bytes())]
     *_, last = (line for line in lines if isinstance(line, DataService))
     (figures,) = (RankFigures(**values) for values in last.ranks.values())
     assert figures.num_timed == 19
     assert figures.wait_fraction == pytest.approx(run.pace.waiting, abs=5e-3)
     assert figures.seconds == pytest.approx(run.pace.wall_s, abs=1e-3)
-    (line,) = [message for message in caplog.messages if message.startswith("epoch=1/1 step=20 ")]
-    said = re.search(r" data_wait=([\d.]+)%", line)
-    assert float(said[1]) == pytest.approx(100 * run.pace.waiting, abs=0.2)
+    (line,) = [message for message in caplog.messages if message.startswith("Epoch 1: ")]
+    said = re.search(r"Training waits (\d+)% of the time", line)
+    assert int(said[1]) == pytest.approx(100 * run.pace.waiting, abs=0.6)

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_sm.record.step_clock import BACKWARD, FORWARD, OPTIMIZER, OTHER
-from lightning_sm.training.gpu_timer import GpuTimer
+from lightning_sm.timing.gpu_timer import GpuTimer
 
 
 class Device:

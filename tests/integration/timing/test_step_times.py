@@ -16,7 +16,7 @@ from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.record import events
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
-from lightning_sm.training.callbacks.step_times import StepTimes, _num_samples
+from lightning_sm.timing.step_times import StepTimes, _num_samples
 
 LONG_S = 0.02
 
@@ -161,7 +161,7 @@ def job(tmp_path):
 def lines(job, kind):
     """The lines of a kind in the record of rank 0."""
     path = events.record_folder(job) / "1" / "algo-1-rank-0.jsonl"
-    return [line for line in events.read_file(path) if isinstance(line, kind)]
+    return [line for line in events.read_lines(path.read_bytes()) if isinstance(line, kind)]
 
 
 def fast():
@@ -179,7 +179,6 @@ def test_what_takes_long_is_found(fit, part):
     assert totals.samples == 5
     assert totals.parts[part] >= 5 * LONG_S
     assert totals.parts[part] == max(totals.parts.values())
-    assert totals.spans["first_batch"] > 0
 
 
 @pytest.mark.parametrize("slow", ["backward", "optimizer"])
@@ -226,26 +225,26 @@ def test_a_validation_and_a_checkpoint_are_no_part_of_steps(fit, job):
             self.log("val_loss", self.line(batch).mean())
 
     totals = fit(Validated(), fast(), fast(), job=job, callbacks=[Saves()])
-    assert totals.spans["validation"] >= 0.6 > totals.wall_s
+    (validation_s,) = [span.seconds for span in lines(job, events.Span) if span.name == "validation"]
+    assert validation_s >= 0.6 > totals.wall_s
     assert {span.name for span in lines(job, events.Span)} >= {"startup", "first_batch", "validation", "checkpoint"}
     (saved,) = [event for event in lines(job, events.Event) if event.what == "checkpoint_saved"]
     assert saved.text == f"step 6 in {job.base_dir / 'model.ckpt'}"
     assert lines(job, events.Metrics)[0].values.keys() == {"val_loss"}
 
 
-def test_parts_in_the_record_sum_up(fit, job):
-    """Each line's parts are its wall time; all lines together have all steps."""
+def test_lines_of_the_record_sum_up(fit, job):
+    """All lines together have all steps, and their time."""
     totals = fit(Model(), DataLoader(Slow(80), 1), job=job)
     steps = lines(job, events.Steps)
     assert len(steps) >= 2
     assert sum(line.n for line in steps) == totals.num_steps == 79
     assert [line.untimed for line in steps] == [1] + [0] * (len(steps) - 1)
+    assert sum(line.wall_s for line in steps) == pytest.approx(totals.wall_s)
     for line in steps:
-        assert sum(line.parts.values()) == pytest.approx(line.wall_s, abs=1e-4)
-        assert line.longest_s <= line.wall_s
         assert not line.gpu_parts
     (loader,) = lines(job, events.Loader)
-    assert (loader.is_remote, loader.workers, loader.ranks_of_host) == (False, 0, 1)
+    assert (loader.workers, loader.ranks_of_host) == (0, 1)
     assert lines(job, events.End)[-1].outcome == "succeeded"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.submit.metric_patterns import metric_definitions, pattern_problem
+from lightning_sm.submit.training_job import metric_definitions
 from lightning_sm.training.callbacks import line_progress
 
 NAMES = st.text("abcXYZ_019/.-+()[]*", min_size=1, max_size=12)
@@ -33,7 +33,7 @@ def line_with(metrics):
 
 def found(name, line):
     """What the definition of a metric reads from a line, as the service does: the first group of all matches."""
-    (definition,) = metric_definitions([name], {})
+    (definition,) = metric_definitions([name])
     assert definition["Name"] == name
     return [match[1] for match in re.finditer(definition["Regex"], line)]
 
@@ -62,17 +62,3 @@ def test_a_name_is_not_found_within_another(other):
 def test_the_step_is_a_metric_too():
     """What comes before the metrics in a line can be read, except for its first word."""
     assert found("step", line_with({"val_acc": 1.0})) == ["45"]
-
-
-def test_patterns_are_passed_on():
-    """A metric from another line keeps the user's own expression."""
-    assert metric_definitions([], {"speed": "speed: ([0-9]+)"}) == [{"Name": "speed", "Regex": "speed: ([0-9]+)"}]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "problem"), [("a=(.*)", None), ("a=.*", "no group"), ("a=(", "not a valid regular expression")]
-)
-def test_patterns_that_cannot_work_are_refused(pattern, problem):
-    """An expression that is none, or that has no group around the number."""
-    said = pattern_problem(pattern)
-    assert said is None if problem is None else problem in said

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import psutil
 import torch
-from msgspec.structs import asdict
 
-from lightning_sm._lightning import Callback, LightningModule, Trainer
+from lightning_sm._lightning import LightningModule, Trainer
 from lightning_sm._linux import usable_cpus
 from lightning_sm._unlisted import UnlistedCallback
-from lightning_sm.data.protocol.figures import HostFigures
-from lightning_sm.data.trainer.metrics import changes
-from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE
 from lightning_sm.record import events, step_clock
 from lightning_sm.record.totals import Totals
-from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
-from lightning_sm.training.gpu_timer import GpuTimer
+from lightning_sm.timing.gpu_timer import GpuTimer
 
-# Seconds between two lines of the record: of steps, and of the data hosts' figures.
+# Seconds between two lines of steps in the record.
 _STEPS_S = 1.0
-_DATA_S = 5.0
 _MAX_REASON_CHARS = 500
 
 
@@ -37,8 +31,8 @@ class StepTimes(UnlistedCallback):
     A step is one training batch. Its parts are waiting for data, the transfer to the device (with the batch's hooks),
     forward (with zeroing the gradients), backward (with the exchange of gradients, which overlaps with it), optimizer
     (with gradient clipping), and everything else: callbacks, logging, and code that no hook sets apart, such as that
-    between the steps of several optimizers. The parts add up to the elapsed time. Start-up, the first batch of each
-    epoch, validations and checkpoints are spans of their own.
+    between the steps of several optimizers. The parts add up to the elapsed time. Start-up, the first step, the time
+    between epochs, validations and checkpoints are spans of their own.
 
     On a CUDA device, forward, backward and optimizer are the device's own times, measured in every tenth step without
     waiting for the device. Waiting for data while the device is still busy does not count as waiting.
@@ -49,51 +43,59 @@ class StepTimes(UnlistedCallback):
     data, 0 to 1. In a SageMaker job, all ranks write their series to the record of the run
     (``lightning_sm.record.events``).
 
-    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job, and data hosts to any Trainer.
 
     Args:
         job: The job whose record to write; None outside a job.
     """
 
-    # Lightning calls only hooks that are callable: each of these two, which do nothing, would cost 2 us per step.
-    on_before_zero_grad = None  # type: ignore[assignment]
-    on_before_optimizer_step = None  # type: ignore[assignment]
-
     def __init__(self, job: SageMakerJob | None = None) -> None:
         super().__init__()
         self._job = job
         self._record: events.Recorder | None = None
-        self._clock: step_clock.StepClock | None = None
-        self._enter: Callable[[int], None] = _nothing
+        self._clock = step_clock.StepClock()
+        self._is_timing = False
         self._after_backward = step_clock.OPTIMIZER
         self._gpu: GpuTimer | None = None
-        self._reporter: Reporter | None = None
         self._setup_at = 0.0
         self._has_stepped = False
-        self._is_first_batch = False
         self._fetch_returns_to = step_clock.OTHER
         self._optimizer_depth = 0
-        self._removals: list[Callable[[], None]] = []
-        # The clock's totals at the last call of _attribute_time, and the totals that resulted from all calls.
-        self._attributed = Totals()
+        self._undo = ExitStack()
+        # The clock's totals at the last look, and what became of them with the GPU's times.
+        self._measured = Totals()
         self._totals = Totals()
         self._written = Totals()
         self._logged = Totals()
-        self._pacing = events.Pacing(_STEPS_S)
+        self._began = 0.0
         self._next_line_at = 0.0
-        self._next_data_at = 0.0
-        self._next_metrics_at = 0.0
-        self._hosts: list[HostFigures] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
-        return {**vars(StepTimes(self._job))}
+        return vars(StepTimes(self._job))
 
     @property
     def totals(self) -> Totals:
         """What was measured in this run of the Trainer so far."""
-        self._attribute_time()
-        return self._totals.copy()
+        measured = self._clock.totals
+        new = measured.plus(self._measured, -1)
+        self._measured = measured
+        gpu = None if self._gpu is None else self._gpu.read()
+        if gpu is not None:
+            waited_s = max(1e-9, new.parts["data_wait"])
+            new.parts = step_clock.exposed(new.parts, {name: new.num_steps * each_s for name, each_s in gpu.items()})
+            new.in_transit_s *= new.parts["data_wait"] / waited_s
+        self._totals = self._totals.plus(new)
+        return self._totals
+
+    def write(self, line: events.Line) -> None:
+        """Write a line to the record of the run, if there is one."""
+        if self._record is not None:
+            self._record.append(line)
+
+    def note_wait(self, in_transit: float) -> None:
+        """Say why the wait took so long that ends now; see ``StepClock.note_wait``."""
+        self._clock.note_wait(in_transit)
 
     # ---- the run, from start to end
 
@@ -105,63 +107,41 @@ class StepTimes(UnlistedCallback):
         if self._job is not None and self._record is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             who = f"rank-{trainer.global_rank}"
             self._record = events.open_record(self._job, who)
-            head = events.head_of(
-                self._job,
-                who,
-                self._record.path,
-                rank=trainer.global_rank,
-                world_size=trainer.world_size,
-                cpus=usable_cpus(),
-            )
-            self._record.append(head)
+            rank, world_size = trainer.global_rank, trainer.world_size
+            self.write(events.head_of(self._job, who, rank=rank, world_size=world_size, cpus=usable_cpus()))
             self._setup_at = psutil.Process().create_time()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        self._clock = step_clock.StepClock()
+        self._clock, self._is_timing = step_clock.StepClock(), True
         # With manual optimization, the user's code decides what comes next.
         self._after_backward = step_clock.OPTIMIZER if pl_module.automatic_optimization else step_clock.OTHER
-        self._enter = self._clock.enter
-        if trainer.strategy.root_device.type == "cuda":
-            self._gpu = GpuTimer()
-            self._enter = partial(_enter_both, self._clock, self._gpu)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._reporter = next((one for one in callbacks if isinstance(one, Reporter)), None)
+        self._gpu = GpuTimer() if trainer.strategy.root_device.type == "cuda" else None
         now = time.time()
-        self._write(events.Span(now, "startup", self._setup_at, now - self._setup_at))
-        self._write(
+        loop: Any = trainer.fit_loop.epoch_loop
+        self.write(events.Span(now, "startup", self._setup_at, now - self._setup_at))
+        self.write(
             events.Loader(
                 now,
-                is_remote=self._reporter is not None,
-                workers=_num_workers(trainer) if self._reporter is None else 0,
+                workers=_num_workers(trainer),
                 cpus=usable_cpus(),
                 ranks_of_host=trainer.num_devices,
-                step=trainer.global_step,
+                batch=loop.batch_progress.total.processed,
             )
         )
-        if self._reporter is not None:
-            self._reporter.follow(self._clock, lambda: self.totals)
         if trainer.global_step:
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
-        self._next_line_at = time.perf_counter() + _STEPS_S
+        self._began = time.perf_counter()
+        self._next_line_at = self._began + _STEPS_S
         self._observe(trainer)
-        self._is_first_batch = True
         self._clock.begin_span("first_batch")
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Charge the first batch of an epoch to a span: workers may have to start, so it cannot be fetched ahead."""
-        self._end_span("between")
-        if self._clock is not None and self._clock.span != "first_batch":
-            self._is_first_batch = True
-            self._clock.begin_span("first_batch")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward pass: the batch is on its device."""
-        if self._clock is not None:
-            self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
-            self._clock.enter(step_clock.FORWARD)
-            if self._gpu is not None:
-                self._gpu.begin_step(step_clock.FORWARD)
+        self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
+        self._clock.enter(step_clock.FORWARD)
+        if self._gpu is not None:
+            self._gpu.begin_step(step_clock.FORWARD)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Begin the backward pass."""
@@ -176,64 +156,61 @@ class StepTimes(UnlistedCallback):
     ) -> None:
         """End the step, and write to the record and to the loggers if they are due."""
         clock = self._clock
-        if clock is None:
-            return
         if self._gpu is not None:
             self._gpu.end_step(step_clock.OTHER)
         now = clock.end_step(_num_samples(batch))
         if not self._has_stepped:
             self._has_stepped = True
-            self._end_first_batch()
-        if trainer.is_last_batch:  # what follows is no part of the next epoch's first step
+            self._end_span("first_batch")
+        if trainer.is_last_batch:  # workers may have to start, so the next epoch's first batch cannot be fetched ahead
             clock.begin_span("between")
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and clock.n and clock.n % every == 0 and trainer.is_global_zero:
             self._log(trainer)
         if now >= self._next_line_at:
-            self._next_line_at = self._pacing.next_after(now)
+            self._next_line_at = now + events.gap_s(now - self._began, _STEPS_S)
             self._write_steps(trainer)
-            self._write_data(trainer, now)
+            self._write_metrics(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the metrics of a validation within ``fit``."""
-        if self._clock is not None and not trainer.sanity_checking:
+        if self._is_timing and not trainer.sanity_checking:
             self._write_metrics(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the metrics of the epoch."""
-        if self._clock is not None:
-            self._end_first_batch()  # the epoch had no batch
-            if self._clock.span != "between":  # a limit has ended the epoch
-                self._clock.begin_span("between")
-            self._write_steps(trainer)
-            self._write_metrics(trainer)
-            self._write_data(trainer, math.inf)
+        if not self._clock.span:  # a limit has ended the epoch
+            self._clock.begin_span("between")
+        self._write_steps(trainer)
+        self._write_metrics(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Charge the time from now on to the export of the model."""
-        if self._clock is not None:
-            self._end_span("between")
-            self._write_steps(trainer)
-            self._clock.begin_span("export")
+        self._end_span("first_batch", "between")
+        self._write_steps(trainer)
+        self._clock.begin_span("export")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the record."""
-        if self._clock is not None:
+        if self._is_timing:
             self._finish(trainer)
         elif stage != "fit":
             now = time.time()
             name = "validation" if stage == "validate" else stage
-            self._write(events.Span(now, name, self._setup_at, now - self._setup_at))
+            self.write(events.Span(now, name, self._setup_at, now - self._setup_at))
         self._end(events.End(time.time(), "succeeded"))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Record the interruption or failure, and close the record."""
-        is_interrupted = isinstance(exception, (TrainingInterrupted, KeyboardInterrupt))
+        # Ranks that Lightning has started exit with 0 after an interruption.
+        is_interrupted = isinstance(exception, KeyboardInterrupt) or (
+            isinstance(exception, SystemExit) and exception.code in (0, INTERRUPTED_EXIT_CODE)
+        )
         text = " ".join(f"{type(exception).__name__}: {exception}".split())[:_MAX_REASON_CHARS]
-        if isinstance(exception, TrainingInterrupted):
+        if is_interrupted:
             text = f"training was interrupted after step {trainer.global_step}"
         self._event("interruption" if is_interrupted else "failure", text)
-        if self._clock is not None:
+        if self._is_timing:
             self._finish(trainer)
         self._end(events.End(time.time(), "interrupted" if is_interrupted else "failed", reason=text))
 
@@ -271,7 +248,8 @@ class StepTimes(UnlistedCallback):
                 continue
             before = optimizer.register_step_pre_hook(partial(self._begin_optimizer, is_automatic))
             after = optimizer.register_step_post_hook(partial(self._end_optimizer, is_automatic))
-            self._removals += [before.remove, after.remove]
+            self._undo.callback(before.remove)
+            self._undo.callback(after.remove)
 
     def _begin_optimizer(self, is_automatic: bool, *_: Any) -> None:
         self._optimizer_depth += 1
@@ -293,144 +271,88 @@ class StepTimes(UnlistedCallback):
             if vars(owner).get(name) is method:
                 delattr(owner, name)
 
-        self._removals.append(restore)
+        self._undo.callback(restore)
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
-        if self._clock is not None:
-            self._clock.begin_span(name)
+        self._clock.begin_span(name)
         try:
             yield
         finally:
             self._end_span(name)
 
+    def _enter(self, part: int) -> None:
+        self._clock.enter(part)
+        if self._gpu is not None:
+            self._gpu.mark(part)
+
     def _begin_fetch(self) -> None:
-        clock = self._clock
-        if clock is not None:
-            # A training_step that takes an iterator fetches its batches itself: return to the part that it was in.
-            self._fetch_returns_to = step_clock.TO_DEVICE if clock.current == step_clock.OTHER else clock.current
-            clock.enter(step_clock.DATA_WAIT)
+        # A training_step that takes an iterator fetches its batches itself: return to the part that it was in.
+        current = self._clock.current
+        self._fetch_returns_to = step_clock.TO_DEVICE if current == step_clock.OTHER else current
+        self._clock.enter(step_clock.DATA_WAIT)
 
     def _end_fetch(self) -> None:
-        if self._clock is not None:
-            self._clock.enter(self._fetch_returns_to)
-            if self._is_first_batch and self._has_stepped:
-                self._end_first_batch()
+        self._clock.enter(self._fetch_returns_to)
+        self._end_span("between")
 
     # ---- what is written
 
-    def _attribute_time(self) -> None:
-        """Attribute the time since the last call to the parts of steps."""
-        if self._clock is None:
-            return
-        totals = self._clock.totals
-        delta = totals.since(self._attributed)
-        gpu = self._gpu.read() if self._gpu is not None else None
-        if gpu is not None:
-            on_gpu = {name: delta.num_steps * seconds for name, seconds in gpu.items()}
-            waited_s = max(1e-9, delta.parts["data_wait"])
-            delta.parts = step_clock.exposed(delta.parts, on_gpu)
-            delta.in_transit_s *= delta.parts["data_wait"] / waited_s
-        self._totals.in_transit_s += delta.in_transit_s
-        for name, seconds in delta.parts.items():
-            self._totals.parts[name] += seconds
-        self._totals.num_steps, self._totals.num_untimed = totals.num_steps, totals.num_untimed
-        self._totals.samples, self._totals.spans = totals.samples, totals.spans
-        self._attributed = totals
-
     def _write_steps(self, trainer: Trainer) -> None:
-        if self._clock is None or self._record is None:
-            return
         totals = self.totals
-        new = totals.since(self._written)
+        new = totals.plus(self._written, -1)
         self._written = totals
         if not new.num_trained:
             return
-        self._write(
+        self.write(
             events.Steps(
                 t=time.time(),
                 step=trainer.global_step,
                 n=new.num_steps,
-                wall_s=new.wall_s,
-                longest_s=self._clock.longest_s,
                 samples=new.samples,
                 parts=new.parts,
                 gpu_parts=self._gpu is not None and self._gpu.read() is not None,
                 untimed=new.num_untimed,
             )
         )
-        self._clock.longest_s = 0.0
-
-    def _write_data(self, trainer: Trainer, now: float) -> None:
-        """Write the data hosts' figures, on rank 0 of a job that has data hosts, if a line is due."""
-        if self._record is None or self._reporter is None or not trainer.is_global_zero or now < self._next_data_at:
-            return
-        sums = self._reporter.sums()
-        if sums is None:
-            return
-        self._next_data_at = time.perf_counter() + _DATA_S
-        hosts, ranks = sums
-        self._write(events.DataService(time.time(), [asdict(host) for host in hosts], ranks))
-        for what, text in changes(self._hosts, hosts):
-            self._event(what, text)
-        self._hosts = list(hosts)
 
     def _write_metrics(self, trainer: Trainer) -> None:
         if self._record is None or not trainer.is_global_zero:
             return
         values: dict[str, float | None] = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if values:
-            self._write(events.Metrics(time.time(), trainer.global_step, trainer.current_epoch, values))
+            self.write(events.Metrics(time.time(), trainer.global_step, trainer.current_epoch, values))
 
     def _log(self, trainer: Any) -> None:
         totals = self.totals
-        new = totals.since(self._logged)
+        new = totals.plus(self._logged, -1)
         self._logged = totals
         values = {f"time/{name}_ms": 1e3 * seconds / new.num_steps for name, seconds in new.parts.items()}
         values["time/step_ms"] = sum(values.values())
         values["time/input_bound"] = new.waiting
         for log in trainer.loggers:
             log.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        now = time.perf_counter()
-        if now >= self._next_metrics_at:  # reading values from a GPU waits for it, which loggers cause anyway
-            self._next_metrics_at = now + _STEPS_S
-            self._write_metrics(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
         """Stop the clock, and write what is left."""
         while self._end_span("first_batch", "validation", "checkpoint", "export", "between"):
             pass
         self._write_steps(trainer)
-        self._write_data(trainer, math.inf)
-        self._attribute_time()
-        if self._clock is not None and self._clock.unfinished_s:
-            now, seconds = time.time(), self._clock.unfinished_s
-            self._write(events.Span(now, "between", now - seconds, seconds))
-        self._clock, self._enter = None, _nothing
-        for remove in self._removals:
-            remove()
-        self._removals.clear()
+        self._is_timing = False
+        self._undo.close()
 
     def _end_span(self, *names: str) -> step_clock.OpenSpan | None:
-        span = self._clock.end_span(*names) if self._clock is not None else None
+        span = self._clock.end_span(*names)
         if span is not None:
-            self._write(events.Span(time.time(), span.name, span.began_at, span.seconds))
+            self.write(events.Span(time.time(), span.name, span.began_at, span.seconds))
         return span
 
-    def _end_first_batch(self) -> None:
-        self._is_first_batch = False
-        self._end_span("first_batch")
-
     def _event(self, what: str, text: str) -> None:
-        self._write(events.Event(time.time(), what, text))
-
-    def _write(self, line: events.Line) -> None:
-        if self._record is not None:
-            self._record.append(line)
+        self.write(events.Event(time.time(), what, text))
 
     def _end(self, line: events.End) -> None:
+        self.write(line)
         if self._record is not None:
-            self._record.append(line)
             self._record.close()
 
 
@@ -443,22 +365,6 @@ def _num_workers(trainer: Any) -> int:
 
 def _num_samples(batch: Any) -> int:
     """Return the length of the first tensor of a batch; 0 if there is none."""
-    while not isinstance(batch, torch.Tensor):
-        if isinstance(batch, (list, tuple)):
-            if not batch:
-                return 0
-            batch = batch[0]
-        elif isinstance(batch, (dict, Mapping)):  # dict first: the check for Mapping is slower
-            batch = next(iter(batch.values()), None)
-        else:
-            return 0
-    return batch.size(0) if batch.dim() else 0
-
-
-def _nothing(_part: int) -> None:
-    """Do nothing, in place of ``StepClock.enter``, while there is no clock."""
-
-
-def _enter_both(clock: step_clock.StepClock, gpu: GpuTimer, part: int) -> None:
-    clock.enter(part)
-    gpu.mark(part)
+    while isinstance(batch, (list, tuple, Mapping)) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return batch.size(0) if isinstance(batch, torch.Tensor) and batch.dim() else 0

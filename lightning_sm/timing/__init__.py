@@ -1,0 +1,1 @@
+"""The training process's clock: where the time of each step goes."""

@@ -1,0 +1,1 @@
+"""Integration tests of ``lightning_sm.timing``."""
