@@ -12,7 +12,6 @@ import sched
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,7 +21,8 @@ from multiprocessing.connection import wait
 
 from lightning_sm.data.host.source_builder import builder_of
 from lightning_sm.data.host.sources import Sources
-from lightning_sm.data.host.worker import Builder, WorkerPlace, run_worker
+from lightning_sm.data.host.spawned_worker import spawn_worker
+from lightning_sm.data.host.worker import WorkerPlace, run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import show_world_of_one
 from lightning_sm.data.ipc import host_messages
@@ -69,6 +69,11 @@ class _WorkerProcess:
     notes: WorkerNotes
 
 
+def _exit_status(pid: int) -> int:
+    """Wait for a fork to exit, and return its status."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 class MainProcess:
     """The data host: serves the trainers from the current process until the trainers have finished.
 
@@ -81,7 +86,8 @@ class MainProcess:
         self._settings = settings
         self._listening = listening
         self._selector = selectors.DefaultSelector()
-        self._pidfds: dict[int, int] = {}  # of all children, by process id
+        # Of all children, by process id: its descriptor, and what waits for it to exit and returns its status.
+        self._children: dict[int, tuple[int, Callable[[], int]]] = {}
         self._workers: dict[int, _WorkerProcess] = {}  # by worker id
         # By opening and worker number: the id of the worker to replace when it dies.
         self._current_ids: dict[tuple[str, int], int] = {}
@@ -169,7 +175,7 @@ class MainProcess:
 
     def _start_server(self) -> None:
         process, self._server = start_module("lightning_sm.data.server.process")
-        self._watch(process.pid, lambda status: self._on_server_exit(process, status))
+        self._watch(process.pid, process.wait, self._on_server_exit)
         self._server.send(host_messages.Serve(self._settings, snapshots=self._sources.snapshots))
         self._sources.keep(())  # trainers open them again
         if self._job_is_ending:
@@ -201,8 +207,7 @@ class MainProcess:
         if server.is_at_end:
             self._selector.unregister(server)
 
-    def _on_server_exit(self, process: subprocess.Popen[bytes], status: int) -> None:
-        process.returncode = status
+    def _on_server_exit(self, status: int) -> None:
         if self._outcome is not None:
             return
         how = describe_exit(status)
@@ -260,17 +265,19 @@ class MainProcess:
         self._num_streams += 1
         return (self._settings.workers - 1 + self._num_streams,)
 
-    def _builder(self, opening: str, number: int) -> Builder:
-        place = WorkerPlace(self._host_name, number, self._settings.workers)
-        what = self._sources.openings[opening]
-        return builder_of(self._sources.source(what.source), what.stream, place)
-
     def _start_worker(self, opening: str, number: int) -> None:
         self._num_workers_started += 1
         worker_id = self._num_workers_started
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
         notes = WorkerNotes()
-        pid, sock = self._fork_worker(opening, number, ring, notes)
+        what = self._sources.openings[opening]
+        place = WorkerPlace(self._settings.name or self._settings.address, number, self._settings.workers)
+        if what.is_spawned:
+            snapshot = self._sources.snapshot(what.source)
+            pid, wait_for, sock = spawn_worker(snapshot, what.stream, place, ring, notes)
+        else:
+            pid, sock = self._fork_worker(what, place, ring, notes)
+            wait_for = partial(_exit_status, pid)
         self._send(
             host_messages.NewWorker(
                 worker=worker_id,
@@ -285,18 +292,17 @@ class MainProcess:
         ring.close()
         self._workers[worker_id] = _WorkerProcess(pid, (opening, number), notes)
         self._current_ids[opening, number] = worker_id
-        self._watch(pid, partial(self._on_worker_exit, worker_id))
+        self._watch(pid, wait_for, partial(self._on_worker_exit, worker_id))
 
-    @property
-    def _host_name(self) -> str:
-        return self._settings.name or self._settings.address
-
-    def _fork_worker(self, opening: str, number: int, ring: Ring, notes: WorkerNotes) -> tuple[int, MessageSocket]:
+    def _fork_worker(
+        self, what: Opening, place: WorkerPlace, ring: Ring, notes: WorkerNotes
+    ) -> tuple[int, MessageSocket]:
+        source = self._sources.source(what.source)
         ours, theirs = map(MessageSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
 
         def run() -> None:
             ours.close()  # with a copy of the other end, a worker would never see it closed
-            run_worker(theirs, ring, partial(self._builder, opening, number), notes)
+            run_worker(theirs, ring, partial(builder_of, source, what.stream, place), notes)
 
         pid = self._fork(run)
         theirs.close()
@@ -305,7 +311,6 @@ class MainProcess:
     def _on_worker_exit(self, worker_id: int, status: int) -> None:
         worker = self._workers.pop(worker_id)
         at, has_started = worker.notes.place(), worker.notes.has_started
-        worker.notes.close()
         how = describe_exit(status)
         if has_started:
             how += f" at {at}" if at else ""
@@ -345,16 +350,15 @@ class MainProcess:
 
     # All children
 
-    def _watch(self, pid: int, on_exit: Callable[[int], None]) -> None:
+    def _watch(self, pid: int, wait_for: Callable[[], int], on_exit: Callable[[int], None]) -> None:
         pidfd = os.pidfd_open(pid)
-        self._pidfds[pid] = pidfd
+        self._children[pid] = pidfd, wait_for
 
         def reap() -> None:
-            del self._pidfds[pid]
+            del self._children[pid]
             self._selector.unregister(pidfd)
             os.close(pidfd)
-            _, status = os.waitpid(pid, 0)
-            on_exit(os.waitstatus_to_exitcode(status))
+            on_exit(wait_for())
 
         self._selector.register(pidfd, selectors.EVENT_READ, reap)
 
@@ -363,10 +367,10 @@ class MainProcess:
         self._server.close()
         for worker in self._workers.values():
             os.kill(worker.pid, signal.SIGKILL)
-        for pid, pidfd in self._pidfds.items():
+        for pid, (pidfd, wait_for) in self._children.items():
             if not wait([pidfd], _STOP_TIMEOUT_S):
                 os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            wait_for()
             os.close(pidfd)
-        self._pidfds.clear()
+        self._children.clear()
         self._selector.close()

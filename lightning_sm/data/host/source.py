@@ -28,8 +28,8 @@ class WorkerSource:
         is_batched: Whether samples are collated into batches; if not, each sample is a batch.
         batch_size: Samples of a batch of an iterable dataset.
         drop_last: Whether an iterable dataset's last batch is dropped if it is incomplete.
-        is_spawned: Whether each worker unpickles it, as with ``multiprocessing_context="spawn"``; what is on the data
-            hosts already has no pickle.
+        is_spawned: Whether workers are no forks, as with ``multiprocessing_context="spawn"``; where hooks have made
+            it on the data hosts, they are.
         trainer: The Trainer, as a dataset sees it that is there.
     """
 

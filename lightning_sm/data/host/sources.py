@@ -44,17 +44,15 @@ class Sources:
         self._snapshots[digest] = fd
 
     def source(self, digest: str) -> WorkerSource:
-        """Return a source, which a worker unpickles if the main process has not.
-
-        Raises:
-            DataSettingsError: This process lacks something of it.
-        """
-        if digest not in self._sources:
-            self._sources[digest] = load_from_trainers(self._snapshots[digest], "a dataset of the trainers")
+        """Return a source that is open for forks."""
         return self._sources[digest]
 
+    def snapshot(self, digest: str) -> int:
+        """Return the descriptor of a pickled source."""
+        return self._snapshots[digest]
+
     def open(self, opening: Opening) -> Problem | CallResult | None:
-        """Rebuild the source of an opening, unless it is there, and run the hook if it is the call of one.
+        """Rebuild the source of an opening for forks, unless it is there; run the hook if it is the call of one.
 
         Returns:
             Why that is not possible, if so; else the result of the call, if it is one.
@@ -67,8 +65,9 @@ class Sources:
                 call: HookCall = load_from_trainers(self._snapshots[opening.source], "the DataModule of rank 0")
                 where = str(call)
                 result = self._calls.run(opening.name, call)
-            elif not opening.is_spawned:
-                self.source(opening.source)
+            elif not opening.is_spawned and opening.source not in self._sources:
+                memory = self._snapshots[opening.source]
+                self._sources[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
         except Exception as error:  # noqa: BLE001  # of the user's code: sent to the trainers
             return Problem.of(error, where)
         self.openings[opening.name] = opening

@@ -1,8 +1,8 @@
 """A worker of a data host: runs the user's dataset, transforms and collate function, one batch after the other.
 
 Workers are forked from the data host's main process, as ``DataLoader`` forks its own. That never loads gRPC and has no
-threads of its own, so forking it is safe. Forks share the dataset's memory and start within milliseconds. With
-``multiprocessing_context="spawn"``, each unpickles the dataset itself, so that what this starts is its own.
+threads of its own, so forking it is safe. Forks share the dataset's memory and start within milliseconds. Others: see
+``spawned_worker``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@ the note of the sample is left.
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import struct
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
 
 _MAX_TEXT_BYTES = 200
 # The head begins with one of these, or with the number of bytes of the text that follows.
@@ -19,10 +21,10 @@ _END = _STARTED_AT + 1
 
 
 class WorkerNotes:
-    """Memory that a worker shares with its parent, which makes it before the fork."""
+    """Memory that a worker shares with its parent, which makes it before the worker starts."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _END)
+        self._memory: Any = RawArray(ctypes.c_char, _END)
         self.clear()
 
     def set_index(self, index: int) -> None:
@@ -41,13 +43,13 @@ class WorkerNotes:
 
     def note_start(self) -> None:
         """Note that the worker has started: what happens from now on is not the fault of its start."""
-        self._memory[_STARTED_AT] = 1
+        self._memory[_STARTED_AT] = b"1"
         self.clear()
 
     @property
     def has_started(self) -> bool:
         """Whether the worker has started."""
-        return self._memory[_STARTED_AT] == 1
+        return bool(self._memory[_STARTED_AT] == b"1")
 
     def place(self) -> str:
         """Return where the worker was last, such as "index 40"; empty if it was not in the user's code."""
@@ -56,8 +58,4 @@ class WorkerNotes:
             return ""
         if size == _INDEX:
             return f"index {index}"
-        return self._memory[_HEAD.size : _HEAD.size + size].decode(errors="replace")
-
-    def close(self) -> None:
-        """Release the memory."""
-        self._memory.close()
+        return str(self._memory[_HEAD.size : _HEAD.size + size].decode(errors="replace"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing.process
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from lightning_sm._linux import require_linux
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.errors import DataServiceError
 from lightning_sm.job.hash_seed import hash_seed
 
 # malloc.h: M_MMAP_THRESHOLD, of which glibc takes no more than 32 MiB; M_TRIM_THRESHOLD; M_TOP_PAD.
@@ -30,7 +32,14 @@ def start_module(module: str, *fds: int) -> tuple[subprocess.Popen[bytes], Messa
 
     Raises:
         NeedsLinuxError: This system is not Linux.
+        DataServiceError: A process that multiprocessing has spawned is importing the user's script.
     """
+    # The flag by which multiprocessing refuses to start processes itself.
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise DataServiceError(
+            "The script starts a training or a data host while a spawned worker imports it. Put what starts "
+            'anything under `if __name__ == "__main__":`, as multiprocessing_context="spawn" needs it everywhere.'
+        )
     # For memory without a name, and for handles of processes (memfd, pidfd).
     require_linux("The data service", "Pass the DataModule to the Trainer itself, or run in a Linux container.")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -9,10 +9,30 @@ from __future__ import annotations
 
 import mmap
 import os
+from multiprocessing.reduction import DupFd
+from typing import Any
 
 import numpy as np
 
 _PAGE = mmap.PAGESIZE
+
+
+class InheritedDescriptor:
+    """A descriptor that a process inherits which multiprocessing spawns with it.
+
+    Args:
+        fd: The descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inherited, (DupFd(self.fd),)
+
+
+def _inherited(duplicate: Any) -> InheritedDescriptor:
+    return InheritedDescriptor(duplicate.detach())
 
 
 class Ring:
@@ -42,6 +62,13 @@ class Ring:
         fd = os.memfd_create("lightning_sm", os.MFD_CLOEXEC)
         os.ftruncate(fd, num_slots * slot_bytes)
         return cls(fd, num_slots, slot_bytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ring._inherited, (InheritedDescriptor(self.fd), self.num_slots, self.slot_bytes)
+
+    @classmethod
+    def _inherited(cls, memory: InheritedDescriptor, num_slots: int, slot_bytes: int) -> Ring:
+        return cls(memory.fd, num_slots, slot_bytes)
 
     def slot(self, index: int) -> np.ndarray:
         """Return a new array over a slot, uint8 of shape (slot_bytes,), page aligned.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,9 @@ class Host:
     def workers(self) -> list[psutil.Process]:
         """Its workers, without those that were killed and that it has not noticed yet."""
         commands = {child: _command(child) for child in self.main.children()}
-        return [child for child, command in commands.items() if command and _NETWORK not in command]
+        # resource_tracker: multiprocessing starts it beside the processes that it spawns.
+        others = re.compile(f"{_NETWORK}|resource_tracker")
+        return [child for child, command in commands.items() if command and not others.search(" ".join(command))]
 
     def processes(self) -> list[psutil.Process]:
         """All of them, the main process first."""

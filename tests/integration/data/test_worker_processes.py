@@ -1,4 +1,4 @@
-"""Worker processes: those that unpickle their dataset themselves, and those that cannot start."""
+"""Worker processes: forks, those that are none, and those that cannot start."""
 
 import os
 import time
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from lightning_sm.errors import DataServiceError, RemoteTransformError
 from tests.integration.data.cluster import Host, remote, running
+from tests.integration.emulators import local
 
 pytestmark = pytest.mark.processes
 
@@ -19,7 +20,7 @@ THREADS = ThreadPoolExecutor(1)
 
 
 class Library:
-    """Uses its threads where it is unpickled: in the main process of a data host, or in a worker."""
+    """Uses its threads where it is unpickled: in the main process of a data host, or in a worker that is no fork."""
 
     def __init__(self):
         self.made_in = None  # an object without a state is unpickled without __setstate__
@@ -61,7 +62,7 @@ def loader(dataset, method, **options):
 
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_use_what_does_not_survive_a_fork(method, pool):
+def test_workers_that_are_no_forks_use_what_does_not_survive_one(method, pool):
     """The dataset's library has threads of its own in each; all samples arrive, of maps and streams."""
     with remote(pool.serve(lambda: [loader(Squares, method), loader(Lines, method)])[1:2]) as module:
         squares, lines = module.train_dataloader()
@@ -70,7 +71,7 @@ def test_workers_use_what_does_not_survive_a_fork(method, pool):
 
 
 @pytest.mark.parametrize(("method", "is_fork"), [("fork", True), (None, True), ("spawn", False)])
-def test_workers_share_the_dataset_unless_they_unpickle_it(method, is_fork, pool):
+def test_workers_share_the_dataset_only_as_forks(method, is_fork, pool):
     """Otherwise each has a copy of its own, and ``get_worker_info()`` as any worker."""
     with remote(pool.serve(lambda: loader(Origins, method))[:1]) as module:
         batch = next(iter(module.train_dataloader()))
@@ -79,7 +80,7 @@ def test_workers_share_the_dataset_unless_they_unpickle_it(method, is_fork, pool
 
 
 @pytest.mark.proof
-def test_functions_of_the_script_reach_workers_that_unpickle_them(pool):
+def test_functions_of_the_script_reach_workers_that_are_no_forks(pool):
     """Lambdas and nested classes are pickled by value, which multiprocessing cannot."""
     offset = 100
 
@@ -148,3 +149,58 @@ def test_a_worker_that_exits_at_its_start_is_named_and_backs_off(tmp_path, metho
     assert len(pauses) >= 2
     for number, pause in enumerate(pauses):
         assert pause >= 0.1 * 2**number
+
+
+# A script whose own classes and library need new processes, with and without the guard that multiprocessing asks for.
+SCRIPT = """
+from concurrent.futures import ThreadPoolExecutor
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+from lightning_sm import SageMakerTrainer
+
+THREADS = ThreadPoolExecutor(1)
+
+class Squares(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        assert isinstance(self, Squares) and type(self).__module__ == "__mp_main__"
+        return THREADS.submit(pow, index, 2).result()
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage): self.squares = THREADS.submit(Squares).result()
+    def train_dataloader(self):
+        return DataLoader(self.squares, 2, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate)
+    def collate(self, samples): return torch.tensor(samples) + 100 * self.trainer.max_epochs
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, index):
+        print("BATCH", batch.tolist(), flush=True)
+        return self.layer(batch.float()[:, None]).sum()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.0)
+
+def main():
+    THREADS.submit(int).result()  # in the main process of the data host, too
+    SageMakerTrainer(max_epochs=1, accelerator="cpu", logger=False).fit(Net(), datamodule=Data())
+"""
+GUARD = 'if __name__ == "__main__": '
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("guard", [GUARD, ""], ids=["guard", "no guard"])
+def test_a_script_is_imported_by_workers_that_are_no_forks(tmp_path, guard):
+    """As multiprocessing does it: objects of the script are its own; without a guard, an error asks for one."""
+    (tmp_path / "train.py").write_text(f"{SCRIPT}\n{guard}main()\n")
+    groups = ("--group", "trainer=1", "--group", "data=1")
+    ended = local(tmp_path / "jobs", tmp_path, *groups, "--", "train.py", timeout_s=180)
+    out = ended.stdout + ended.stderr
+    if guard:
+        assert ended.returncode == 0, out
+        assert "BATCH [100, 101]" in out
+        assert "BATCH [104, 109]" in out
+    else:
+        assert ended.returncode == 1, out
+        assert 'Put what starts anything under `if __name__ == "__main__":`' in out

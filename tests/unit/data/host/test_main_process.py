@@ -1,7 +1,6 @@
 """When the main process of a data host gives its server process up; the test stands in for server processes."""
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +26,7 @@ class Main(MainProcess):
     def end_server(self):
         """Let the server process die; return why the host gives up."""
         self.other_end.close()
-        self._on_server_exit(SimpleNamespace(), SIGKILL)
+        self._on_server_exit(SIGKILL)
         return self._outcome
 
     def close(self):
