@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgspec
+
+# Held while a decoder is made. msgspec stores what it knows of a type before it is complete, and crashes the process if
+# another thread makes a decoder of the type meanwhile (seen with msgspec 0.22).
+MAKING_DECODER = threading.Lock()
 
 _JSON = msgspec.json.Encoder()
 

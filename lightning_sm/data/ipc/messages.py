@@ -18,7 +18,7 @@ from typing import ClassVar, Union
 import msgspec
 from msgspec.structs import force_setattr
 
-from lightning_sm._structs import Struct, encode
+from lightning_sm._structs import MAKING_DECODER, Struct, encode
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 @cache
 def _decoder(num_kinds: int) -> msgspec.msgpack.Decoder[Message]:
     """Return a decoder of all kinds of messages, of which there are more when a module of messages is imported."""
-    return msgspec.msgpack.Decoder(Union[tuple(Message._kinds.values())])  # noqa: UP007
+    with MAKING_DECODER:
+        return msgspec.msgpack.Decoder(Union[tuple(Message._kinds.values())])  # noqa: UP007
 
 
 # A ``Released``, the number of the ring or of the pass, and the slot or step. Writes up to PIPE_BUF bytes are atomic.

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from lightning_sm._structs import Struct
+from lightning_sm._structs import MAKING_DECODER, Struct
 from lightning_sm.errors import WireError
 
 # The result of a hook has what its samplers hold. A list takes 20 times its bytes once it is parsed.
@@ -64,4 +64,5 @@ def decode(kind: type[_Struct], data: bytes, what: str, max_bytes: int = _MAX_BY
 
 @cache
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+    with MAKING_DECODER:
+        return msgspec.json.Decoder(kind)
