@@ -709,10 +709,11 @@ def slow():
 
 @pytest.mark.usefixtures("_forks")
 def test_a_killed_training_process_takes_everything_with_it(tmp_path):
-    """Feeder, data host, workers and gRPC server of the same script end by themselves."""
+    """Feeder, data host, workers and gRPC server of the same script exit by themselves."""
     with faults.training_process(slow, None, tmp_path / "pids") as (script, feeder, main):
         processes = [feeder, main, *main.children()]
-        assert len(processes) == 5  # feeder, main process, gRPC server, 2 workers
+        # Feeder, main process, gRPC server, 2 spawned workers with multiprocessing's resource tracker.
+        assert len(processes) == 6
         script.kill()
         faults.until_gone(processes, "feeder, main process, gRPC server and workers")
 
