@@ -5,10 +5,9 @@ The pages in docs/reference have it for readers of the repository; ``python docs
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import enum
 import inspect
-import io
-import os
 import re
 import types
 import typing
@@ -19,8 +18,9 @@ from typing import Any
 import lightning_sm
 from lightning_sm import __main__ as program
 from lightning_sm.job.variables import USER_SETTINGS
+from lightning_sm.submit import command as submit
 from lightning_sm.submit.job_file import Job
-from lightning_sm.submit.job_keys import KeyField, is_section, keys_of, shown_default
+from lightning_sm.submit.job_keys import KeyField, all_keys, is_section, shown_default
 
 # Code, which stays as it is, or the character that would begin HTML.
 _LESS = re.compile(r"(`[^`]*`)|<")
@@ -28,45 +28,77 @@ _COLUMNS = 100  # of signatures
 FOLDER = Path(__file__).parent / "reference"
 # Where a page has its generated text.
 PLACE = re.compile(r"^<!-- generated: ([\w-]+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+# What argparse calls the options that no group of ours has.
+_UNNAMED_GROUPS = {"positional arguments", "options"}
 
 
 def commands() -> str:
-    """The help text of each command."""
-    return "\n".join(
-        f"## lightning-sm {' '.join(words)}\n\n```text\n{help_text(words).rstrip()}\n```\n" for words in command_names()
-    )
+    """A section for each command: what it does, its usage, its options, and what else its help says."""
+    sections = []
+    told: set[str] = set()
+    for parser, line in _leaves(program._parser(with_all_options=True), ""):
+        about = " ".join((parser.description or line).split()).rstrip(".")
+        parts = [f"{_capitalized(about)}.", f"`{_usage(parser)}`"]
+        rows = list(_options(parser))
+        if rows:
+            parts.append(_table(rows, ("option", "meaning")).rstrip())
+        # Examples are in the guides. What the help of several commands says stands once.
+        for text in (parser.epilog or "").strip().split("\n\n"):
+            if text and text not in told and not text.startswith("example"):
+                parts.append(f"```text\n{text}\n```" if "\n  " in text else _capitalized(text))
+                told.add(text)
+        sections.append(f"## {parser.prog}\n\n" + "\n\n".join(parts) + "\n")
+    return "\n".join(sections)
 
 
-def command_names() -> list[list[str]]:
-    """The words of each command, those of commands within commands included."""
-    return list(_below([]))
+def _leaves(parser: argparse.ArgumentParser, about: str) -> Iterator[tuple[argparse.ArgumentParser, str]]:
+    """The parsers of all commands, those of commands within commands included, each with its line in the list."""
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for action in inner:
+        abouts = {choice.dest: choice.help or "" for choice in action._get_subactions()}
+        for name, below in action.choices.items():
+            yield from _leaves(below, abouts[name])
+    if not inner:
+        yield parser, about
 
 
-def _below(words: list[str]) -> Iterator[list[str]]:
-    # A command that has others says so in its usage, whatever parses it.
-    usage = help_text(words).partition("\n\n")[0]
-    inner = re.search(r"\{([a-z,]+)\}\s+\.\.\.$", usage)
-    if inner is None:
-        yield words
-        return
-    for name in inner[1].split(","):
-        yield from _below([*words, name])
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """How a command is called, its options apart from the rest."""
+    forms = {"?": "[{0}]", "+": "{0} [{0} ...]"}
+    words = [parser.prog]
+    if any(action.option_strings and action.dest != "help" for action in parser._actions):
+        words.append("[options]")
+    words += [
+        forms.get(str(action.nargs), "{0}").format(_value(action))
+        for action in parser._actions
+        if not action.option_strings
+    ]
+    return " ".join(words)
 
 
-def help_text(words: list[str]) -> str:
-    """What a command prints for ``--help``, as in a terminal of 118 columns without colours."""
-    shown = io.StringIO()
-    before = dict(os.environ)
-    os.environ |= {"COLUMNS": "118", "NO_COLOR": "1"}
-    try:
-        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            program.main([*words, "--help"])
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    if not shown.getvalue():
-        raise RuntimeError(f"lightning-sm {' '.join(words)} --help printed nothing; the log says why.")
-    return shown.getvalue()
+def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Each argument and option except ``--help``, with its meaning; the keys of a job file have a page of their own."""
+    for group in parser._action_groups:
+        if group.title == submit._KEYS:
+            yield "`--KEY VALUE`", "override a [key of the job file](job-file.md), such as `--groups.trainer.count=4`"
+            continue
+        subject = "" if group.title in _UNNAMED_GROUPS else f"{group.title}: "
+        for action in group._group_actions:
+            value = "" if action.nargs == 0 else _value(action)
+            names = [f"`{name}`" for name in action.option_strings[:-1]]
+            names.append(f"`{' '.join([*action.option_strings[-1:], value]).rstrip()}`")
+            if action.dest != "help" and action.help:
+                yield ", ".join(names), subject + action.help
+
+
+def _capitalized(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def _value(action: argparse.Action) -> str:
+    if action.choices:
+        return f"{{{','.join(map(str, action.choices))}}}"
+    return str(action.metavar or action.dest.upper())
 
 
 def settings() -> str:
@@ -76,31 +108,31 @@ def settings() -> str:
 
 
 def job_file() -> str:
-    """A table of the keys of a job file, and one for each kind of value that has keys of its own."""
-    sections = []
-    waiting: list[type] = [Job]
-    for kind in waiting:
-        rows = []
-        for one in keys_of(kind).values():
-            waiting += [part for part in _parts(one.kind) if is_section(part) and part not in waiting]
-            # The table is on a page in docs/reference; the meanings are written for that page, too.
-            rows.append((f"`{one.name}`", _type(one.kind), _default(one), _meaning(one)))
-        title = "" if kind is Job else f"## {kind.__name__}\n\n{inspect.getdoc(kind)}\n\n"
-        sections.append(f"{title}{_table(rows, ('key', 'value', 'default', 'meaning'))}")
-    return "\n".join(sections)
+    """A table of the keys of a job file, those within other keys included."""
+    # The table is on a page in docs/reference; the meanings are written for that page, too.
+    rows = [
+        (f"`{'.'.join(path.parts)}`", _type(path.field.kind), _default(path.field), _meaning(path.field))
+        for path in all_keys(Job)
+    ]
+    return _table(rows, ("key", "value", "default", "meaning"))
 
 
 def python() -> str:
-    """A section for each public name: its signature, and what it is."""
-    sections = []
-    for name in lightning_sm.__all__:
-        value = getattr(lightning_sm, name)
-        about = (inspect.getdoc(value) or "").partition("\n\n")[0]
-        # Roles and code of reStructuredText.
-        about = re.sub(r"``(.+?)``", r"`\1`", about.replace("\n", " "))
-        call = f"```text\n{_call(name, value)}\n```\n\n" if callable(value) else ""
-        sections.append(f"## {name}\n\n{call}{about}\n")
-    return "\n".join(sections)
+    """A table of the public names, and their signatures."""
+    values = {name: getattr(lightning_sm, name) for name in lightning_sm.__all__}
+    rows = [(f"`{name}`", _first_paragraph(value)) for name, value in values.items() if callable(value)]
+    # The signature of an enumeration is that of the class Enum.
+    calls = [
+        _call(name, value)
+        for name, value in values.items()
+        if callable(value) and not (inspect.isclass(value) and issubclass(value, enum.Enum))
+    ]
+    return f"{_table(rows, ('name', 'what it is'))}\n## Signatures\n\n```text\n" + "\n".join(calls) + "\n```\n"
+
+
+def _first_paragraph(value: Any) -> str:
+    about = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
+    return re.sub(r"``(.+?)``", r"`\1`", about)  # code of reStructuredText
 
 
 def _call(name: str, value: Any) -> str:
@@ -164,12 +196,6 @@ def _own_members(kind: type) -> list[str]:
     ]
 
 
-def _parts(hint: Any) -> Iterator[Any]:
-    yield hint
-    for part in typing.get_args(hint):
-        yield from _parts(part)
-
-
 def _type(hint: Any) -> str:
     """A type in the words of a job file."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -178,11 +204,11 @@ def _type(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{one}`" for one in args)
     if origin is dict:
-        return f"`{{name: value}}`, each value: {_type(args[1])}"
+        return f"`{{NAME: value}}`, each value: {_type(args[1])}"
     if origin is list:
         return f"list, each item: {_type(args[0])}"
     if is_section(hint):
-        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+        return "the keys below"
     plain = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`", Any: "any"}
     return plain.get(hint) or inspect.formatannotation(hint)
 
@@ -191,7 +217,7 @@ def _default(one: KeyField) -> str:
     if one.is_required:
         return "**required**"
     if is_section(type(one.default)):
-        return "see the keys"
+        return "as below"
     return "none" if one.default in (None, [], {}) else f"`{shown_default(one.default)}`"
 
 

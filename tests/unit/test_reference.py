@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 
+from lightning_sm import __main__ as program
 from lightning_sm.job.variables import SETTINGS
-from lightning_sm.submit.job_file import Group, Job
-from lightning_sm.submit.job_keys import keys_of
+from lightning_sm.submit.job_file import Job
+from lightning_sm.submit.job_keys import all_keys
 
 REFERENCE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "reference.py"))
 
@@ -19,21 +21,28 @@ def rows(text):
     """The cells of all tables of a page, by their first cell without its markup."""
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return {row[0].strip("`"): row[1:] for row in cells}
+    return {row[0].replace("`", ""): row[1:] for row in cells}
 
 
-def test_each_command_has_its_help_text():
+def options(invocations):
+    """The names of options that stand before their meanings."""
+    return {name for one in invocations for name in re.findall(r"(?<![\w-])--?[a-z][\w-]*", one)}
+
+
+def test_each_command_has_the_options_of_its_help(capsys, monkeypatch):
     """Whatever parses a command, its section has its usage and its options; commands within commands are found."""
-    names = REFERENCE["command_names"]()
-    assert {"train", "local", "submit"} <= {words[0] for words in names}
-    assert ["jobs", "logs"] in names
-    sections = dict(
-        re.findall(r"^## (lightning-sm [^\n]*)\n\n```text\n(.*?)^```$", REFERENCE["commands"](), re.M | re.S)
-    )
-    assert list(sections) == [f"lightning-sm {' '.join(words)}" for words in names]
+    monkeypatch.setenv("NO_COLOR", "1")
+    sections = dict(re.findall(r"^## (lightning-sm [^\n]*)\n\n(.*?)(?=^## |\Z)", REFERENCE["commands"](), re.M | re.S))
+    names = {name for name in program._NAMES if name != "jobs"}
+    names |= {f"jobs {name}" for name in ("list", "logs", "stop", "report", "again")}
+    assert set(sections) == {f"lightning-sm {name}" for name in names}
     for name, text in sections.items():
-        assert text.startswith(f"usage: {name}")
-        assert re.search(r"^options:$", text, re.MULTILINE), name
+        assert re.match(rf"[A-Z][^\n]*\.\n\n`{name}\b", text), name
+        with contextlib.suppress(SystemExit):
+            program.main([*name.split()[1:], "--help"])
+        shown, _, keys = capsys.readouterr().out.partition("keys of the job file")
+        assert bool(keys) == ("job-file.md" in text), name
+        assert options(rows(text)) == options(re.findall(r"^  (-.*?)(?:  |$)", shown, re.M)) - {"-h", "--help"}, name
 
 
 def test_settings_are_those_that_users_set():
@@ -43,17 +52,15 @@ def test_settings_are_those_that_users_set():
 
 
 def test_job_file_has_all_keys():
-    """Those of the file and those of its parts, with type, default and a meaning in words."""
-    of_job, group = REFERENCE["job_file"]().split("\n## ")[:2]
-    shown = rows(of_job)
-    assert list(shown) == list(keys_of(Job))
-    assert group.startswith("Group\n")
-    assert list(rows(group)) == list(keys_of(Group))
+    """Those of the file and those within them, with type, default and a meaning in words."""
+    shown = rows(REFERENCE["job_file"]())
+    assert list(shown) == [".".join(path.parts) for path in all_keys(Job)]
     assert all(len(cells) == 3 and all(cells) for cells in shown.values())
     assert shown["image"][:2] == ["text", "**required**"]
-    assert shown["groups"][:2] == ["`{name: value}`, each value: [Group](#group)", "**required**"]
+    assert shown["groups"][:2] == ["`{NAME: value}`, each value: the keys below", "**required**"]
+    assert shown["groups.NAME.count"][:2] == ["whole number", "`1`"]
     assert shown["max_restarts"][:2] == ["whole number", "`0`"]
-    assert shown["request"][:2] == ["`{name: value}`, each value: any", "none"]
+    assert shown["request"][:2] == ["`{NAME: value}`, each value: any", "none"]
     assert shown["role"][:2] == ["text", "none"]
 
 
