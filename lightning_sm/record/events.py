@@ -127,16 +127,12 @@ class HostUse(Line, frozen=True, tag="use"):
         cpu: Share of all its CPUs in use, 0 to 1.
         memory_bytes: Memory in use.
         memory_total_bytes: Memory that the job may use.
-        received_bytes_s: Bytes per second from the network.
-        sent_bytes_s: Bytes per second to the network.
         gpus: Use of its GPUs; empty if there are none, or if NVML is not installed.
     """
 
     cpu: float
     memory_bytes: int
     memory_total_bytes: int
-    received_bytes_s: float = 0.0
-    sent_bytes_s: float = 0.0
     gpus: Sequence[GpuUse] = msgspec.field(default_factory=list)
 
     @property

@@ -68,8 +68,6 @@ def _of_process(record: ProcessRecord, pid: int, begin: float) -> Iterator[dict[
                 gpus = {f"GPU {number}": 100 * gpu.use for number, gpu in enumerate(line.gpus)}
                 yield event("C", line.t, "% in use", {"CPUs": 100 * line.cpu, **gpus})
                 yield event("C", line.t, "memory (GB)", {"host": line.memory_bytes / 1e9})
-                rates = {"received": line.received_bytes_s / 1e6, "sent": line.sent_bytes_s / 1e6}
-                yield event("C", line.t, "network (MB/s)", rates)
             case Event():
                 yield event("i", line.t, line.what, {"what": line.text}, s="p", tid=_SPANS)
             case End():

@@ -15,7 +15,7 @@ from lightning_sm.record.events import Recorder
 
 LINES = [
     events.FileHead(1.5, "algo-1", "rank-3", job="job", rank=3, world_size=4, hosts={"algo-1": "trainers"}),
-    events.HostUse(2.0, 0.5, 10, 20, 1.5, 2.5, [events.GpuUse(0.75, 1, 2)]),
+    events.HostUse(2.0, 0.5, 10, 20, [events.GpuUse(0.75, 1, 2)]),
     events.Loader(2.0, workers=4, cpus=8, ranks_of_host=2),
     events.Steps(3.0, 40, 10, samples=320, parts=dict.fromkeys(events.PARTS, 1 / 6)),
     events.Span(4.0, "validation", 3.0, 1.0),
