@@ -53,28 +53,17 @@ class HostMeter:
 
 
 class Gpus:
-    """The NVIDIA GPUs of this host; none without a driver, or without the package nvidia-ml-py.
+    """The NVIDIA GPUs of this host; none without a driver, or without the package nvidia-ml-py."""
 
-    Args:
-        nvml: The module ``pynvml`` of the package nvidia-ml-py. Default: import it.
-    """
-
-    def __init__(self, nvml: Any = None) -> None:
-        self._nvml = nvml
+    def __init__(self) -> None:
         self._handles: Sequence[Any] = ()
         try:
-            if nvml is None:
-                import pynvml  # noqa: PLC0415 - an extra
-
-                self._nvml = pynvml
+            import pynvml  # noqa: PLC0415 - an extra
         except ImportError:
-            # Without GPUs, nobody misses it.
-            has_gpu = _GPU_DEVICE.exists()
-            logger.log(
-                logging.INFO if has_gpu else logging.DEBUG,
-                "GPU use is not recorded. To record it, install the package nvidia-ml-py.",
-            )
+            if _GPU_DEVICE.exists():
+                logger.info("GPU use is not recorded. To record it, install the package nvidia-ml-py.")
             return
+        self._nvml: Any = pynvml
         try:
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()

@@ -55,19 +55,21 @@ def nvml(**changes):
     return SimpleNamespace(**{**functions, **changes})
 
 
-def test_gpus_that_say_it_are_measured():
+def test_gpus_that_say_it_are_measured(monkeypatch):
     """One that does not is left out."""
-    (gpu,) = Gpus(nvml()).measure()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    (gpu,) = Gpus().measure()
     assert (gpu.use, gpu.memory_bytes, gpu.memory_total_bytes) == (0.74, 3, 8)
 
 
-def test_without_a_driver_there_are_no_gpus():
+def test_without_a_driver_there_are_no_gpus(monkeypatch):
     """NVML is installed, and finds no library of the driver."""
 
     def fail():
         raise NVMLError("NVML Shared Library Not Found")
 
-    assert Gpus(nvml(nvmlInit=fail)).measure() == []
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=fail))
+    assert Gpus().measure() == []
 
 
 @pytest.mark.parametrize(("has_gpu", "said"), [(True, 1), (False, 0)])
