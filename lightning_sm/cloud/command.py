@@ -44,7 +44,7 @@ def main(
     argv: Sequence[str],
     clients: Clients | None = None,
     *,
-    new_report_writer: Callable[[], ReportWriter],
+    write_report: ReportWriter,
     again: Callable[..., None],
 ) -> int:
     """Run the command and return its exit code.
@@ -52,7 +52,7 @@ def main(
     Args:
         argv: The arguments after ``jobs``.
         clients: Clients of the AWS APIs. Default: those of the user's credentials and region.
-        new_report_writer: Returns what writes a report, or says what is missing for that.
+        write_report: Writes a report.
         again: Submits the request of a training job again (``submit.again.again``).
 
     Raises:
@@ -64,7 +64,7 @@ def main(
     if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
         hint = did_you_mean(argv[0], _COMMANDS) or f" There are {', '.join(_COMMANDS)}."
         raise AWSError(f"lightning-sm jobs has no command {argv[0]!r}.{hint}")
-    options = _parser().parse_args(argv, argparse.Namespace(new_report_writer=new_report_writer, again=again))
+    options = _parser().parse_args(argv, argparse.Namespace(write_report=write_report, again=again))
     with one_line_errors():
         if clients is None:
             session = new_session(region_name=options.region)
@@ -139,13 +139,12 @@ def _stop(clients: Clients, options: argparse.Namespace) -> int:
 
 
 def _report(clients: Clients, options: argparse.Namespace) -> int:
-    write = options.new_report_writer()
     prices = read_prices(options.prices, options.price)
     found = find_training_job(clients, options.name)
     page = options.output or Path(f"{found.name}.html")
     if options.records is not None and options.records.exists() and any(options.records.iterdir()):
         raise AWSError(f"{options.records} is not empty. Name another folder with --records.")
-    write_report_of(clients.s3, found.description, write, page, prices, folder=options.records)
+    write_report_of(clients.s3, found.description, options.write_report, page, prices, folder=options.records)
     return 0
 
 

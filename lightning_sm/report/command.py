@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightning_sm.report import compare, sizing, verdict
 from lightning_sm.report.figures import Figures
 from lightning_sm.report.job_of_plan import job_of_plan
 from lightning_sm.report.live import watch
-from lightning_sm.report.page import check_libraries, render
+from lightning_sm.report.page import render
 from lightning_sm.report.trace import trace
 
 _LOG = command_logger(__name__)
@@ -109,24 +109,11 @@ def report(options: argparse.Namespace) -> int:
             watch(options.runs, options.job, every_s=options.every, is_once=options.once, is_json=options.json)
         return 0
     prices = read_prices(options.prices, options.price)
-    _write_report(options.runs, options.job, options.output, prices, trace_file=options.trace, names=options.name)
+    write_report(options.runs, options.job, options.output, prices, trace_file=options.trace, names=options.name)
     return 0
 
 
-def report_writer() -> Callable[[Sequence[Path], str | None, Path, Prices], None]:
-    """Return a function that writes a report, from where the records are, the only job to read, the page, and prices.
-
-    It raises a ``JobConfigError`` where there is no record, and an ``OutputDirectoryError`` where the report cannot be
-    written.
-
-    Raises:
-        JobConfigError: A library is missing.
-    """
-    check_libraries()
-    return _write_report
-
-
-def _write_report(
+def write_report(
     sources: Sequence[Path],
     job: str | None,
     page: Path,
@@ -135,6 +122,20 @@ def _write_report(
     trace_file: Path | None = None,
     names: Sequence[str] = (),
 ) -> None:
+    """Write the verdict on runs to stdout, and their page.
+
+    Args:
+        sources: Where the records are.
+        job: Name of the only job to read; None: all.
+        page: The file to write.
+        prices: Prices of hosts.
+        trace_file: Receives a timeline; None: there is none.
+        names: Names of the runs in the sources, in the order of these.
+
+    Raises:
+        JobConfigError: There is no record, or a library is missing.
+        OutputDirectoryError: The page cannot be written.
+    """
     named = dict(zip(map(str, sources), names, strict=False))
     if len(names) > len(sources):
         raise JobConfigError(f"--name is given {len(names)} times, for {len(sources)} folders of runs.")

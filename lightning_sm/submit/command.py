@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,12 @@ _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _KEYS = "keys of the job file, which are also options; NAME is any name"
 
 
-def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) -> int:
+def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
     """Run the command and return its exit code.
 
     Args:
         argv: The arguments after ``submit``.
-        new_report_writer: Returns what writes the report of a job that has ended, or says what is missing for that.
+        write_report: Writes the report of a job that has ended.
 
     Returns:
         0; if the job failed, the exit code of a host where it is known, else 1.
@@ -90,13 +90,13 @@ def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) 
     description = submit.send(job, wait=options.wait, shows_log=True, ask=ask)
     code = exit_code(description) if options.wait else 0
     if options.wait and job.tune is None:
-        _write_report(job, description, new_report_writer)
+        _write_report(job, description, write_report)
     if code:
         _LOG.error("the job did not complete: %s", reason_of(description) or "no reason given")
     return code
 
 
-def _write_report(job: Job, description: Mapping[str, Any], new_writer: Callable[[], ReportWriter]) -> None:
+def _write_report(job: Job, description: Mapping[str, Any], write: ReportWriter) -> None:
     """Write the report of a job that has ended into this folder, if that is possible: the job's outcome stands."""
     from lightning_sm.cloud.aws import Clients, new_session, one_line_errors  # noqa: PLC0415 - loads boto3
     from lightning_sm.cloud.records import write_report_of  # noqa: PLC0415
@@ -104,7 +104,6 @@ def _write_report(job: Job, description: Mapping[str, Any], new_writer: Callable
 
     page = Path(f"{description['TrainingJobName']}.html")
     try:
-        write = new_writer()
         with one_line_errors():
             session = new_session()
             clients = Clients(session)
