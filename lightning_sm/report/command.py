@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_sm._arguments import positive_number, positive_whole_number
+from lightning_sm._arguments import positive_whole_number
 from lightning_sm._log import command_logger
 from lightning_sm._text import for_terminal
 from lightning_sm.errors import JobConfigError
@@ -64,12 +64,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--live", action="store_true", help="write no page, but show the job in this terminal")
     live.add_argument("--once", action="store_true", help="show it once, and exit")
     live.add_argument("--json", action="store_true", help="write lines of JSON instead of a table")
-    live.add_argument(
-        "--every",
-        type=positive_number,
-        metavar="SECONDS",
-        help="time between two updates (default: 1 in a terminal, 10 elsewhere)",
-    )
     _add_job(parser)
     _add_prices(parser)
 
@@ -106,7 +100,7 @@ def report(options: argparse.Namespace) -> int:
     """
     if options.live:
         with suppress(KeyboardInterrupt):  # it ends the view
-            watch(options.runs, options.job, every_s=options.every, is_once=options.once, is_json=options.json)
+            watch(options.runs, options.job, is_once=options.once, is_json=options.json)
         return 0
     prices = read_prices(options.prices, options.price)
     write_report(options.runs, options.job, options.output, prices, trace_file=options.trace, names=options.name)
