@@ -154,8 +154,8 @@ def compare_runs(options: argparse.Namespace) -> int:
     """
     prices = read_prices(options.prices, options.price)
     first, second = (Figures(read_run(source)) for source in (options.a, options.b))
-    comparison = compare.compare(first, second, prices, options.steps)
-    _print(json.dumps(compare.as_json(comparison)) if options.json else compare.as_text(comparison, prices))
+    both = compare.compare(first, second, prices, options.steps)
+    _print(json.dumps(compare.as_json(*both)) if options.json else compare.as_text(*both, prices))
     return 0
 
 
