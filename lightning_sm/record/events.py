@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 from statistics import fmean
 from typing import Any, Union
@@ -56,8 +57,8 @@ SPANS = {
     "predict": "test and prediction",
 }
 _ENDING = ".jsonl"
-# Such as "algo-1-launcher.jsonl"; names of hosts contain dashes, too.
-_NAME = re.compile(rf".+-(?:{LAUNCHER}|rank-\d+)\.jsonl")
+# Such as "1/algo-1-launcher.jsonl"; names of hosts contain dashes, too.
+_FILE = re.compile(rf"(?:.*/)?([1-9][0-9]*)/[^/]+-(?:{LAUNCHER}|rank-[0-9]+)\.jsonl", re.DOTALL)
 
 
 class Line(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True):
@@ -304,39 +305,30 @@ def attempt_folder(job: SageMakerJob, who: str, env: Mapping[str, str] = os.envi
 
 
 def file_attempt(path: PurePath) -> int:
-    """Return the attempt to which a file of a record belongs; 0 if its folder does not say."""
-    name = path.parent.name
-    return int(name) if name.isdecimal() else 0
-
-
-def is_record_file(path: PurePath) -> bool:
-    """Return whether a path is that of a record's file, ATTEMPT/HOST-PROCESS.jsonl."""
-    return _NAME.fullmatch(path.name) is not None and path.parent.name.isdecimal() and int(path.parent.name) > 0
+    """Return the attempt to which a record's file ATTEMPT/HOST-PROCESS.jsonl belongs; 0 if a path is another one."""
+    found = _FILE.fullmatch(path.as_posix())
+    return 0 if found is None else int(found[1])
 
 
 def find_files(folder: Path) -> list[Path]:
-    """Return the files of records in and below a folder, sorted by attempt and name.
+    """Return the files of records in and below a folder.
 
     Args:
         folder: A record's folder, or one above it, such as the unpacked output data of a job.
     """
-    files = filter(is_record_file, folder.rglob(f"*{_ENDING}"))
-    return sorted(files, key=lambda path: (file_attempt(path), path.name, str(path)))
+    return sorted(filter(file_attempt, folder.rglob(f"*{_ENDING}")))
 
 
 def read_lines(content: bytes) -> list[Line]:
-    """Read the lines of a file, skipping malformed ones, such as one that is still being written, or was cut short."""
-    lines = map(from_json, content.split(b"\n"))
-    return [line for line in lines if line is not None]
+    """Read the lines of a file.
 
-
-def from_json(text: str | bytes) -> Line | None:
-    """Read a line; return None if it is malformed, or of a kind that this version does not know."""
-    try:
-        line: Line = _DECODER.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return line
+    Malformed ones are left out, such as one that is still being written or was cut short, and unknown kinds.
+    """
+    lines: list[Line] = []
+    for text in content.split(b"\n"):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            lines.append(_DECODER.decode(text))
+    return lines
 
 
 class Recorder:
