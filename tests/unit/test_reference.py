@@ -52,7 +52,7 @@ def test_job_file_has_all_keys():
     assert all(len(cells) == 3 and all(cells) for cells in shown.values())
     assert shown["image"][:2] == ["text", "**required**"]
     assert shown["groups"][:2] == ["`{name: value}`, each value: [Group](#group)", "**required**"]
-    assert shown["max_restarts"][:2] == ["whole number", "`0`"]
+    assert shown["volume_gb"][:2] == ["whole number", "`30`"]
     assert shown["request"][:2] == ["`{name: value}`, each value: any", "none"]
     assert shown["role"][:2] == ["text", "none"]
 
