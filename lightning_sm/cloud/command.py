@@ -109,13 +109,6 @@ def _logs(clients: Clients, options: argparse.Namespace) -> int:
 
 def _log_of(clients: Clients, found: Found, options: argparse.Namespace) -> Iterator[str]:
     log = Log(clients.logs, found.name)
-    if options.host is not None:
-        streams = log.streams_by_host()
-        if options.host not in streams:
-            hosts = ", ".join(streams) or "none yet"
-            raise AWSError(f"{found.name} has no log of the host {options.host}; hosts with a log: {hosts}.")
-        yield from log.lines_of(streams[options.host])
-        return
     if found.status == "Failed" and not options.all:
         yield from failure_first(log, reason_of(found.description))
         yield "(--all shows everything in chronological order)"
@@ -180,7 +173,6 @@ def add_arguments(parser: CommandParser) -> None:
     logs = add_parser("logs", help="the log of a job, merged over its hosts; failures first")
     logs.add_argument("name")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
-    logs.add_argument("--host", help="only this host's log, such as algo-2")
     logs.add_argument("--all", action="store_true", help="everything in chronological order, even for a failed job")
     logs.set_defaults(run=_logs)
 

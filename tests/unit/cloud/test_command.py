@@ -86,20 +86,6 @@ def test_logs_of_a_failed_job_begin_with_the_reason(run, clients):
     assert run("logs", "job-1", "--all") == (4, "1970-01-01 00:00:01 algo-1 | a\n")
 
 
-def test_logs_of_one_host(run, clients):
-    """An unknown one is answered with those that have a log."""
-    job = training_job(ResourceConfig=one_host())
-    for host in ("algo-1", "algo-3"):
-        describes(clients, job)
-        clients.answers("logs", "describe_log_streams", {"logStreams": [{"logStreamName": "job-1/algo-1-5"}]})
-        if host == "algo-1":
-            clients.answers("logs", "filter_log_events", {"events": [event(1, "algo-1", "a")]})
-            assert run("logs", "job-1", "--host", host) == (0, "1970-01-01 00:00:01 algo-1 | a\n")
-        else:
-            with pytest.raises(AWSError, match=r"no log of the host algo-3; hosts with a log: algo-1\."):
-                run("logs", "job-1", "--host", host)
-
-
 def test_logs_of_a_job_that_waits_say_so(run, clients):
     """Before its hosts have started, there is no log."""
     describes(clients, training_job(status="InProgress", SecondaryStatus="Pending", ResourceConfig=one_host()))
