@@ -287,23 +287,6 @@ def record_folder(job: SageMakerJob) -> Path:
     return (job.checkpoint_dir or job.output_dir / "data") / FOLDER
 
 
-def attempt_folder(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of this attempt's files: the one that the launcher named, else the next one.
-
-    Args:
-        job: The job.
-        who: As in ``FileHead``. The next attempt follows from this process's own files, because those of other hosts
-            may or may not be there yet.
-        env: Environment variables.
-    """
-    named = RECORD_DIR.read(env)
-    if named is not None:
-        return named
-    folder = record_folder(job)
-    earlier = [file_attempt(path) for path in folder.glob(f"*/{job.current_host}-{who}{_ENDING}")]
-    return folder / str(1 + max(earlier, default=0))
-
-
 def file_attempt(path: PurePath) -> int:
     """Return the attempt to which a record's file ATTEMPT/HOST-PROCESS.jsonl belongs; 0 if a path is another one."""
     found = _FILE.fullmatch(path.as_posix())
@@ -373,12 +356,20 @@ class Recorder:
 def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Recorder:
     """Return the recorder of a process; nothing is written yet.
 
+    Its file is in the folder of this attempt: the one that the launcher named, else the next one.
+
     Args:
         job: The job.
-        who: As in ``FileHead``.
+        who: As in ``FileHead``. The next attempt follows from this process's own files, because those of other hosts
+            may or may not be there yet.
         env: Environment variables.
     """
-    return Recorder(attempt_folder(job, who, env) / f"{job.current_host}-{who}{_ENDING}")
+    name = f"{job.current_host}-{who}{_ENDING}"
+    folder = RECORD_DIR.read(env)
+    if folder is None:
+        earlier = map(file_attempt, record_folder(job).glob(f"*/{name}"))
+        folder = record_folder(job) / str(1 + max(earlier, default=0))
+    return Recorder(folder / name)
 
 
 def head_of(

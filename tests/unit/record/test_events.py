@@ -132,11 +132,11 @@ def test_the_record_lies_with_the_checkpoints(tmp_path):
 def test_attempts_are_counted_by_own_files(tmp_path):
     """What other hosts have written by now says nothing; and processes of one launcher share its attempt."""
     job = make_job(tmp_path)
-    assert events.attempt_folder(job, "rank-0", {}).name == "1"
+    assert events.open_record(job, "rank-0", {}).path.parent.name == "1"
     events.open_record(job, "rank-0", {}).append(LINES[0])
     Recorder(events.record_folder(job) / "7" / "algo-2-rank-0.jsonl").append(LINES[0])
-    assert events.attempt_folder(job, "rank-0", {}).name == "2"
-    assert events.attempt_folder(job, "rank-1", {}).name == "1"
+    assert events.open_record(job, "rank-0", {}).path.parent.name == "2"
+    assert events.open_record(job, "rank-1", {}).path.parent.name == "1"
     env = {RECORD_DIR.name: str(tmp_path / "5")}
     assert events.open_record(job, "rank-0", env).path == tmp_path / "5" / "algo-1-rank-0.jsonl"
 
