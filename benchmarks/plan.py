@@ -108,9 +108,7 @@ def run(options: argparse.Namespace, workers: int) -> Figures:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False)
         if done.returncode != 0:
             sys.exit(f"The job with {workers} workers failed:\n{done.stdout}\n{done.stderr}")
-        figures = Figures(read_run(Path(folder)))
-        measure(figures)  # reads what is cached, before the folder is gone
-        return figures
+        return Figures(read_run(Path(folder)))
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def _run(argv: list[str]) -> int:
 def _submit(argv: Sequence[str]) -> int:
     from lightning_sm.submit import command as submit  # noqa: PLC0415 - loads YAML, and later boto3
 
-    return submit.main(argv, new_report_writer=report.report_writer)
+    return submit.main(argv, write_report=report.write_report)
 
 
 def _jobs(argv: Sequence[str]) -> int:
@@ -96,7 +96,7 @@ def _jobs(argv: Sequence[str]) -> int:
     from lightning_sm.submit.again import again  # noqa: PLC0415 - loads YAML and boto3
 
     # Each of them needs a folder that jobs may not import.
-    return jobs.main(argv, new_report_writer=report.report_writer, again=again)
+    return jobs.main(argv, write_report=report.write_report, again=again)
 
 
 def _parser(*, with_all_options: bool = False) -> CommandParser:

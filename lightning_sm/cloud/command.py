@@ -44,7 +44,7 @@ def main(
     argv: Sequence[str],
     clients: Clients | None = None,
     *,
-    new_report_writer: Callable[[], ReportWriter],
+    write_report: ReportWriter,
     again: Callable[..., None],
 ) -> int:
     """Run the command and return its exit code.
@@ -52,7 +52,7 @@ def main(
     Args:
         argv: The arguments after ``jobs``.
         clients: Clients of the AWS APIs. Default: those of the user's credentials and region.
-        new_report_writer: Returns what writes a report, or says what is missing for that.
+        write_report: Writes a report.
         again: Submits the request of a training job again (``submit.again.again``).
 
     Raises:
@@ -64,7 +64,7 @@ def main(
     if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
         hint = did_you_mean(argv[0], _COMMANDS) or f" There are {', '.join(_COMMANDS)}."
         raise AWSError(f"lightning-sm jobs has no command {argv[0]!r}.{hint}")
-    options = _parser().parse_args(argv, argparse.Namespace(new_report_writer=new_report_writer, again=again))
+    options = _parser().parse_args(argv, argparse.Namespace(write_report=write_report, again=again))
     with one_line_errors():
         if clients is None:
             session = new_session(region_name=options.region)
@@ -109,13 +109,6 @@ def _logs(clients: Clients, options: argparse.Namespace) -> int:
 
 def _log_of(clients: Clients, found: Found, options: argparse.Namespace) -> Iterator[str]:
     log = Log(clients.logs, found.name)
-    if options.host is not None:
-        streams = log.streams_by_host()
-        if options.host not in streams:
-            hosts = ", ".join(streams) or "none yet"
-            raise AWSError(f"{found.name} has no log of the host {options.host}; hosts with a log: {hosts}.")
-        yield from log.lines_of(streams[options.host])
-        return
     if found.status == "Failed" and not options.all:
         yield from failure_first(log, reason_of(found.description))
         yield "(--all shows everything in chronological order)"
@@ -139,13 +132,12 @@ def _stop(clients: Clients, options: argparse.Namespace) -> int:
 
 
 def _report(clients: Clients, options: argparse.Namespace) -> int:
-    write = options.new_report_writer()
     prices = read_prices(options.prices, options.price)
     found = find_training_job(clients, options.name)
     page = options.output or Path(f"{found.name}.html")
     if options.records is not None and options.records.exists() and any(options.records.iterdir()):
         raise AWSError(f"{options.records} is not empty. Name another folder with --records.")
-    write_report_of(clients.s3, found.description, write, page, prices, folder=options.records)
+    write_report_of(clients.s3, found.description, options.write_report, page, prices, folder=options.records)
     return 0
 
 
@@ -181,7 +173,6 @@ def add_arguments(parser: CommandParser) -> None:
     logs = add_parser("logs", help="the log of a job, merged over its hosts; failures first")
     logs.add_argument("name")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
-    logs.add_argument("--host", help="only this host's log, such as algo-2")
     logs.add_argument("--all", action="store_true", help="everything in chronological order, even for a failed job")
     logs.set_defaults(run=_logs)
 

@@ -14,7 +14,7 @@ from lightning_sm._log import command_logger
 from lightning_sm._text import count
 from lightning_sm.cloud.find import ENDED
 from lightning_sm.errors import AWSError
-from lightning_sm.record.events import FOLDER, is_record_file
+from lightning_sm.record.events import FOLDER, file_attempt
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import archived_files
 
@@ -55,7 +55,7 @@ def fetch_records(client: Any, description: Mapping[str, Any], folder: Path) -> 
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
         for key in keys:
             path = PurePosixPath(key)
-            if FOLDER in path.parts and is_record_file(path):
+            if FOLDER in path.parts and file_attempt(path):
                 number += 1
                 # A name of our own, because a key may be any path.
                 copy = folder / str(number) / path.parent.name / path.name

@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 from statistics import fmean
 from typing import Any, Union
@@ -56,8 +57,8 @@ SPANS = {
     "predict": "test and prediction",
 }
 _ENDING = ".jsonl"
-# Such as "algo-1-launcher.jsonl"; names of hosts contain dashes, too.
-_NAME = re.compile(rf".+-(?:{LAUNCHER}|rank-\d+)\.jsonl")
+# Such as "1/algo-1-launcher.jsonl"; names of hosts contain dashes, too.
+_FILE = re.compile(rf"(?:.*/)?([1-9][0-9]*)/[^/]+-(?:{LAUNCHER}|rank-[0-9]+)\.jsonl", re.DOTALL)
 
 
 class Line(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True):
@@ -127,16 +128,12 @@ class HostUse(Line, frozen=True, tag="use"):
         cpu: Share of all its CPUs in use, 0 to 1.
         memory_bytes: Memory in use.
         memory_total_bytes: Memory that the job may use.
-        received_bytes_s: Bytes per second from the network.
-        sent_bytes_s: Bytes per second to the network.
         gpus: Use of its GPUs; empty if there are none, or if NVML is not installed.
     """
 
     cpu: float
     memory_bytes: int
     memory_total_bytes: int
-    received_bytes_s: float = 0.0
-    sent_bytes_s: float = 0.0
     gpus: Sequence[GpuUse] = msgspec.field(default_factory=list)
 
     @property
@@ -290,57 +287,31 @@ def record_folder(job: SageMakerJob) -> Path:
     return (job.checkpoint_dir or job.output_dir / "data") / FOLDER
 
 
-def attempt_folder(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of this attempt's files: the one that the launcher named, else the next one.
-
-    Args:
-        job: The job.
-        who: As in ``FileHead``. The next attempt follows from this process's own files, because those of other hosts
-            may or may not be there yet.
-        env: Environment variables.
-    """
-    named = RECORD_DIR.read(env)
-    if named is not None:
-        return named
-    folder = record_folder(job)
-    earlier = [file_attempt(path) for path in folder.glob(f"*/{job.current_host}-{who}{_ENDING}")]
-    return folder / str(1 + max(earlier, default=0))
-
-
 def file_attempt(path: PurePath) -> int:
-    """Return the attempt to which a file of a record belongs; 0 if its folder does not say."""
-    name = path.parent.name
-    return int(name) if name.isdecimal() else 0
-
-
-def is_record_file(path: PurePath) -> bool:
-    """Return whether a path is that of a record's file, ATTEMPT/HOST-PROCESS.jsonl."""
-    return _NAME.fullmatch(path.name) is not None and path.parent.name.isdecimal() and int(path.parent.name) > 0
+    """Return the attempt to which a record's file ATTEMPT/HOST-PROCESS.jsonl belongs; 0 if a path is another one."""
+    found = _FILE.fullmatch(path.as_posix())
+    return 0 if found is None else int(found[1])
 
 
 def find_files(folder: Path) -> list[Path]:
-    """Return the files of records in and below a folder, sorted by attempt and name.
+    """Return the files of records in and below a folder.
 
     Args:
         folder: A record's folder, or one above it, such as the unpacked output data of a job.
     """
-    files = filter(is_record_file, folder.rglob(f"*{_ENDING}"))
-    return sorted(files, key=lambda path: (file_attempt(path), path.name, str(path)))
+    return sorted(filter(file_attempt, folder.rglob(f"*{_ENDING}")))
 
 
 def read_lines(content: bytes) -> list[Line]:
-    """Read the lines of a file, skipping malformed ones, such as one that is still being written, or was cut short."""
-    lines = map(from_json, content.split(b"\n"))
-    return [line for line in lines if line is not None]
+    """Read the lines of a file.
 
-
-def from_json(text: str | bytes) -> Line | None:
-    """Read a line; return None if it is malformed, or of a kind that this version does not know."""
-    try:
-        line: Line = _DECODER.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return line
+    Malformed ones are left out, such as one that is still being written or was cut short, and unknown kinds.
+    """
+    lines: list[Line] = []
+    for text in content.split(b"\n"):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            lines.append(_DECODER.decode(text))
+    return lines
 
 
 class Recorder:
@@ -385,12 +356,20 @@ class Recorder:
 def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Recorder:
     """Return the recorder of a process; nothing is written yet.
 
+    Its file is in the folder of this attempt: the one that the launcher named, else the next one.
+
     Args:
         job: The job.
-        who: As in ``FileHead``.
+        who: As in ``FileHead``. The next attempt follows from this process's own files, because those of other hosts
+            may or may not be there yet.
         env: Environment variables.
     """
-    return Recorder(attempt_folder(job, who, env) / f"{job.current_host}-{who}{_ENDING}")
+    name = f"{job.current_host}-{who}{_ENDING}"
+    folder = RECORD_DIR.read(env)
+    if folder is None:
+        earlier = map(file_attempt, record_folder(job).glob(f"*/{name}"))
+        folder = record_folder(job) / str(1 + max(earlier, default=0))
+    return Recorder(folder / name)
 
 
 def head_of(

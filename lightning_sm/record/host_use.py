@@ -1,8 +1,7 @@
-"""The use that a job makes of a host: CPUs, memory, network and GPUs.
+"""The use that a job makes of a host: CPUs, memory and GPUs.
 
-CPUs are those that this process and its descendants use, which are the whole job's on this host. Memory and network are
-the machine's, as on SageMaker, where a host has a machine of its own. Where hosts share one, the descendants' memory
-counts, and the network is left out, because all hosts share one loopback interface.
+CPUs are those that this process and its descendants use, which are the whole job's on this host. Memory is that of the
+machine, as on SageMaker, where a host has a machine of its own. Where hosts share one, the descendants' memory counts.
 """
 
 from __future__ import annotations
@@ -35,60 +34,36 @@ class HostMeter:
         self._is_machine_shared = is_machine_shared
         self._cpus = usable_cpus()
         self._gpus = Gpus()
-        self._before = self._take()
+        self._before = _take()
 
     def measure(self) -> HostUse:
         """Return the host's use since the last call, or since this object was made."""
-        before, after = self._before, self._take()
+        before, after = self._before, _take()
         self._before = after
         memory = psutil.virtual_memory()
         used = sum(map(_memory_of, _own_processes())) if self._is_machine_shared else memory.total - memory.available
-        elapsed_s, cpu_s, received, sent = (max(0.0, new - old) for new, old in zip(after, before, strict=True))
-        elapsed_s = max(1e-6, elapsed_s)
+        elapsed_s, cpu_s = max(1e-6, after[0] - before[0]), max(0.0, after[1] - before[1])
         return HostUse(
             t=time.time(),
             cpu=min(1.0, cpu_s / elapsed_s / self._cpus),
             memory_bytes=used,
             memory_total_bytes=memory.total,
-            received_bytes_s=received / elapsed_s,
-            sent_bytes_s=sent / elapsed_s,
             gpus=self._gpus.measure(),
         )
 
-    def _take(self) -> tuple[float, float, int, int]:
-        """Return the time, the CPU seconds, and the bytes received and sent, each since an arbitrary start."""
-        received = sent = 0
-        if not self._is_machine_shared:
-            for name, counters in psutil.net_io_counters(pernic=True).items():
-                if name != "lo":
-                    received += counters.bytes_recv
-                    sent += counters.bytes_sent
-        return time.monotonic(), sum(map(_cpu_s_of, _own_processes())), received, sent
-
 
 class Gpus:
-    """The NVIDIA GPUs of this host; none without a driver, or without the package nvidia-ml-py.
+    """The NVIDIA GPUs of this host; none without a driver, or without the package nvidia-ml-py."""
 
-    Args:
-        nvml: The module ``pynvml`` of the package nvidia-ml-py. Default: import it.
-    """
-
-    def __init__(self, nvml: Any = None) -> None:
-        self._nvml = nvml
+    def __init__(self) -> None:
         self._handles: Sequence[Any] = ()
         try:
-            if nvml is None:
-                import pynvml  # noqa: PLC0415 - an extra
-
-                self._nvml = pynvml
+            import pynvml  # noqa: PLC0415 - an extra
         except ImportError:
-            # Without GPUs, nobody misses it.
-            has_gpu = _GPU_DEVICE.exists()
-            logger.log(
-                logging.INFO if has_gpu else logging.DEBUG,
-                "GPU use is not recorded. To record it, install the package nvidia-ml-py.",
-            )
+            if _GPU_DEVICE.exists():
+                logger.info("GPU use is not recorded. To record it, install the package nvidia-ml-py.")
             return
+        self._nvml: Any = pynvml
         try:
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()
@@ -105,6 +80,11 @@ class Gpus:
                 share = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
                 uses.append(GpuUse(share, int(memory.used), int(memory.total)))
         return uses
+
+
+def _take() -> tuple[float, float]:
+    """Return the time, and the CPU seconds of the job, each since an arbitrary start."""
+    return time.monotonic(), sum(map(_cpu_s_of, _own_processes()))
 
 
 def _own_processes() -> list[psutil.Process]:

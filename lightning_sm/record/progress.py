@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from lightning_sm._text import clock_time
-
 # The number of validations so far, in the one line that follows each validation.
 _VALIDATION = "validation"
 # A number as ``progress_line`` prints it, as one group. CloudWatch accepts neither NaN nor infinity, so they do not
@@ -19,42 +17,21 @@ _NUMBER = r"(-?[0-9.]+(?:e[-+][0-9]+)?)"
 
 
 def progress_line(
-    position: str,
-    metrics: Mapping[str, float],
-    *,
-    num_validations: int | None = None,
-    steps_per_s: float | None = None,
-    samples_per_s: float | None = None,
-    eta_s: float | None = None,
-    memory_bytes: int | None = None,
-    data_wait: float | None = None,
+    position: str, metrics: Mapping[str, float], rates: Mapping[str, str], num_validations: int | None = None
 ) -> str:
-    """Return a line of progress, without what is None.
+    """Return a line of progress.
 
     Args:
         position: Where the run stands, such as ``epoch=3/10 step=45``.
         metrics: The model's metrics by name.
+        rates: How fast the run is, as text by name.
         num_validations: The number of validations so far, in the first line after one.
-        steps_per_s: Training batches of this rank per second.
-        samples_per_s: Samples of all ranks per second.
-        eta_s: Seconds until the training ends.
-        memory_bytes: Memory in use, of the GPU if there is one.
-        data_wait: The share of the time that training waits for batches, 0 to 1.
     """
     words = [position]
     if num_validations is not None:
         words.append(f"{_VALIDATION}={num_validations}")
     words += [f"{name}={value:.6g}" for name, value in metrics.items()]
-    if steps_per_s is not None:
-        words.append(f"steps_per_s={steps_per_s:.3g}")
-    if samples_per_s is not None:
-        words.append(f"samples_per_s={samples_per_s:.4g}")
-    if eta_s is not None:
-        words.append(f"eta={clock_time(eta_s)}")
-    if memory_bytes is not None:
-        words.append(f"memory_gb={memory_bytes / 1e9:.3g}")
-    if data_wait is not None:
-        words.append(f"data_wait={100 * data_wait:.1f}%")
+    words += [f"{name}={text}" for name, text in rates.items()]
     return " ".join(words)
 
 

@@ -17,7 +17,6 @@ from lightning_sm.record.events import (
     Line,
     file_attempt,
     find_files,
-    is_record_file,
     read_lines,
 )
 
@@ -99,22 +98,17 @@ def read_run(source: Path, job: str | None = None) -> RunRecord:
 
 def _run(name: str, found: Sequence[tuple[str, ProcessRecord]]) -> RunRecord:
     # A file may exist twice: on the host, and where it was uploaded, perhaps without its end. Keep the longer one.
-    longest: dict[tuple[int, str, str, float], ProcessRecord] = {}
-    for _, record in found:
-        key = (record.attempt, record.head.host, record.head.who, record.head.t)
-        if key not in longest or len(longest[key].lines) < len(record.lines):
-            longest[key] = record
-    records = sorted(
-        longest.values(), key=lambda record: (record.attempt, record.head.host, record.head.who, record.head.t)
-    )
-    return RunRecord(name, ", ".join(dict.fromkeys(source for source, _ in found)), tuple(records))
+    by_length = sorted((record for _, record in found), key=lambda record: len(record.lines))
+    longest = {(record.attempt, record.head.host, record.head.who, record.head.t): record for record in by_length}
+    sources = ", ".join(dict.fromkeys(source for source, _ in found))
+    return RunRecord(name, sources, tuple(longest[key] for key in sorted(longest)))
 
 
 def archived_files(archive: tarfile.TarFile) -> Iterator[tuple[PurePosixPath, bytes]]:
     """Yield paths and contents of the files of records in an archive, which may be a stream."""
     for member in archive:
         path = PurePosixPath(member.name)
-        content = archive.extractfile(member) if is_record_file(path) else None
+        content = archive.extractfile(member) if file_attempt(path) else None
         if content is not None:
             yield path, content.read()
 

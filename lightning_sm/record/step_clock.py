@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from lightning_sm.record.events import PARTS
 from lightning_sm.record.totals import Totals
 
-DATA_WAIT, TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PARTS))
+DATA_WAIT, TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, OTHER = PARTS
 # The parts that the GPU itself measures, if there is one.
-ON_GPU = ("forward", "backward", "optimizer")
+ON_GPU = (FORWARD, BACKWARD, OPTIMIZER)
 
 
 @dataclass
@@ -43,7 +43,7 @@ class StepClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._last = now()
-        self._parts = [0.0] * len(PARTS)
+        self._parts = dict.fromkeys(PARTS, 0.0)
         self.current = OTHER
         self._spans: list[OpenSpan] = []
         self.n = 0
@@ -52,7 +52,7 @@ class StepClock:
         self._in_transit_s = 0.0
         self._noted_wait_s = 0.0
         # Parts, and time in transit, at the end of the last step.
-        self._whole: tuple[list[float], float] = self._parts[:], 0.0
+        self._whole = dict(self._parts), 0.0
 
     @property
     def span(self) -> str:
@@ -63,10 +63,9 @@ class StepClock:
     def totals(self) -> Totals:
         """The sums of the steps that have ended: anyone may look in mid-step."""
         parts, in_transit_s = self._whole
-        by_name = dict(zip(PARTS, parts, strict=True))
-        return Totals(self.n, self._samples, by_name, in_transit_s, num_untimed=self._untimed)
+        return Totals(self.n, self._samples, dict(parts), in_transit_s, num_untimed=self._untimed)
 
-    def enter(self, part: int) -> None:
+    def enter(self, part: str) -> None:
         """Charge the time until now to the previous part, and from now on to this one."""
         now = self._now()
         elapsed_s = now - self._last
@@ -100,7 +99,7 @@ class StepClock:
         else:
             self.n += 1
             self._samples += samples
-            self._whole = self._parts[:], self._in_transit_s
+            self._whole = dict(self._parts), self._in_transit_s
         return self._last
 
     def begin_span(self, name: str) -> None:
@@ -131,8 +130,8 @@ def exposed(host: Mapping[str, float], gpu: Mapping[str, float]) -> dict[str, fl
     scale = min(1.0, wall_s / gpu_s) if gpu_s > 0 else 0.0
     parts = {name: scale * gpu.get(name, 0.0) for name in ON_GPU}
     left_s = max(0.0, wall_s - sum(parts.values()))
-    for name in ("data_wait", "to_device"):
+    for name in (DATA_WAIT, TO_DEVICE):
         parts[name] = min(host[name], left_s)
         left_s -= parts[name]
-    parts["other"] = left_s
+    parts[OTHER] = left_s
     return {name: parts[name] for name in PARTS}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_sm._arguments import positive_number, positive_whole_number
+from lightning_sm._arguments import positive_whole_number
 from lightning_sm._log import command_logger
 from lightning_sm._text import for_terminal
 from lightning_sm.errors import JobConfigError
@@ -21,7 +21,7 @@ from lightning_sm.report import compare, sizing, verdict
 from lightning_sm.report.figures import Figures
 from lightning_sm.report.job_of_plan import job_of_plan
 from lightning_sm.report.live import watch
-from lightning_sm.report.page import check_libraries, render
+from lightning_sm.report.page import render
 from lightning_sm.report.trace import trace
 
 _LOG = command_logger(__name__)
@@ -64,12 +64,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--live", action="store_true", help="write no page, but show the job in this terminal")
     live.add_argument("--once", action="store_true", help="show it once, and exit")
     live.add_argument("--json", action="store_true", help="write lines of JSON instead of a table")
-    live.add_argument(
-        "--every",
-        type=positive_number,
-        metavar="SECONDS",
-        help="time between two updates (default: 1 in a terminal, 10 elsewhere)",
-    )
     _add_job(parser)
     _add_prices(parser)
 
@@ -106,27 +100,14 @@ def report(options: argparse.Namespace) -> int:
     """
     if options.live:
         with suppress(KeyboardInterrupt):  # it ends the view
-            watch(options.runs, options.job, every_s=options.every, is_once=options.once, is_json=options.json)
+            watch(options.runs, options.job, is_once=options.once, is_json=options.json)
         return 0
     prices = read_prices(options.prices, options.price)
-    _write_report(options.runs, options.job, options.output, prices, trace_file=options.trace, names=options.name)
+    write_report(options.runs, options.job, options.output, prices, trace_file=options.trace, names=options.name)
     return 0
 
 
-def report_writer() -> Callable[[Sequence[Path], str | None, Path, Prices], None]:
-    """Return a function that writes a report, from where the records are, the only job to read, the page, and prices.
-
-    It raises a ``JobConfigError`` where there is no record, and an ``OutputDirectoryError`` where the report cannot be
-    written.
-
-    Raises:
-        JobConfigError: A library is missing.
-    """
-    check_libraries()
-    return _write_report
-
-
-def _write_report(
+def write_report(
     sources: Sequence[Path],
     job: str | None,
     page: Path,
@@ -135,6 +116,20 @@ def _write_report(
     trace_file: Path | None = None,
     names: Sequence[str] = (),
 ) -> None:
+    """Write the verdict on runs to stdout, and their page.
+
+    Args:
+        sources: Where the records are.
+        job: Name of the only job to read; None: all.
+        page: The file to write.
+        prices: Prices of hosts.
+        trace_file: Receives a timeline; None: there is none.
+        names: Names of the runs in the sources, in the order of these.
+
+    Raises:
+        JobConfigError: There is no record, or a library is missing.
+        OutputDirectoryError: The page cannot be written.
+    """
     named = dict(zip(map(str, sources), names, strict=False))
     if len(names) > len(sources):
         raise JobConfigError(f"--name is given {len(names)} times, for {len(sources)} folders of runs.")
@@ -159,8 +154,8 @@ def compare_runs(options: argparse.Namespace) -> int:
     """
     prices = read_prices(options.prices, options.price)
     first, second = (Figures(read_run(source)) for source in (options.a, options.b))
-    comparison = compare.compare(first, second, prices, options.steps)
-    _print(json.dumps(compare.as_json(comparison)) if options.json else compare.as_text(comparison, prices))
+    both = compare.compare(first, second, prices, options.steps)
+    _print(json.dumps(compare.as_json(*both)) if options.json else compare.as_text(*both, prices))
     return 0
 
 

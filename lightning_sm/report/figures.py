@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -43,6 +43,7 @@ SHARES = (_START, _FIRST, STEPS, WAITING, *_LATER, RESTARTS, SHUTDOWN, OTHER)
 _GROWING = ("validation", "between epochs", "checkpoints")
 # The first figures of data hosts, in which the first batches are, are left out if enough follow.
 _LEAST_LINES = 4
+_NO_DATA = DataService(0.0)
 RUNNING = "no end recorded"
 _USUAL_EVENTS = {"checkpoint_saved", "succeeded"}
 
@@ -149,22 +150,6 @@ class Happening:
 
 
 @dataclass(frozen=True)
-class DataMoment:
-    """What ranks and data hosts had done at a moment, by their names."""
-
-    t: float
-    ranks: Mapping[str, RankFigures] = field(default_factory=dict)
-    hosts: Mapping[str, HostFigures] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, line: DataService) -> DataMoment:
-        """Read a line. Names of data hosts lose the address behind them."""
-        hosts = [HostFigures(**{**host, "name": host["name"].partition(" (")[0]}) for host in line.hosts]
-        ranks = {name: RankFigures(**rank) for name, rank in line.ranks.items()}
-        return cls(line.t, ranks, {host.name: host for host in hosts})
-
-
-@dataclass(frozen=True)
 class Figures:
     """The numbers of a run.
 
@@ -177,10 +162,8 @@ class Figures:
     @cached_property
     def attempts(self) -> list[AttemptFigures]:
         """The attempts of the job, in order."""
-        by_number: dict[int, list[ProcessRecord]] = defaultdict(list)
-        for record in self.run.records:
-            by_number[record.attempt].append(record)
-        return [_attempt(number, records) for number, records in sorted(by_number.items())]
+        by_number = groupby(self.run.records, key=lambda record: record.attempt)
+        return [_attempt(number, list(records)) for number, records in by_number]
 
     @property
     def begin(self) -> float:
@@ -204,7 +187,6 @@ class Figures:
         head = max(heads, key=lambda head: len(head.hosts))
         # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
         roles = {record.head.group: record.head.role for record in self.run.records}
-        roles |= {head.group: head.role for head in heads}
         hosts = []
         for name, group in (head.hosts or {head.host: head.group for head in heads}).items():
             own = [one for one in heads if one.host == name]
@@ -236,11 +218,9 @@ class Figures:
     @cached_property
     def ranks(self) -> dict[int, Totals]:
         """The steps of each rank, over all attempts."""
-        lines: dict[int, list[Steps]] = defaultdict(list)
-        for record in self.run.records:
-            if record.head.rank is not None:
-                lines[record.head.rank] += lines_of([record], Steps)
-        return {rank: Totals.of(own) for rank, own in sorted(lines.items()) if any(line.n for line in own)}
+        numbers = sorted({record.head.rank for record in self.run.records if record.head.rank is not None})
+        totals = {rank: Totals.of(lines_of(self._of_rank(rank), Steps)) for rank in numbers}
+        return {rank: steps for rank, steps in totals.items() if steps.num_steps}
 
     @cached_property
     def pace_rank(self) -> int | None:
@@ -394,12 +374,14 @@ class Figures:
         """
         ranks: dict[str, RankFigures] = {}
         hosts: dict[str, HostFigures] = {}
-        for moments in self.data_moments:
-            first, last = moments[1 if len(moments) > _LEAST_LINES else 0], moments[-1]
-            for name, rank in last.ranks.items():
-                ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first.ranks.get(name)))
-            for name, host in last.hosts.items():
-                hosts[name] = hosts.get(name, HostFigures(name)).plus(host.since(first.hosts.get(name)))
+        for record in self.main_records:
+            lines = lines_of([record], DataService) or [_NO_DATA]
+            first_ranks, first_hosts = _by_name(lines[0] if len(lines) >= _LEAST_LINES else _NO_DATA)
+            last_ranks, last_hosts = _by_name(lines[-1])
+            for name, rank in last_ranks.items():
+                ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first_ranks.get(name)))
+            for name, host in last_hosts.items():
+                hosts[name] = hosts.get(name, HostFigures(name)).plus(host.since(first_hosts.get(name)))
         return {name: rank for name, rank in ranks.items() if rank.num_steps}, list(hosts.values())
 
     @cached_property
@@ -475,12 +457,6 @@ class Figures:
         return list({(record.head.host, record.head.who): record for record in self._latest}.values())
 
     @cached_property
-    def data_moments(self) -> list[list[DataMoment]]:
-        """What ranks and data hosts had done at some moments, by life of rank 0, at whose start that was nothing."""
-        lines = [(record, lines_of([record], DataService)) for record in self.main_records]
-        return [[DataMoment(record.head.t), *map(DataMoment.of, own)] for record, own in lines if own]
-
-    @cached_property
     def _pace_launchers(self) -> list[ProcessRecord]:
         """What the launchers wrote that started the rank that sets the pace."""
         hosts = {(record.attempt, record.head.host) for record in self.pace_records}
@@ -541,6 +517,13 @@ def _stopped_at(record: ProcessRecord) -> float:
             case Event(what="interruption"):
                 return line.t if saved_at is None else saved_at
     return max(line.t for line in record.lines)
+
+
+def _by_name(line: DataService) -> tuple[dict[str, RankFigures], dict[str, HostFigures]]:
+    """Return what ranks and data hosts had done, by their names; those of data hosts lose the address behind them."""
+    ranks = {name: RankFigures(**rank) for name, rank in line.ranks.items()}
+    hosts = [HostFigures(**{**host, "name": host["name"].partition(" (")[0]}) for host in line.hosts]
+    return ranks, {host.name: host for host in hosts}
 
 
 def lines_of(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,8 @@ from lightning_sm.report.figures import RUNNING, Figures, Happening, HostSummary
 
 # Rates are those of the last seconds. Lines become rarer the longer a job runs, so the newest one always counts.
 _WINDOW_S = 15.0
+# Seconds between two looks.
+_EVERY_S = 2.0
 _MAX_EVENTS = 6
 _MAX_METRICS = 5
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
@@ -34,28 +35,22 @@ class LiveHost:
         role: ``trainer`` or ``data``.
         state: In a word or a few.
         step: Completed optimizer steps, those of the rank that is furthest behind.
-        step_age_s: Seconds since the newest line about its steps.
-        steps_per_s: Training steps per second.
-        batches_per_s: Batches per second that a data host builds.
         waiting: Share of the time in which its ranks wait for data, 0 to 1.
-        busy: Share of the time in which the workers of a data host work while batches are requested, 0 to 1.
+        num_built: Batches that a data host has built.
         cpu: Share of its CPUs in use, 0 to 1.
-        memory_bytes: Memory in use.
         gpu: Share of the time in which a GPU worked, 0 to 1; the mean of its GPUs.
+        memory_bytes: Memory in use.
     """
 
     host: str
     role: str
     state: str
     step: int | None = None
-    step_age_s: float | None = None
-    steps_per_s: float | None = None
-    batches_per_s: float | None = None
     waiting: float | None = None
-    busy: float | None = None
+    num_built: int | None = None
     cpu: float | None = None
-    memory_bytes: int | None = None
     gpu: float | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,20 +82,19 @@ class LiveJob:
     events: list[Happening]
 
 
-def watch(sources: Sequence[Path], job: str | None, *, every_s: float | None, is_once: bool, is_json: bool) -> None:
+def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: bool) -> None:
     """Show a job until it ends.
 
     Args:
         sources: Folders with the record of the job in or below them.
         job: Its name; None: the newest one.
-        every_s: Seconds between two looks; None: what suits the output.
         is_once: Whether to show it once.
         is_json: Whether to write lines of JSON.
 
     Raises:
         JobConfigError: There is no record of it.
     """
-    is_terminal = sys.stdout.isatty()
+    clear = _CLEAR_SCREEN if sys.stdout.isatty() and not (is_json or is_once) else ""
     is_first = True
     while True:
         try:
@@ -110,31 +104,21 @@ def watch(sources: Sequence[Path], job: str | None, *, every_s: float | None, is
                 raise  # later, the emulator may be moving the folders of an attempt away
         else:
             is_first = False
-            shown = live(run, time.time())
-            text = json.dumps(asdict(shown)) if is_json else as_text(shown)
-            if is_terminal and not is_json:
-                columns = shutil.get_terminal_size().columns
-                text = ("" if is_once else _CLEAR_SCREEN) + "\n".join(line[:columns] for line in text.splitlines())
-            sys.stdout.write(f"{text}\n")
+            text = json.dumps(asdict(live(run))) if is_json else as_text(live(run))
+            sys.stdout.write(f"{clear}{text}\n")
             sys.stdout.flush()
             if is_once or (run.outcome not in (RUNNING, INTERRUPTED) and not run.hosts_without_end):
                 return
-        time.sleep(every_s or (1.0 if is_terminal else 10.0))
+        time.sleep(_EVERY_S)
 
 
-def live(run: Figures, now: float) -> LiveJob:
-    """Return what a record says of the last seconds.
-
-    Args:
-        run: The job.
-        now: Seconds since the Unix epoch.
-    """
-    sums = [(record.head.rank, Totals.of(_recent(record))) for record in run.newest_records]
-    rates = {rank: steps for rank, steps in sums if rank is not None and steps.num_steps}
-    _, pace = pace_of(rates)
-    samples = samples_per_step(rates.values(), run.world_size)
+def live(run: Figures) -> LiveJob:
+    """Return what a record says of the last seconds."""
+    ranks = {record.head.rank: _recent(record) for record in run.newest_records if record.head.rank is not None}
+    _, pace = pace_of(ranks)
+    samples = samples_per_step([steps for steps in ranks.values() if steps.num_steps], run.world_size)
     metrics = [line.values for line in lines_of(run.main_records, Metrics)]
-    hosts = [_host(run, host, now) for host in run.hosts]
+    hosts = [_host(run, host) for host in run.hosts]
     return LiveJob(
         job=run.run.name,
         attempt=run.attempts[-1].number,
@@ -162,7 +146,7 @@ def as_text(shown: LiveJob) -> str:
         " ".join([duration(max(0.0, one.seconds)), one.host, one.what.replace("_", " "), *one.text.split()])
         for one in shown.events
     ]
-    headers = ("host", "role", "state", "step", "last line", "per second", "waits", "busy", "CPU", "GPU", "memory")
+    headers = ("host", "role", "state", "step", "waits", "batches built", "CPU", "GPU", "memory")
     lines = [
         f"job {shown.job}{attempt}, running for {duration(shown.seconds)}",
         "   ".join(facts) or "no training step yet",
@@ -174,52 +158,43 @@ def as_text(shown: LiveJob) -> str:
     return plain("\n".join(lines))
 
 
-def _host(run: Figures, host: HostSummary, now: float) -> LiveHost:
+def _host(run: Figures, host: HostSummary) -> LiveHost:
     own = [record for record in run.newest_records if record.head.host == host.name]
-    ranks = [record for record in own if record.head.rank is not None]
-    _, pace = pace_of({number: Totals.of(_recent(record)) for number, record in enumerate(ranks)})
-    last = [line for record in ranks for line in lines_of([record], Steps)[-1:]]
+    ranks = {record.head.rank: record for record in own if record.head.rank is not None}
+    _, pace = pace_of({rank: _recent(record) for rank, record in ranks.items()})
+    last = [line.step for record in ranks.values() for line in lines_of([record], Steps)[-1:]]
     ends = lines_of([record for record in own if record.head.who == LAUNCHER], End)
     use = max(lines_of(own, HostUse), key=lambda line: line.t, default=None)
+    served = next((one for one in run.data[1] if one.name == host.name), None)
     state = "training" if last else "starting" if own else "no record here"
-    before, after = run.data_moments[-1][-2:] if run.data_moments else (None, None)
-    served = None if after is None else after.hosts.get(host.name)
-    batches_per_s = busy = None
-    if before is not None and after is not None and served is not None:
-        state = served.state
-        built = served.since(before.hosts.get(host.name))
-        batches_per_s = built.num_built / max(1e-6, after.t - before.t)
-        busy = built.busy_s / built.capacity_s if built.capacity_s else None
+    state = state if served is None else served.state
     return LiveHost(
         host=host.name,
         role=host.role,
         state=ends[-1].outcome if ends else state,
-        step=min((line.step for line in last), default=None),
-        step_age_s=now - min(line.t for line in last) if last else None,
-        steps_per_s=1 / pace.step_s if pace.num_steps else None,
+        step=min(last, default=None),
         waiting=pace.waiting if pace.num_steps else None,
-        batches_per_s=batches_per_s,
-        busy=busy,
+        num_built=None if served is None else served.num_built,
         cpu=None if use is None else use.cpu,
-        memory_bytes=None if use is None else use.memory_bytes,
         gpu=None if use is None else use.gpu,
+        memory_bytes=None if use is None else use.memory_bytes,
     )
 
 
 def _row(host: LiveHost) -> tuple[str, ...]:
-    per_s = "" if host.steps_per_s is None else f"{rate(host.steps_per_s)} steps"
     return (
         host.host,
         host.role,
         host.state,
         "" if host.step is None else f"{host.step:,}",
-        "" if host.step_age_s is None else f"{duration(max(0.0, host.step_age_s))} ago",
-        per_s if host.batches_per_s is None else f"{rate(host.batches_per_s)} batches",
-        *("" if share is None else percent(share) for share in (host.waiting, host.busy, host.cpu, host.gpu)),
+        "" if host.waiting is None else percent(host.waiting),
+        "" if host.num_built is None else f"{host.num_built:,}",
+        "" if host.cpu is None else percent(host.cpu),
+        "" if host.gpu is None else percent(host.gpu),
         "" if host.memory_bytes is None else size(host.memory_bytes),
     )
 
 
-def _recent(record: ProcessRecord) -> list[Steps]:
+def _recent(record: ProcessRecord) -> Totals:
     steps = [line for line in lines_of([record], Steps) if line.n]
-    return [line for line in steps if steps[-1].t - line.t <= _WINDOW_S]
+    return Totals.of(line for line in steps if steps[-1].t - line.t <= _WINDOW_S)

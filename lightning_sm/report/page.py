@@ -36,17 +36,6 @@ _FILTERS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def check_libraries() -> None:
-    """Check that the libraries for pages are installed.
-
-    Raises:
-        JobConfigError: One is not; the message says what to install.
-    """
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise JobConfigError(f"A report needs {' and '.join(missing)}: pip install 'lightning-sm[report]'.")
-
-
 def render(runs: Sequence[Figures], prices: Prices) -> str:
     """Return the page about one run, or about several side by side.
 
@@ -55,9 +44,11 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
         prices: Prices of hosts; empty if the user gave none.
 
     Raises:
-        JobConfigError: A library is not installed.
+        JobConfigError: A library is not installed; the message says what to install.
     """
-    check_libraries()
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise JobConfigError(f"A report needs {' and '.join(missing)}: pip install 'lightning-sm[report]'.")
     from jinja2 import Environment, StrictUndefined  # noqa: PLC0415 - may be missing
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -48,7 +48,6 @@ class MeasuredRun:
         wire_s: The least time of the network for one step, in seconds; 0 if batches cross none.
         most_per_rank: The most workers for the loader of a rank, for which there are CPUs; None if batches are built on
             data hosts.
-        reason: Why more workers would not help; empty if they would, or if none are needed.
     """
 
     own_s: float
@@ -59,7 +58,6 @@ class MeasuredRun:
     busy: float = 1.0
     wire_s: float = 0.0
     most_per_rank: int | None = None
-    reason: str = ""
 
     @property
     def is_remote(self) -> bool:
@@ -148,7 +146,7 @@ def measure(run: Figures) -> MeasuredRun:
         run: A run, of which a minute is enough.
 
     Raises:
-        JobConfigError: It does not say enough.
+        JobConfigError: It does not say enough, or training waits for something else than workers.
     """
     if run.pace.num_trained < MIN_STEPS:
         steps = count(run.pace.num_trained, "training step")
@@ -169,7 +167,8 @@ def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | Non
         steps: Steps of the whole job. Default: as many as the measured run had.
 
     Raises:
-        JobConfigError: The run does not say enough, or the number of the vCPUs of the kind is not known.
+        JobConfigError: The run does not say enough, its training waits for something else than workers, or the number
+            of the vCPUs of the kind is not known.
     """
     if any(host.role == "data" and kind in (host.group, host.instance_type) for host in run.hosts):
         kind = None
@@ -183,10 +182,10 @@ def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | Non
         amount = None if price is None else cost(price, seconds)
         return SizingRow(workers, per_rank, num_hosts, step_s, limit, seconds, amount)
 
-    limit = "training" if run.pace.waiting < NOT_INPUT_BOUND else "workers"
-    first = row(measured.workers, measured.num_hosts, run.pace.step_s, limit, None)
-    if run.pace.waiting < NOT_INPUT_BOUND and kind is None:
-        return Sizing(run, measured, (first,), first, kind, steps)
+    waits = run.pace.waiting >= NOT_INPUT_BOUND
+    first = row(measured.workers, measured.num_hosts, run.pace.step_s, "workers" if waits else "training", None)
+    if not waits:
+        return Sizing(run, measured, (first,), first, None, steps)
     numbers = _data_hosts(measured, kind) if measured.is_remote or kind is not None else _loaders(measured)
     lines = [row(workers, num_hosts, *measured.predict(workers), kind) for workers, num_hosts in numbers]
     best = _cheapest(run, first, lines)
@@ -198,17 +197,14 @@ def sentence(planned: Sizing, prices: Prices) -> str:
     """Return the plan in a few sentences."""
     waiting = planned.run.pace.waiting
     waits = f"Training waits {percent(waiting)} of the time for data"
-    if waiting < NOT_INPUT_BOUND and len(planned.lines) == 1:
+    if waiting < NOT_INPUT_BOUND:
         return f"{waits}: more workers would change nothing worth mentioning."
-    return f"{waits}. {planned.measured.reason or advice(planned, prices)}"
+    return f"{waits}. {advice(planned, prices)}"
 
 
 def advice(planned: Sizing, prices: Prices) -> str:
-    """Return what to do about the waiting, in a sentence or two; empty if the plan knows nothing that helps."""
-    measured, best, first = planned.measured, planned.best, planned.lines[0]
-    if measured.reason:
-        return ""
-    said = []
+    """Return what to do about the waiting, in a sentence or two."""
+    measured, said = planned.measured, []
     if measured.workers_needed > measured.most_workers:
         ratio = measured.cost_s / measured.num_ranks / max(1e-9, measured.own_s)
         said.append(
@@ -216,15 +212,12 @@ def advice(planned: Sizing, prices: Prices) -> str:
             f"long as training on it, and to keep up would take {count(measured.workers_needed, 'worker')}, each with "
             "a CPU of its own."
         )
-    has_data_hosts = measured.is_remote or planned.kind is not None
-    equal = " All hosts are taken to cost the same: give their prices (--price)."
-    equal = equal if has_data_hosts and not best.cost else ""
     if len(planned.lines) == 1:
         said.append("Each CPU of these hosts has a worker: data hosts would add some.")
-    elif best is first or planned.saved < _WORTH:
-        said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of the job.{equal}")
+    elif planned.saved < _WORTH:
+        said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of the job.")
     else:
-        said.append(f"{_proposal(planned, prices)}{equal}")
+        said.append(_proposal(planned, prices))
     return " ".join(said)
 
 
@@ -255,6 +248,8 @@ def as_text(planned: Sizing, prices: Prices) -> str:
         f"for data; without waiting {step_time(measured.own_s)}. A step needs {step_time(measured.cost_s)} of "
         "work by all workers together.",
     ]
+    if planned.lines[-1].cost is None and planned.lines[-1].num_hosts:
+        facts.append("All hosts are taken to cost the same: give their prices (--price).")
     if planned.kind is not None:
         facts.append("Hosts of this kind were not measured: their vCPUs are taken to be as fast as the measured ones.")
     if not measured.is_remote:
@@ -273,16 +268,10 @@ def _local(run: Figures, own_s: float) -> MeasuredRun:
     workers = round(of_all_ranks([loader.workers for loader in loaders], run.world_size))
     num_ranks = max(1, run.world_size)
     most = min(max(1, loader.cpus // max(1, loader.ranks_of_host)) for loader in loaders)
-    # Workers that are too slow work all the time. Without workers, the training process builds its batches between two
-    # steps. Workers that are never too slow need at most the time of the steps.
-    work_s = min(workers, num_ranks * most) * (own_s if waiting < NOT_INPUT_BOUND else step_s)
-    return MeasuredRun(
-        own_s,
-        cost_s=work_s if workers else waiting * step_s * num_ranks,
-        workers=workers,
-        num_ranks=num_ranks,
-        most_per_rank=most,
-    )
+    # Workers that are too slow work all the time; those that are not need at most the time of the steps. Without
+    # workers, the training process builds its batches between two steps.
+    cost_s = min(workers, num_ranks * most) * step_s if workers else waiting * step_s * num_ranks
+    return MeasuredRun(own_s, cost_s, workers, num_ranks, most_per_rank=most)
 
 
 def _remote(run: Figures, own_s: float) -> MeasuredRun:
@@ -300,11 +289,11 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
     rates += [rank.num_bytes / rank.transfer_s for rank in ranks.values() if rank.transfer_s > 0]
     capacity_s = math.fsum(host.capacity_s for host in up)
     busy = min(1.0, math.fsum(host.busy_s for host in up) / capacity_s) if capacity_s else 1.0
-    reason = ""
     if run.pace.waiting >= NOT_INPUT_BOUND and busy < WORKERS_ARE_BUSY:
-        reason = (
-            f"The workers of the data hosts ({workers:,}) were busy only {percent(busy)} of the time, so more of "
-            "them are not the answer: look at the network, at a slow host, and at data_service.window_batches."
+        raise JobConfigError(
+            f"{run.run.source}: the workers of the data hosts ({workers:,}) were busy only {percent(busy)} of the "
+            "time, so more of them are not the answer: look at the network, at a slow host, and at "
+            "data_service.window_batches."
         )
     return MeasuredRun(
         own_s,
@@ -316,7 +305,6 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
         busy=busy if busy >= WORKERS_ARE_BUSY else 1.0,
         # Ranks receive their batches side by side.
         wire_s=num_bytes / num_ranks / max([_LEAST_BYTES_S, *rates]),
-        reason=reason,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 from lightning_sm._text import count
@@ -68,15 +67,12 @@ def _of_process(record: ProcessRecord, pid: int, begin: float) -> Iterator[dict[
                 gpus = {f"GPU {number}": 100 * gpu.use for number, gpu in enumerate(line.gpus)}
                 yield event("C", line.t, "% in use", {"CPUs": 100 * line.cpu, **gpus})
                 yield event("C", line.t, "memory (GB)", {"host": line.memory_bytes / 1e9})
-                rates = {"received": line.received_bytes_s / 1e6, "sent": line.sent_bytes_s / 1e6}
-                yield event("C", line.t, "network (MB/s)", rates)
             case Event():
                 yield event("i", line.t, line.what, {"what": line.text}, s="p", tid=_SPANS)
             case End():
                 yield event("i", line.t, line.outcome, {"what": line.reason}, s="p", tid=_SPANS)
-    for before, after in pairwise([line for line in record.lines if isinstance(line, DataService)]):
-        known = {host["name"]: host.get("num_built", 0) for host in before.hosts}
-        for host in after.hosts:
-            built = max(0, host.get("num_built", 0) - known.get(host["name"], 0))
-            rate = round(built / max(1e-6, after.t - before.t), 3)
-            yield event("C", before.t, f"batches/s of data host {host['name']}", {"built": rate})
+            case DataService():
+                for host in line.hosts:
+                    yield event(
+                        "C", line.t, f"batches of data host {host['name']}", {"built": host.get("num_built", 0)}
+                    )

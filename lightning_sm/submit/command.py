@@ -6,11 +6,11 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_sm._arguments import CommandParser, positive_number
+from lightning_sm._arguments import CommandParser
 from lightning_sm._log import command_logger
 from lightning_sm._untested import SERVICE
 from lightning_sm.cloud.installed import check_boto3
@@ -39,12 +39,12 @@ _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _KEYS = "keys of the job file, which are also options; NAME is any name"
 
 
-def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) -> int:
+def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
     """Run the command and return its exit code.
 
     Args:
         argv: The arguments after ``submit``.
-        new_report_writer: Returns what writes the report of a job that has ended, or says what is missing for that.
+        write_report: Writes the report of a job that has ended.
 
     Returns:
         0; if the job failed, the exit code of a host where it is known, else 1.
@@ -85,18 +85,18 @@ def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) 
         _LOG.info("0 problems; nothing was sent")
         return 0
     if options.local:
-        return submit.run_locally(job, timeout_s=options.timeout_s)
+        return submit.run_locally(job)
     ask = None if options.yes else confirm_cost
     description = submit.send(job, wait=options.wait, shows_log=True, ask=ask)
     code = exit_code(description) if options.wait else 0
     if options.wait and job.tune is None:
-        _write_report(job, description, new_report_writer)
+        _write_report(job, description, write_report)
     if code:
         _LOG.error("the job did not complete: %s", reason_of(description) or "no reason given")
     return code
 
 
-def _write_report(job: Job, description: Mapping[str, Any], new_writer: Callable[[], ReportWriter]) -> None:
+def _write_report(job: Job, description: Mapping[str, Any], write: ReportWriter) -> None:
     """Write the report of a job that has ended into this folder, if that is possible: the job's outcome stands."""
     from lightning_sm.cloud.aws import Clients, new_session, one_line_errors  # noqa: PLC0415 - loads boto3
     from lightning_sm.cloud.records import write_report_of  # noqa: PLC0415
@@ -104,7 +104,6 @@ def _write_report(job: Job, description: Mapping[str, Any], new_writer: Callable
 
     page = Path(f"{description['TrainingJobName']}.html")
     try:
-        write = new_writer()
         with one_line_errors():
             session = new_session()
             clients = Clients(session)
@@ -128,9 +127,6 @@ def _add_options(parser: CommandParser) -> list[str]:
     modes.add_argument("--local", action="store_true", help="run the job in containers on this machine")
     parser.add_argument("--no-wait", action="store_false", dest="wait", help="return right after submission")
     parser.add_argument("--yes", action="store_true", help="submit without asking, as scripts must")
-    parser.add_argument(
-        "--timeout_s", type=positive_number, metavar="SECONDS", help="with --local: time limit of the job in seconds"
-    )
     return parser.option_names
 
 

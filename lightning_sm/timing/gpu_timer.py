@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from lightning_sm.record.events import PARTS
 from lightning_sm.record.step_clock import ON_GPU
 
 # An event costs some microseconds: time only one step in this many.
@@ -41,18 +40,18 @@ class GpuTimer:
     ) -> None:
         self._make_event = make_event
         self._is_capturing = is_capturing
-        self._pending: deque[list[tuple[int, Any]]] = deque(maxlen=_MOST_PENDING)
-        self._marks: list[tuple[int, Any]] | None = None
+        self._pending: deque[list[tuple[str, Any]]] = deque(maxlen=_MOST_PENDING)
+        self._marks: list[tuple[str, Any]] | None = None
         self._num_steps = 0
         self._means: dict[str, float] = {}
 
-    def begin_step(self, part: int) -> None:
+    def begin_step(self, part: str) -> None:
         """Begin a step with a part; only some steps are timed."""
         self._num_steps += 1
         self._marks = [] if self._num_steps % _EVERY_N_STEPS == 0 else None
         self.mark(part)
 
-    def mark(self, part: int) -> None:
+    def mark(self, part: str) -> None:
         """Begin a part: the work that is launched from here on belongs to it."""
         if self._marks is None:
             return
@@ -63,7 +62,7 @@ class GpuTimer:
         event.record()
         self._marks.append((part, event))
 
-    def end_step(self, part: int) -> None:
+    def end_step(self, part: str) -> None:
         """End a step; ``part`` is that of the work launched from here on."""
         self.mark(part)
         if self._marks:
@@ -76,21 +75,20 @@ class GpuTimer:
         Returns:
             If there are none, those of the last time; None if no step was ever timed.
         """
-        names = tuple(PARTS)
         sums = dict.fromkeys(ON_GPU, 0.0)
         num_steps = 0
         while self._pending and self._is_passed(self._pending[0]):
             marks = self._pending.popleft()
             for (part, begin), (_, end) in itertools.pairwise(marks):
-                if names[part] in sums:
-                    sums[names[part]] += begin.elapsed_time(end) / 1e3
+                if part in sums:
+                    sums[part] += begin.elapsed_time(end) / 1e3
             num_steps += 1
         if num_steps:
             self._means = {name: seconds / num_steps for name, seconds in sums.items()}
         return self._means or None
 
     @staticmethod
-    def _is_passed(marks: list[tuple[int, Any]]) -> bool:
+    def _is_passed(marks: list[tuple[str, Any]]) -> bool:
         try:
             return all(event.query() for _, event in marks)
         except RuntimeError:

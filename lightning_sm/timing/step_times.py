@@ -281,7 +281,7 @@ class StepTimes(UnlistedCallback):
         finally:
             self._end_span(name)
 
-    def _enter(self, part: int) -> None:
+    def _enter(self, part: str) -> None:
         self._clock.enter(part)
         if self._gpu is not None:
             self._gpu.mark(part)

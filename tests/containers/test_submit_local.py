@@ -55,7 +55,7 @@ def submit(image, tmp_path):
         path.write_text(yaml.safe_dump(job, sort_keys=False))
         env = {name: value for name, value in os.environ.items() if not name.startswith(("AWS", "SAGEMAKER"))}
         env |= {"AWS_EC2_METADATA_DISABLED": "true", "TMPDIR": str(tmp_path / "work"), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "lightning_sm", "submit", str(path), "--local", "--timeout_s=400", *options]
+        command = [sys.executable, "-m", "lightning_sm", "submit", str(path), "--local", "--max_run_s=400", *options]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
 
     yield run
@@ -101,7 +101,7 @@ def test_whichever_host_fails_the_command_does(submit, host):
 @pytest.mark.proof
 def test_a_job_that_hangs_ends_with_the_time_limit(submit):
     """With all its containers."""
-    ended = submit("--hyperparameters.hang=true", "--timeout_s=25")
+    ended = submit("--hyperparameters.hang=true", "--max_run_s=25")
     assert ended.returncode == 124, output_of(ended)
     assert "The time limit of 25 s is over." in ended.stdout
 

@@ -43,7 +43,7 @@ def script(tmp_path_factory):
         (["submit", "--dr"], {"--dry-run"}),
         (["submit", "--spot."], {"--spot.max_wait_s"}),
         (["jobs", "l"], {"list", "logs"}),
-        (["jobs", "logs", "--h"], {"--help", "--host"}),
+        (["jobs", "logs", "--a"], {"--all"}),
         (["completion", ""], {"bash", "zsh"}),
         (["submit", "jo"], {"job.yaml"}),
     ],

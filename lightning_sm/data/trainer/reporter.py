@@ -98,7 +98,7 @@ class Reporter:
             self._write(self._sums())
 
     def end_epoch(self, trainer: Any) -> None:
-        """Log on rank 0 what held up the epoch, and the trouble that data hosts had; nothing if it had no batch.
+        """Log on rank 0 what held up the epoch, if anything did, and the trouble that data hosts had.
 
         Args:
             trainer: The Trainer.
@@ -113,8 +113,9 @@ class Reporter:
             logger.warning("%s", sentence)
         added = {name: figures.since(before.ranks.get(name)) for name, figures in now.ranks.items()}
         ranks = {name: figures for name, figures in added.items() if figures.num_steps}
-        if ranks:
-            logger.info("Epoch %d: %s", trainer.current_epoch + 1, verdict(ranks, hosts))
+        held_up = verdict(ranks, hosts)
+        if held_up:
+            logger.info("Epoch %d: %s", trainer.current_epoch + 1, held_up)
 
     def _figures(self) -> RankFigures:
         """Return what this rank has counted and timed since the start of the process."""

@@ -21,28 +21,16 @@ _TRANSFER_PART = 0.5
 _AFTER_A_LOSS = "Look at the end of its log. With a second data host, training would have gone on."
 
 
-def slowest(ranks: Mapping[str, RankFigures]) -> tuple[str, RankFigures]:
-    """Return the rank that waited for data the longest, and its name.
-
-    Args:
-        ranks: What each rank measured in the epoch, by name; at least one.
-    """
-    return max(ranks.items(), key=lambda item: item[1].wait_s)
-
-
 def verdict(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]) -> str:
-    """Return how long training waited for data, what held it up, and what would help.
+    """Return what held up training, and what would help; empty if nothing did.
 
     Args:
-        ranks: What each rank measured in the epoch, by name; at least one.
+        ranks: What each rank measured in the epoch, by name.
         hosts: What the data hosts did in the epoch.
     """
     slow, cause = slow_rank(paces(ranks)), wait_cause(ranks, hosts)
     found = [] if slow is None else [slow.text]
-    if cause is None:
-        found.append(f"Training waits {percent(slowest(ranks)[1].wait_fraction)} of the time for data.")
-    else:
-        found += [cause.text, cause.change]
+    found += [] if cause is None else [cause.text, cause.change]
     return " ".join(filter(None, found))
 
 
@@ -88,12 +76,12 @@ def wait_cause(
     """Return why training waited for data; None if it hardly did.
 
     Args:
-        ranks: What each rank measured, by name; at least one.
+        ranks: What each rank measured, by name.
         hosts: What the data hosts did.
         share: The share of the time that training waited, to say that of the clock of steps. Default: as the loader has
             it.
     """
-    name, rank = slowest(ranks)
+    name, rank = max(ranks.items(), key=lambda item: item[1].wait_s, default=("", RankFigures()))
     if rank.wait_s < _MIN_SECONDS or rank.wait_fraction < _MIN_FRACTION:
         return None
     others_s = max((other.wait_s for key, other in ranks.items() if key != name), default=rank.wait_s)

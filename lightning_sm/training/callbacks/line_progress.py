@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from lightning_sm._lightning import Callback, LightningModule, ProgressBar, Trainer, rank_zero_only
+from lightning_sm._text import clock_time
 from lightning_sm._unlisted import UnlistedProgressBar
 from lightning_sm.record.progress import progress_line
 from lightning_sm.record.totals import Totals, samples_per_step
@@ -112,29 +113,36 @@ class LineProgress(UnlistedProgressBar):
     def _batch(self, trainer: Trainer, number: int) -> str:
         return f"{self._epoch(trainer)} batch={number}/{self.total_train_batches} step={trainer.global_step}"
 
-    def _log(self, trainer: Trainer, position: str, **rates: Any) -> None:
+    def _log(self, trainer: Trainer, position: str, **rates: str) -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds
         if self.is_enabled:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             number = self._num_validations if self._has_validated else None
-            logger.info("%s", progress_line(position, metrics, num_validations=number, **rates))
+            logger.info("%s", progress_line(position, metrics, rates, number))
         self._has_validated = False
 
-    def _rates(self, trainer: Any) -> dict[str, Any]:
-        """Return how fast the run is, for ``progress_line``; nothing without ``StepTimes``."""
+    def _rates(self, trainer: Any) -> dict[str, str]:
+        """Return how fast the run is; nothing without ``StepTimes``."""
         times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
         if times is None or not self.is_enabled:
             return {}
         totals = times.totals
         new = totals.plus(self._shown, -1)
         self._shown = totals
-        rates = {"eta_s": self._eta_s(trainer), "memory_bytes": _memory_bytes(trainer.strategy.root_device)}
-        if new.step_s == 0:
-            return rates
-        num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        samples = samples_per_step([new], num_replicas)
-        samples_per_s = samples / new.step_s if samples else None
-        return rates | {"steps_per_s": 1 / new.step_s, "samples_per_s": samples_per_s, "data_wait": new.waiting}
+        rates: dict[str, str] = {}
+        if new.step_s:
+            rates["steps_per_s"] = f"{1 / new.step_s:.3g}"
+            num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+            samples = samples_per_step([new], num_replicas)
+            if samples:
+                rates["samples_per_s"] = f"{samples / new.step_s:.4g}"
+        eta_s = self._eta_s(trainer)
+        if eta_s is not None:
+            rates["eta"] = clock_time(eta_s)
+        rates["memory_gb"] = f"{_memory_bytes(trainer.strategy.root_device) / 1e9:.3g}"
+        if new.step_s:
+            rates["data_wait"] = f"{100 * new.waiting:.1f}%"
+        return rates
 
     def _eta_s(self, trainer: Any) -> float | None:
         """Return the seconds until the last batch of all epochs, at the rate since the first one; None if unknown."""

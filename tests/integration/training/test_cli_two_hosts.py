@@ -117,13 +117,13 @@ def ours(host):
     return [line for line in log_of(host).splitlines() if not re.match(others, line)]
 
 
-def test_an_epoch_of_a_healthy_cluster_has_two_lines(hosts):
-    """Rank 0 has its progress, and how long the slowest rank waited; no other host has a line between start and end."""
+def test_an_epoch_of_a_healthy_cluster_has_one_line(hosts):
+    """Rank 0 has its progress; no other host has a line between start and end."""
     main, *others = map(ours, hosts)
     first, last = (next(n for n, line in enumerate(main) if line.startswith(f"epoch={epoch}/2")) for epoch in (1, 2))
-    assert last == first + 2
-    for epoch, progress in ((1, first), (2, last)):
-        assert main[progress - 1].startswith(f"Epoch {epoch}: Training waits ")
+    # On a busy machine, training may wait for a second.
+    assert not [line for line in main[first + 1 : last] if not line.startswith("Epoch 2: ")]
+    for progress in (first, last):
         assert re.fullmatch(
             r"epoch=\d/2 step=\d validation=\d val_acc=\S+ steps_per_s=.* data_wait=[\d.]+%", main[progress]
         )

@@ -7,7 +7,7 @@ import pytest
 from lightning_sm._untested import SERVICE
 from lightning_sm.cloud import command
 from lightning_sm.errors import AWSError
-from lightning_sm.report.command import report_writer
+from lightning_sm.report.command import write_report
 from lightning_sm.submit.again import again
 from tests.fakes.aws import NOW, event, one_host, training_job
 from tests.unit.cloud.test_find import ARN, tuning_job
@@ -18,7 +18,7 @@ def run(clients, capsys):
     """Runs the command, and returns its exit code and what it wrote."""
 
     def run(*argv):
-        code = command.main(argv, clients, new_report_writer=report_writer, again=again)
+        code = command.main(argv, clients, write_report=write_report, again=again)
         return code, capsys.readouterr().out
 
     return run
@@ -86,20 +86,6 @@ def test_logs_of_a_failed_job_begin_with_the_reason(run, clients):
     assert run("logs", "job-1", "--all") == (4, "1970-01-01 00:00:01 algo-1 | a\n")
 
 
-def test_logs_of_one_host(run, clients):
-    """An unknown one is answered with those that have a log."""
-    job = training_job(ResourceConfig=one_host())
-    for host in ("algo-1", "algo-3"):
-        describes(clients, job)
-        clients.answers("logs", "describe_log_streams", {"logStreams": [{"logStreamName": "job-1/algo-1-5"}]})
-        if host == "algo-1":
-            clients.answers("logs", "filter_log_events", {"events": [event(1, "algo-1", "a")]})
-            assert run("logs", "job-1", "--host", host) == (0, "1970-01-01 00:00:01 algo-1 | a\n")
-        else:
-            with pytest.raises(AWSError, match=r"no log of the host algo-3; hosts with a log: algo-1\."):
-                run("logs", "job-1", "--host", host)
-
-
 def test_logs_of_a_job_that_waits_say_so(run, clients):
     """Before its hosts have started, there is no log."""
     describes(clients, training_job(status="InProgress", SecondaryStatus="Pending", ResourceConfig=one_host()))
@@ -146,13 +132,13 @@ def test_what_is_missing_on_this_machine_is_said(monkeypatch, variables):
     for name, value in {**files, "AWS_EC2_METADATA_DISABLED": "true", **variables}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(AWSError, match="No AWS credentials" if variables else "No AWS region"):
-        command.main(["list"], new_report_writer=report_writer, again=again)
+        command.main(["list"], write_report=write_report, again=again)
 
 
 def test_help_says_what_has_never_run(capsys):
     """Whoever is about to use the service reads it before, not in a page of the documentation."""
     with pytest.raises(SystemExit):
-        command.main(["--help"], new_report_writer=report_writer, again=again)
+        command.main(["--help"], write_report=write_report, again=again)
     assert SERVICE in " ".join(capsys.readouterr().out.split())
 
 

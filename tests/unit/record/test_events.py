@@ -15,7 +15,7 @@ from lightning_sm.record.events import Recorder
 
 LINES = [
     events.FileHead(1.5, "algo-1", "rank-3", job="job", rank=3, world_size=4, hosts={"algo-1": "trainers"}),
-    events.HostUse(2.0, 0.5, 10, 20, 1.5, 2.5, [events.GpuUse(0.75, 1, 2)]),
+    events.HostUse(2.0, 0.5, 10, 20, [events.GpuUse(0.75, 1, 2)]),
     events.Loader(2.0, workers=4, cpus=8, ranks_of_host=2),
     events.Steps(3.0, 40, 10, samples=320, parts=dict.fromkeys(events.PARTS, 1 / 6)),
     events.Span(4.0, "validation", 3.0, 1.0),
@@ -78,13 +78,13 @@ def test_a_torn_line_is_left_out(tmp_path):
 )
 def test_what_is_no_line_is_nothing(text):
     """Whatever a file holds, reading it raises nothing."""
-    assert events.from_json(text) is None
+    assert events.read_lines(text if isinstance(text, bytes) else text.encode()) == []
 
 
 def test_a_newer_format_is_read_as_far_as_it_is_known():
     """Unknown fields are left out."""
     text = json.dumps({"kind": "event", "t": 1.0, "what": "hang", "new": 1})
-    assert events.from_json(text) == events.Event(1.0, "hang")
+    assert events.read_lines(text.encode()) == [events.Event(1.0, "hang")]
 
 
 def test_what_json_does_not_have_becomes_null(tmp_path):
@@ -132,26 +132,32 @@ def test_the_record_lies_with_the_checkpoints(tmp_path):
 def test_attempts_are_counted_by_own_files(tmp_path):
     """What other hosts have written by now says nothing; and processes of one launcher share its attempt."""
     job = make_job(tmp_path)
-    assert events.attempt_folder(job, "rank-0", {}).name == "1"
+    assert events.open_record(job, "rank-0", {}).path.parent.name == "1"
     events.open_record(job, "rank-0", {}).append(LINES[0])
     Recorder(events.record_folder(job) / "7" / "algo-2-rank-0.jsonl").append(LINES[0])
-    assert events.attempt_folder(job, "rank-0", {}).name == "2"
-    assert events.attempt_folder(job, "rank-1", {}).name == "1"
+    assert events.open_record(job, "rank-0", {}).path.parent.name == "2"
+    assert events.open_record(job, "rank-1", {}).path.parent.name == "1"
     env = {RECORD_DIR.name: str(tmp_path / "5")}
     assert events.open_record(job, "rank-0", env).path == tmp_path / "5" / "algo-1-rank-0.jsonl"
 
 
 def test_files_are_found_below_a_folder(tmp_path):
-    """In the order of attempts; what others wrote beside them is left out."""
+    """What others wrote beside them is left out."""
     names = ["10/algo-1-rank-0.jsonl", "2/algo-10-rank-12.jsonl", "2/algo-2-launcher.jsonl"]
-    others = ["2/notes.jsonl", "x/algo-1-rank-0.jsonl", "2/algo-1-rank-0.jsonl.sagemaker-uploaded"]
+    others = [
+        "2/notes.jsonl",
+        "x/algo-1-rank-0.jsonl",
+        "0/algo-1-rank-0.jsonl",
+        "2/algo-1-rank-0.jsonl.sagemaker-uploaded",
+    ]
     for name in names + others:
         path = tmp_path / events.FOLDER / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    expected = [tmp_path / events.FOLDER / name for name in (names[1], names[2], names[0])]
+    expected = [tmp_path / events.FOLDER / name for name in names]
     assert events.find_files(tmp_path) == expected
-    assert events.find_files(tmp_path / events.FOLDER / "2") == expected[:2]
+    assert events.find_files(tmp_path / events.FOLDER / "2") == expected[1:]
+    assert [events.file_attempt(path) for path in expected] == [10, 2, 2]
 
 
 def test_series_get_fewer_lines_as_a_run_grows():

@@ -65,7 +65,7 @@ def steps(
 
 def use(t: float, cpu: float = 0.4) -> HostUse:
     """What a host did."""
-    return HostUse(BEGIN + t, cpu, 2 * 10**9, 16 * 10**9, 3e6, 1e6)
+    return HostUse(BEGIN + t, cpu, 2 * 10**9, 16 * 10**9)
 
 
 def data(

@@ -67,7 +67,8 @@ def test_a_page_that_cannot_be_written_is_an_error_in_one_line(run, tmp_path, ca
 def test_compare_says_times_and_costs(run, capsys):
     """As a table, and as JSON."""
     assert main(["compare", run, run, *PRICES]) == 0
-    assert capsys.readouterr().out.startswith("B is as fast as A, and costs the same for the same work.")
+    said = "B takes 72 s instead of 72 s for the same work (as fast), and costs $0.032 instead of $0.032 (the same)."
+    assert capsys.readouterr().out.startswith(said)
     assert main(["compare", run, run, *PRICES, "--steps", "2400", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["b"]["time_to_train_s"] == pytest.approx(11 + 2 + 120)
 

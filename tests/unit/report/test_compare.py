@@ -56,12 +56,12 @@ def test_the_pytorch_example(step_s, speed_up, times_cheaper):
     """One ml.p3.2xlarge against the same with an ml.c5.9xlarge: 4.75 times cheaper fits neither of its step times."""
     alone = measured("alone", {"ml.p3.2xlarge": 1}, 1.19)
     both = measured("both", {"ml.p3.2xlarge": 1, "ml.c5.9xlarge": 1}, step_s)
-    comparison = compare(alone, both, MNIST_PRICES)
-    assert comparison.speed_up == pytest.approx(speed_up, abs=0.005)
-    assert 1 / comparison.cost_ratio == pytest.approx(times_cheaper, abs=0.005)
-    assert f"B is {speed_up} times as fast as A, and costs" in sentence(comparison, MNIST_PRICES)
+    first, second = compare(alone, both, MNIST_PRICES)
+    assert first.seconds / second.seconds == pytest.approx(speed_up, abs=0.005)
+    assert first.cost / second.cost == pytest.approx(times_cheaper, abs=0.005)
+    assert f"for the same work ({speed_up} times as fast), and costs " in sentence(first, second, MNIST_PRICES)
     # "The avg. step cost was 7.6 cents" is the price of 60 steps.
-    assert 60 * cost(comparison.per_hour[0], comparison.first.pace.step_s) == pytest.approx(0.0759, abs=0.0001)
+    assert 60 * cost(first.per_hour, first.run.pace.step_s) == pytest.approx(0.0759, abs=0.0001)
 
 
 @pytest.mark.parametrize(
@@ -76,40 +76,40 @@ def test_the_tensorflow_example(step_s, speed_up, less):
     prices = Prices({"ml.p4d.24xlarge": 37.7, "ml.c5.18xlarge": 3.67}, source="prices.yaml")
     alone = measured("alone", {"ml.p4d.24xlarge": 1}, step_s, num_steps=5000)
     both = measured("both", {"ml.p4d.24xlarge": 1, "ml.c5.18xlarge": 2}, 0.086)
-    comparison = compare(alone, both, prices)
-    assert comparison.speed_up == pytest.approx(speed_up, abs=0.005)
-    assert comparison.price_ratio == pytest.approx(1.19, abs=0.005)
-    text = as_text(comparison, prices)
+    first, second = compare(alone, both, prices)
+    assert first.seconds / second.seconds == pytest.approx(speed_up, abs=0.005)
+    text = as_text(first, second, prices)
     assert less in text
-    assert "1.19 times as fast" in text  # from where on the data hosts pay
-    assert "$45.04" in text
+    assert re.search(r"^price of an hour +\$37\.70 +\$45\.04 +19\.5% more", text, re.MULTILINE)
     assert f"${37.7 * 5000 * step_s / 3600:.2f}" in text
 
 
 def test_headline_and_table_compare_the_same_work():
     """What the runs take outside their steps counts in both: a start of 100 s makes twice as fast 1.3 times."""
     prices = Prices({"a": 1.0, "b": 2.0})
-    first = measured("first", {"a": 1}, 1.0, num_steps=100, fixed_s=100)
-    second = measured("second", {"b": 1}, 0.5, fixed_s=100)
-    comparison = compare(first, second, prices)
-    assert comparison.speed_up == pytest.approx(200 / 150)
-    assert comparison.cost_ratio == pytest.approx(2 * 150 / 200)
-    text = as_text(comparison, prices)
-    assert text.startswith("B is 1.33 times as fast as A, but costs 50.0% more for the same work.")
+    a = measured("first", {"a": 1}, 1.0, num_steps=100, fixed_s=100)
+    b = measured("second", {"b": 1}, 0.5, fixed_s=100)
+    first, second = compare(a, b, prices)
+    assert (first.seconds, second.seconds) == (pytest.approx(200), pytest.approx(150))
+    text = as_text(first, second, prices)
+    assert text.startswith(
+        "B takes 2 min 30 s instead of 3 min 20 s for the same work (1.33 times as fast), and costs $0.083 instead of "
+        "$0.056 (50.0% more)."
+    )
     assert text.count("50.0% more") == 2
     assert "cost of 1,000 steps" not in text
-    longer = compare(first, second, prices, steps=100_000)
-    assert longer.speed_up == pytest.approx(2.0, rel=0.01)
+    first, second = compare(a, b, prices, steps=100_000)
+    assert first.seconds / second.seconds == pytest.approx(2.0, rel=0.01)
 
 
 def test_what_a_training_does_again_and_again_grows_with_its_steps(tmp_path):
     """Ten times the steps validate ten times as often, and start once; before, all of it counted once."""
     run = Figures(read_run(input_bound(tmp_path)))
     assert (run.fixed_s, run.growing_step_s) == (pytest.approx(11.0), pytest.approx(1.0 / 1200))
-    comparison = compare(run, run, Prices(), steps=12_000)
-    assert comparison.apart_s == (pytest.approx(11.0 + 10 * 1.0),) * 2
-    assert comparison.seconds == (pytest.approx(21.0 + 600.0),) * 2
-    assert re.search("^outside the steps +21 s +21 s", as_text(comparison, Prices()), re.MULTILINE)
+    both = compare(run, run, Prices(), steps=12_000)
+    assert [training.apart_s for training in both] == [pytest.approx(11.0 + 10 * 1.0)] * 2
+    assert [training.seconds for training in both] == [pytest.approx(21.0 + 600.0)] * 2
+    assert re.search("^outside the steps +21 s +21 s", as_text(*both, Prices()), re.MULTILINE)
 
 
 def test_what_is_between_epochs_grows_with_their_number(tmp_path):
@@ -129,59 +129,60 @@ def test_a_restart_is_not_part_of_the_work(tmp_path):
     # The second attempt trains all steps again, after the end of the first one, its own start and its first batch.
     assert (len(again.restarts), again.num_steps) == (1, once.num_steps)
     assert again.shares[RESTARTS] + again.repeated_s == pytest.approx(60.0 + 1.0 + 10.0, abs=2.0)
-    comparison = compare(once, again, Prices())
-    assert comparison.seconds[1] == pytest.approx(comparison.seconds[0], abs=2.0)
-    said = sentence(comparison, Prices())
-    assert re.match(r"B was restarted once: what that cost \(\S+ s\) is left out\. B (is|takes) ", said)
+    first, second = compare(once, again, Prices())
+    assert second.seconds == pytest.approx(first.seconds, abs=2.0)
+    said = sentence(first, second, Prices())
+    assert re.match(r"B was restarted once: what that cost \(\S+ s\) is left out\. B takes ", said)
 
 
 def test_a_run_that_has_not_succeeded_says_so(tmp_path):
     """Before any digit of the comparison."""
     stopped = Figures(read_run(input_bound(tmp_path / "stopped", outcome="interrupted")))
     once = Figures(read_run(input_bound(tmp_path / "once")))
-    said = sentence(compare(stopped, once, Prices()), Prices())
-    assert said.startswith("A has not succeeded (interrupted). B is as fast as A.")
+    said = sentence(*compare(stopped, once, Prices()), Prices())
+    assert said.startswith("A has not succeeded (interrupted). B takes 72 s instead of 72 s for the same work")
 
 
 def test_a_run_of_a_few_steps_says_so():
     """Before any digit of the comparison."""
     first, second = measured("x", {"a": 1}, 1.0, num_steps=3), measured("y", {"a": 1}, 0.5)
-    said = sentence(compare(first, second, Prices()), Prices())
-    assert said.startswith("A has only 3 steps, whose times say little. B is 2 times as fast as A.")
+    said = sentence(*compare(first, second, Prices()), Prices())
+    assert said.startswith("A has only 3 steps, whose times say little. B takes 1.5 s instead of 3 s")
 
 
 def test_steps_of_different_size_are_compared_by_samples():
     """A step with twice the samples may take twice the time and be as fast."""
     small = measured("small", {"a": 1}, 0.1, samples_per_step=32, num_steps=100)
     large = measured("large", {"a": 2}, 0.2, samples_per_step=64)
-    comparison = compare(small, large, Prices({"a": 1.0}))
-    assert comparison.speed_up == pytest.approx(1.0)
-    assert comparison.cost_ratio == pytest.approx(2.0)
-    assert comparison.numbers == (100, 50)
-    assert "32 samples, one of B 64" in as_text(comparison, Prices({"a": 1.0}))
+    first, second = compare(small, large, Prices({"a": 1.0}))
+    assert first.seconds == pytest.approx(second.seconds)
+    assert second.cost == pytest.approx(2.0 * first.cost)
+    assert (first.steps, second.steps) == (100, 50)
+    assert "32 samples, one of B 64" in as_text(first, second, Prices({"a": 1.0}))
 
 
 @pytest.mark.parametrize(
     ("step_s", "price", "text"),
     [
-        (0.5, 3, "B is 2 times as fast as A, but costs 50.0% more"),
-        (2.0, 0.1, "B takes 2 times as long as A, but costs 80.0% less for the same work (5 times cheaper)"),
-        (2.0, 1, "B takes 2 times as long as A, and costs 100.0% more"),
-        (1.0, 0.5, "B is as fast as A, and costs 50.0% less"),
+        (0.5, 10.8, "(2 times as fast), and costs $1.50 instead of $1.00 (50.0% more)."),
+        (2.0, 0.36, "(2 times as long), and costs $0.20 instead of $1.00 (80.0% less)."),
+        (2.0, 3.6, "(2 times as long), and costs $2.00 instead of $1.00 (100.0% more)."),
+        (1.0, 3.6, "(as fast), and costs $1.00 instead of $1.00 (the same)."),
     ],
 )
 def test_faster_need_not_be_cheaper(step_s, price, text):
     """Time and cost may go in opposite directions, and the sentence says so."""
-    comparison = compare(measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, step_s), Prices({"a": 1, "b": price}))
-    assert sentence(comparison, Prices({"a": 1, "b": price})).startswith(text)
+    prices = Prices({"a": 3.6, "b": price})
+    both = compare(measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, step_s), prices)
+    assert sentence(*both, prices).endswith(f" for the same work {text}")
 
 
 def test_without_prices_times_are_compared():
     """No price is invented."""
-    comparison = compare(measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, 0.5), Prices())
-    assert comparison.cost_ratio is None
-    assert "To compare costs, give the prices" in as_text(comparison, Prices())
-    assert "$" not in as_text(comparison, Prices())
+    both = compare(measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, 0.5), Prices())
+    assert [training.cost for training in both] == [None, None]
+    assert "To compare costs, give the prices" in as_text(*both, Prices())
+    assert "$" not in as_text(*both, Prices())
 
 
 def test_a_missing_price_is_named():
@@ -197,10 +198,17 @@ def test_a_missing_price_is_named():
 def test_programs_get_times_and_costs():
     """What a plot takes; no cost without prices."""
     first, second = measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, 0.5)
-    found = as_json(compare(first, second, Prices({"a": 3.6, "b": 7.2})))
+    found = as_json(*compare(first, second, Prices({"a": 3.6, "b": 7.2})))
     assert found["a"] == {"step_s": 1.0, "waiting": 0.0, "time_to_train_s": 1000.0, "cost_to_train": 1.0}
     assert found["b"]["cost_to_train"] == 1.0
-    assert as_json(compare(first, second, Prices()))["a"]["cost_to_train"] is None
+    assert as_json(*compare(first, second, Prices()))["a"]["cost_to_train"] is None
+
+
+def test_what_costs_nothing_has_no_percentage():
+    """A host of one's own may have no price."""
+    prices = Prices({"a": 0.0, "b": 3.6})
+    both = compare(measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, 1.0), prices)
+    assert sentence(*both, prices).endswith("(as fast), and costs $1.00 instead of $0.00 (more).")
 
 
 def test_a_run_without_steps_is_refused(tmp_path):

@@ -42,7 +42,7 @@ def test_rates_and_waits_are_those_that_the_training_measured(name, tmp_path, mo
     step, waits = step_time(own.step_s), percent(own.waiting)
     samples = rate(run.world_size * own.samples / own.wall_s)
     monkeypatch.setattr(live, "_WINDOW_S", math.inf)  # as if its rates were those of the whole job
-    shown = live.live(run, run.attempts[-1].end)
+    shown = live.live(run)
     assert shown.steps_per_s == 1 / own.step_s
     assert own.waiting in [host.waiting for host in shown.hosts]
     screen = said_by(capsys, "report", "--live", "--once", _RECORDS / name)

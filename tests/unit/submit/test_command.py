@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.report.command import report_writer
+from lightning_sm.report.command import write_report
 from lightning_sm.submit import command
 
 
@@ -35,7 +35,7 @@ def job_file(tmp_path):
 def test_a_wrong_command_line_says_what_is_right(job_file, capsys, options, words):
     """With the usage, and exit code 2."""
     with pytest.raises(SystemExit) as ended:
-        command.main([job_file, *options], new_report_writer=report_writer)
+        command.main([job_file, *options], write_report=write_report)
     assert ended.value.code == 2
     usage, error = capsys.readouterr().err.split("\n", 1)
     assert usage == "usage: lightning-sm submit JOB.yaml [--dry-run | --local] [--KEY=VALUE ...]"
@@ -45,7 +45,7 @@ def test_a_wrong_command_line_says_what_is_right(job_file, capsys, options, word
 def test_a_job_file_is_needed(capsys):
     """Unless options describe a job."""
     with pytest.raises(SystemExit):
-        command.main(["--dry-run"], new_report_writer=report_writer)
+        command.main(["--dry-run"], write_report=write_report)
     assert "no job file is given" in capsys.readouterr().err
 
 
@@ -56,4 +56,4 @@ def test_mistakes_of_a_file_are_reported_before_a_missing_region(job_file, monke
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     for mode in ("--dry-run", "--yes"):
         with pytest.raises(SubmitError, match="--spot: spot is true; expected"):
-            command.main([job_file, mode, "--spot=true"], new_report_writer=report_writer)
+            command.main([job_file, mode, "--spot=true"], write_report=write_report)

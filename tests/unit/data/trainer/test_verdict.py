@@ -1,12 +1,10 @@
 """The verdict names what held up training, and is silent about trifles."""
 
-import re
-
 import pytest
 from msgspec.structs import replace
 
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
-from lightning_sm.data.trainer.verdict import slowest, trouble, verdict, wait_cause
+from lightning_sm.data.trainer.verdict import trouble, verdict, wait_cause
 
 # An epoch of 100 steps, 10 s long, that never waits.
 RANK = RankFigures(
@@ -41,9 +39,10 @@ def waiting(wait_s, transfer_wait_s=0.0, **changes):
     return replace(RANK, wait_s=wait_s, transfer_wait_s=transfer_wait_s, **changes)
 
 
-def test_a_number_is_said_when_nothing_is_wrong():
-    """Four equal ranks that do not wait, on two data hosts."""
-    assert verdict(ranks(*[RANK] * 4), hosts(HOST, HOST)) == "Training waits 0% of the time for data."
+def test_nothing_is_said_when_nothing_is_wrong():
+    """Four equal ranks that do not wait, on two data hosts; and a rank that has just started."""
+    assert verdict(ranks(*[RANK] * 4), hosts(HOST, HOST)) == ""
+    assert verdict({}, hosts(HOST)) == ""
 
 
 @pytest.mark.parametrize(
@@ -59,9 +58,7 @@ def test_a_number_is_said_when_nothing_is_wrong():
 )
 def test_trifles_are_no_advice(rank):
     """It takes both a part of the epoch and some seconds."""
-    assert re.fullmatch(
-        r"Training waits \d+% of the time for data\.", verdict(ranks(rank, rank), hosts(replace(HOST, busy_s=40.0)))
-    )
+    assert verdict(ranks(rank, rank), hosts(replace(HOST, busy_s=40.0))) == ""
 
 
 def test_slow_transforms_need_workers():
@@ -91,7 +88,7 @@ def test_a_rank_with_slow_code_of_its_own_is_named():
     text = verdict(ranks(others[0], slow, *others[1:]), hosts(HOST))
     assert text == (
         "Rank 1 on algo-2 holds up the others: apart from the backward pass and the optimizer, its own code takes "
-        "980 ms a step, compared with 20 ms on the others. Training waits 0% of the time for data."
+        "980 ms a step, compared with 20 ms on the others."
     )
 
 
@@ -133,11 +130,6 @@ def test_a_window_that_is_too_small_is_the_last_suspect():
     """Neither the workers nor the network are full."""
     assert "Raise data_service.window_batches" in verdict(ranks(waiting(5.0)), hosts(HOST))
     assert "Raise data_service.window_batches" in verdict(ranks(waiting(5.0)), [HostFigures("algo-3")])
-
-
-def test_the_slowest_rank_is_the_one_that_waited_longest():
-    """Not rank 0."""
-    assert slowest(ranks(RANK, waiting(3.0), waiting(2.0)))[0] == "rank 1 on algo-2"
 
 
 def test_a_data_host_that_builds_nothing_is_named():
