@@ -16,7 +16,7 @@ from lightning_sm._log import command_logger
 from lightning_sm.cloud.aws import Clients
 from lightning_sm.errors import SubmitError
 from lightning_sm.job.hyperparameters import is_for_toolkit, toolkit_value, values_of
-from lightning_sm.job.variables import JOB_SECRET
+from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 from lightning_sm.submit.cost_limit import confirm_cost
 from lightning_sm.submit.job_file import read_job
 from lightning_sm.submit.overrides import Override
@@ -78,6 +78,7 @@ def _keys(clients: Clients, description: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a job file that makes the same request."""
     request = {name: value for name, value in fitting(description, "CreateTrainingJobRequest")[0].items() if value}
     environment: dict[str, str] = request.pop("Environment", {})
+    of_keys = {JOB_SECRET.name, MAX_RESTARTS.name}
     resources, stopping = request["ResourceConfig"], request["StoppingCondition"]
     pages = clients.sagemaker.get_paginator("list_tags").paginate(ResourceArn=description["TrainingJobArn"])
     tags = {tag["Key"]: tag["Value"] for page in pages for tag in page["Tags"] if not tag["Key"].startswith("aws:")}
@@ -86,7 +87,8 @@ def _keys(clients: Clients, description: Mapping[str, Any]) -> dict[str, Any]:
         "image": request["AlgorithmSpecification"].pop("TrainingImage", ""),
         "role": request.pop("RoleArn"),
         "groups": _groups(resources),
-        "environment": {name: value for name, value in environment.items() if name != JOB_SECRET.name},
+        "max_restarts": MAX_RESTARTS.read(environment),
+        "environment": {name: value for name, value in environment.items() if name not in of_keys},
         "hyperparameters": _values(request.pop("HyperParameters", {})),
         "output": request["OutputDataConfig"].pop("S3OutputPath"),
         "checkpoints": request.pop("CheckpointConfig", {}).get("S3Uri"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_sm.job.variables import JOB_SECRET
+from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 from lightning_sm.submit.job_keys import key
 from lightning_sm.submit.job_reader import JobReader
 from lightning_sm.submit.overrides import Override
@@ -252,6 +252,13 @@ class Job:
     )
     retries: Retries = key(
         "Resubmission when there is no capacity.", "{max_tries: 5, first_pause_s: 60, max_pause_s: 1800}", made=Retries
+    )
+    max_restarts: int = key(
+        "How many times the scripts of all trainer hosts [restart together](../lifecycle.md#restart-within-the-job) on "
+        f"the same hosts, from the latest checkpoint, when one has failed (`{MAX_RESTARTS.name}`).",
+        "3",
+        least=0,
+        default=0,
     )
     volume_gb: int = key(
         "Disk size of each host in GB; channels in `File` mode must fit.",

@@ -262,8 +262,9 @@ def _local_channels(job: Job) -> Iterator[JobProblem]:
 
 
 def _advice(job: Job, mode: Literal["cloud", "local"]) -> Iterator[str]:
-    if job.checkpoints is None and job.spot is not None:
-        yield "spot without checkpoints: scripts start again from the beginning. Set checkpoints: s3://..."
+    if job.checkpoints is None and (job.spot is not None or job.max_restarts):
+        key = "spot" if job.spot is not None else "max_restarts"
+        yield f"{key} without checkpoints: scripts start again from the beginning. Set checkpoints: s3://..."
     if mode == "cloud" and job.source_dir is not None:
         for name in _NOT_CODE:
             if Path(job.source_dir, name).exists():

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.secret import new_secret
+from lightning_sm.job.variables import MAX_RESTARTS
 from lightning_sm.job.yaml_file import read_mapping
 from lightning_sm.record.progress import metric_pattern, objective_pattern
 from lightning_sm.submit.job_file import InputChannel, Job
@@ -31,7 +32,7 @@ def new_job_name(start: str) -> str:
 
 
 def prepared(job: Job) -> Job:
-    """Return a job whose hosts have a new secret.
+    """Return a job whose hosts have the variables that follow from its keys, and a new secret.
 
     Either all of its channels name groups or none does, as the service requires.
     """
@@ -40,7 +41,8 @@ def prepared(job: Job) -> Job:
         name: replace(channel, groups=(channel.groups or list(job.groups)) if has_groups else None)
         for name, channel in job.channels.items()
     }
-    return replace(job, channels=channels, environment={**new_secret(), **job.environment})
+    restarts = {MAX_RESTARTS.name: str(job.max_restarts)} if job.max_restarts else {}
+    return replace(job, channels=channels, environment={**new_secret(), **restarts, **job.environment})
 
 
 def config_of(job: Job) -> dict[str, Any]:

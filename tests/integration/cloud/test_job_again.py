@@ -58,7 +58,7 @@ def service():
 def test_the_request_is_sent_again_with_changes(service, jobs):
     """Under a new name and with a new secret; what no key says stays, what only an answer has is left out."""
     settings = ["hyperparameters.text=c d", "hyperparameters.n=3", "groups.trainer.count=4", "max_run_s=7200"]
-    settings += ["environment.NAME=other", "spot={max_wait_s: 9000}", "tags.who=me"]
+    settings += ["environment.NAME=other", "spot={max_wait_s: 9000}", "max_restarts=2", "tags.who=me"]
     code, _, log = jobs(service, "again", JOB["TrainingJobName"], "--yes", *(f"--set={one}" for one in settings))
     assert code == 0, log
     _, request = service.requests
@@ -77,7 +77,7 @@ def test_the_request_is_sent_again_with_changes(service, jobs):
             "text": '"c d"',
             "n": "3",
         },
-        "Environment": {"NAME": "other"},
+        "Environment": {"NAME": "other", "LIGHTNING_SM_MAX_RESTARTS": "2"},
         "CheckpointConfig": {"S3Uri": "s3://bucket/ck"},
         "ProfilerConfig": {"DisableProfiler": True},
         "ResourceConfig": {

@@ -47,7 +47,7 @@ Estimator(
     base_job_name=job["name"],
     instance_groups=[InstanceGroup("trainer", "ml.g5.xlarge", 2), InstanceGroup("data", "ml.c6i.4xlarge", 1)],
     hyperparameters=job["hyperparameters"],
-    environment=job["environment"],
+    environment={**job["environment"], "LIGHTNING_SM_MAX_RESTARTS": "3"},
     metric_definitions=[{"Name": "val_acc", "Regex": " val_acc=(-?[0-9.]+(?:e[-+][0-9]+)?)"}],
     output_path=job.get("output"),
     code_location=job.get("output"),

@@ -47,6 +47,7 @@ JOBS = st.builds(
     metrics=st.lists(TEXTS, max_size=3),
     max_run_s=COUNTS,
     spot=st.none() | st.builds(Spot, COUNTS),
+    max_restarts=COUNTS,
     volume_gb=COUNTS,
     tags=mappings(TEXTS),
     request=st.dictionaries(
@@ -106,6 +107,7 @@ def test_a_job_is_refused_with_reasons_or_fits_the_service(job):
         environment=st.dictionaries(st.from_regex(r"[A-Z_]{1,20}", fullmatch=True), st.text(max_size=512), max_size=3),
         metrics=st.lists(st.from_regex(r"[a-z_/]{1,20}", fullmatch=True), unique=True, max_size=40),
         max_run_s=st.integers(1, 28 * 86400),
+        max_restarts=st.integers(0, 1000),
         request=st.fixed_dictionaries(
             {}, optional={"RetryStrategy": st.fixed_dictionaries({"MaximumRetryAttempts": st.integers(1, 30)})}
         ),

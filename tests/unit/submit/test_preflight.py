@@ -62,7 +62,7 @@ def test_registries_of_every_partition_are_known(registry, region):
         ({"name": "a" * 40}, ["name", "39"]),
         ({"name": "a" * 30 + "-"}, ["name"]),
         ({"spot": Spot(60), "checkpoints": "s3://bucket/c"}, ["spot.max_wait_s", "60", "max_run_s", "86400"]),
-        ({"environment": {"LIGHTNING_SM_MAX_RESTARTS": "-1"}}, ["LIGHTNING_SM_MAX_RESTARTS", "-1", "from 0 to 1000"]),
+        ({"max_restarts": -1, "checkpoints": "s3://bucket/c"}, ["LIGHTNING_SM_MAX_RESTARTS", "-1", "from 0 to 1000"]),
         ({"source_dir": "/nix/nirgends", "script": "a.py"}, ["source_dir", "/nix/nirgends"]),
         ({"source_dir": CODE, "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
         ({"request": {"RoleArn": "a"}}, ["request has RoleArn, which the key role decides"]),
@@ -93,11 +93,18 @@ def test_every_contradiction_is_a_problem(changes, words):
         findings.report()
 
 
-def test_what_is_rarely_meant_is_a_warning():
+@pytest.mark.parametrize(
+    ("changes", "region", "words"),
+    [
+        ({"spot": Spot(86400)}, "us-east-1", ["spot without checkpoints"]),
+        ({"max_restarts": 1}, "us-east-1", ["max_restarts without checkpoints"]),
+    ],
+)
+def test_what_is_rarely_meant_is_a_warning(changes, region, words):
     """It is said, and the job can be sent."""
-    findings = check(replace(JOB, spot=Spot(86400)), "cloud", "us-east-1")
+    findings = check(replace(JOB, **changes), "cloud", region)
     (warning,) = findings.warnings
-    assert "spot without checkpoints" in warning
+    assert all(word in warning for word in words)
     findings.report()
 
 

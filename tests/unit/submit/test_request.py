@@ -48,6 +48,14 @@ def test_each_job_gets_a_secret_of_its_own():
     assert prepared(replace(JOB, environment=own)).environment == own
 
 
+@pytest.mark.parametrize("stated", [{}, {"LIGHTNING_SM_MAX_RESTARTS": "3"}])
+def test_restarts_are_told_to_the_launchers(stated):
+    """As a variable of all hosts, by which they agree; a job file without the key sets none."""
+    environment = prepared(replace(JOB, max_restarts=3, environment=stated)).environment
+    assert environment["LIGHTNING_SM_MAX_RESTARTS"] == "3"
+    assert "LIGHTNING_SM_MAX_RESTARTS" not in prepared(JOB).environment
+
+
 def test_the_launcher_is_told_where_the_code_is():
     """In S3, from where it fetches it."""
     request = training_job(replace(JOB, hyperparameters={"a": 1}), "job-1", "s3://b", "s3://b/c.tar.gz")
