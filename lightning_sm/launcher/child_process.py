@@ -95,12 +95,6 @@ class ChildProcess:
         """The last 64 KiB that the last command and its processes wrote to stderr."""
         return bytes(self._tail).decode("utf-8", errors="replace")
 
-    @property
-    def left_out(self) -> str:
-        """The tracebacks that processes of the last command did not print: another process may have ended before."""
-        failures = read_failures(self._control.path).values()
-        return "".join(failure.traceback for failure in failures if failure is not None)
-
     def listen(self) -> None:
         """Note signals from now on, and pass them on to the command, by the schedule if something saves on its signal.
 

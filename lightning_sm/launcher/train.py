@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -179,8 +178,6 @@ class _HostLauncher:
                 event = self._work()
                 self._take_news()
                 self._tell(event)
-            if self._state.shows_consequences:
-                sys.stderr.write(child.left_out)
         return self._state.outcome
 
     def write_end(self, outcome: Outcome) -> None:
@@ -342,8 +339,7 @@ class _HostLauncher:
             exit_code = INTERRUPTED_EXIT_CODE
             first = replace(first, exit_code=exit_code)
         failed = script_failure(first, exit_code, child.stderr_tail, self._place, stopped_by=child.stopped_by)
-        is_consequence = failed.is_consequence and child.stopped_by is None
-        if is_consequence:
+        if failed.is_consequence and child.stopped_by is None:
             # For the report of the launcher whose script failed first.
             self._wait_for_peers(self._is_job_decided, timeline.CAUSE_ELSEWHERE_S)
         state, is_stopped = self._state, child.stopped_by is not None
@@ -358,10 +354,10 @@ class _HostLauncher:
         if not (is_ended_by_job or is_stopped):
             exit_code = failed.exit_code
         outcome = Outcome.of_exit_code(exit_code, failed.reason, may_restart=may_restart)
-        return self._judged(outcome, is_consequence=is_consequence)
+        return self._judged(outcome)
 
-    def _judged(self, outcome: Outcome, *, is_consequence: bool = False) -> lifecycle.Judged:
-        return lifecycle.Judged(outcome, self._control.saved() is not None, is_consequence)
+    def _judged(self, outcome: Outcome) -> lifecycle.Judged:
+        return lifecycle.Judged(outcome, self._control.saved() is not None)
 
     def _warn_after_success(self) -> None:
         hidden = self._command.hidden

@@ -90,17 +90,6 @@ def test_on_a_full_disk_the_traceback_is_the_reason(tmp_path):
     assert read_failures(folder) == {}
 
 
-def test_a_consequence_is_printed_in_one_line(tmp_path):
-    """The cause is printed elsewhere; the launcher has the traceback, if there is none."""
-    source = "def f():\n    raise ConnectionResetError('Connection reset by peer')\nf()\n"
-    ended, failure = died(tmp_path / "control", source)
-    line = "ConnectionResetError: Connection reset by peer"
-    assert ended.stderr.decode().startswith(f"{line} (")
-    assert ended.stderr.decode().endswith(" lines of traceback left out: another process may have ended)\n")
-    assert failure.traceback.startswith("Traceback (most recent call last):\n")
-    assert failure.traceback.endswith(f"{line}\n")
-
-
 def test_an_exception_that_was_reported_early_is_printed_once(tmp_path):
     """As by a rank that fails in ``fit``, where printing must not wait for the exit."""
     source = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n"
