@@ -22,7 +22,7 @@ from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HIDDEN_OPTIONS
 from lightning_sm.launcher.host_record import HostRecord
-from lightning_sm.launcher.ranks import Ranks
+from lightning_sm.launcher.ranks import variables_of_processes
 from lightning_sm.launcher.toolkit.distribution import exported_variables, processes_per_host
 from lightning_sm.launcher.toolkit.variables import toolkit_variables
 from lightning_sm.launcher.user_code.prepare import Preparation
@@ -40,13 +40,15 @@ class ScriptCommand:
         arguments: Program and arguments.
         directory: Its working directory.
         env: Its environment.
+        processes: The further variables of each process that runs it.
         hidden: Secret options that are not on the command line, because SageMakerCLI reads them from the job.
     """
 
     arguments: Sequence[str]
     directory: Path
     env: Mapping[str, str]
-    hidden: Sequence[str] = ()
+    processes: Sequence[Mapping[str, str]]
+    hidden: Sequence[str]
 
 
 class CommandBuilder:
@@ -103,13 +105,12 @@ class CommandBuilder:
         devices = processes_per_host(job, self._topology)
         self._preparation.install(script)
         self._preparation.check_not_stopped("starting the script")
-        ranks = Ranks(job, self._topology, script, devices)
         env = self._environment(program, script, argv, devices)
-        env |= ranks.variables(env)
+        processes = variables_of_processes(job, self._topology, script, devices, env)
         hidden = self._hidden_options(parser, argv, args)
         env[HIDDEN_OPTIONS.name] = ",".join(hidden)
-        own = [*script.command, *without_options(argv, hidden)]
-        return ScriptCommand(ranks.command(own, self._control), script.directory, env, hidden)
+        command = [*script.command, *without_options(argv, hidden)]
+        return ScriptCommand(command, script.directory, env, processes, hidden)
 
     def _hidden_options(self, parser: Parser, argv: Sequence[str], args: Sequence[str]) -> tuple[str, ...]:
         """Return the secret hyperparameters among the arguments, if the script reads these from the job."""

@@ -275,7 +275,8 @@ class _HostLauncher:
         self._watchdog = Watchdog(self._hang_s)
         self._uploads = UploadWatch(None if self._state.is_data_host else self._job.checkpoint_dir)
         try:
-            return lifecycle.Exited(child.run(command.arguments, command.directory, command.env))
+            exit_code = child.run(command.arguments, command.directory, command.env, processes=command.processes)
+            return lifecycle.Exited(exit_code)
         except LightningSMError as error:
             return self._not_started(error)
 

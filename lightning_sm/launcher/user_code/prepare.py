@@ -116,7 +116,7 @@ class Preparation:
 
     def _run(self, command: Sequence[str], doing: str, directory: Path) -> int:
         self.check_not_stopped(doing)
-        exit_code = self._child.run(command, directory, self._env, self._limit_s)
+        exit_code = self._child.run(command, directory, self._env, limit_s=self._limit_s)
         if self._child.was_late:
             raise ScriptError(
                 f"Timeout: {doing} took longer than {self._limit_s:g} s ({PREPARE_S.name}). Look at its last lines in "
