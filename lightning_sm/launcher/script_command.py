@@ -51,10 +51,11 @@ class ScriptCommand:
     hidden: Sequence[str]
 
 
+@dataclass(frozen=True)
 class CommandBuilder:
     """Gets the script's code and requirements, and builds its command.
 
-    Args:
+    Attributes:
         job: The job.
         topology: Its hosts.
         env: Environment of the launcher.
@@ -63,22 +64,12 @@ class CommandBuilder:
         control: The control folder.
     """
 
-    def __init__(
-        self,
-        job: SageMakerJob,
-        topology: Topology,
-        env: Mapping[str, str],
-        *,
-        preparation: Preparation,
-        record: HostRecord,
-        control: ControlFolder,
-    ) -> None:
-        self._job = job
-        self._topology = topology
-        self._env = env
-        self._preparation = preparation
-        self._record = record
-        self._control = control
+    job: SageMakerJob
+    topology: Topology
+    env: Mapping[str, str]
+    preparation: Preparation
+    record: HostRecord
+    control: ControlFolder
 
     def build(self, name: str | None, args: Sequence[str]) -> ScriptCommand:
         """Get the code, install its requirements, and return the command.
@@ -91,22 +82,22 @@ class CommandBuilder:
             LightningSMError: The script could not be found, fetched or given its arguments.
             Stopped: The host was told to end meanwhile.
         """
-        job = self._job
-        program = find_program(name, job, self._env)
-        submission = find_submission(job, self._env)
-        folder = None if submission is None else self._preparation.fetch(submission, job)
-        script = find_script(program, job, self._env, folder)
+        job = self.job
+        program = find_program(name, job, self.env)
+        submission = find_submission(job, self.env)
+        folder = None if submission is None else self.preparation.fetch(submission, job)
+        script = find_script(program, job, self.env, folder)
         parser = parser_of(script)
         argv = hydra_command_line(args, job) if parser is Parser.HYDRA else command_line(args, job, script.directory)
         command = shown_arguments([str(script.path), *argv])
-        self._record.began(command)
-        banner = _banner(job, self._topology)  # already begins with the name of the command
+        self.record.began(command)
+        banner = _banner(job, self.topology)  # already begins with the name of the command
         logging.getLogger("lightning_sm").info("%s | %s", banner, shlex.join(command))
-        devices = processes_per_host(job, self._topology)
-        self._preparation.install(script)
-        self._preparation.check_not_stopped("starting the script")
+        devices = processes_per_host(job, self.topology)
+        self.preparation.install(script)
+        self.preparation.check_not_stopped("starting the script")
         env = self._environment(program, script, argv, devices)
-        processes = variables_of_processes(job, self._topology, script, devices, env)
+        processes = variables_of_processes(job, self.topology, script, devices, env)
         hidden = self._hidden_options(parser, argv, args)
         env[HIDDEN_OPTIONS.name] = ",".join(hidden)
         command = [*script.command, *without_options(argv, hidden)]
@@ -131,13 +122,13 @@ class CommandBuilder:
     def _environment(
         self, program: Program, script: Script, argv: Sequence[str], devices: int | None
     ) -> dict[str, str]:
-        given = {**self._env, **exported_variables(self._job, self._topology)}
+        given = {**self.env, **exported_variables(self.job, self.topology)}
         env = {**given, **hash_seed(given)}
         if devices is not None:
             env[DEVICES.name] = str(devices)
-        env[CONTROL_DIR.name] = str(self._control.path)
-        env |= self._record.variables
-        env |= toolkit_variables(self._job, program.name, argv, given)
+        env[CONTROL_DIR.name] = str(self.control.path)
+        env |= self.record.variables
+        env |= toolkit_variables(self.job, program.name, argv, given)
         # Python puts only the script's own folder on sys.path; "from app.model import X" needs the folder above app.
         paths = list(script.module_dirs)
         if given.get("PYTHONPATH"):

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lightning_sm._log import command_logger
@@ -52,6 +53,7 @@ from lightning_sm.launcher.failure import (
 )
 from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 from lightning_sm.launcher.host_record import HostRecord
+from lightning_sm.launcher.lifecycle import LauncherPhase
 from lightning_sm.launcher.peers.client import Client
 from lightning_sm.launcher.peers.hub import Hub
 from lightning_sm.launcher.peers.messages import peers_key
@@ -95,8 +97,8 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
         output_dir = job.output_dir
         topology = Topology.from_job(job)
         place = _place(job, topology)
-        launcher = _HostLauncher(job, topology, place, env)
-        outcome = launcher.run(script, args)
+        launcher = _HostLauncher(job, topology, place, env, script=script, args=args)
+        outcome = launcher.run()
     except LightningSMError as error:
         _LOG.error("error: %s", error)
         outcome = Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, place))
@@ -116,7 +118,16 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
 class _HostLauncher:
     """The launcher of one host: does the work of each phase, and tells ``lifecycle`` what has happened."""
 
-    def __init__(self, job: SageMakerJob, topology: Topology, place: Place, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        job: SageMakerJob,
+        topology: Topology,
+        place: Place,
+        env: Mapping[str, str],
+        *,
+        script: str | None,
+        args: Sequence[str],
+    ) -> None:
         self._job = job
         self._topology = topology
         self._place = place
@@ -127,8 +138,9 @@ class _HostLauncher:
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
         self._child = ChildProcess(self._schedule, self._control)
-        self._preparation = Preparation(self._child, env)
         self._record = HostRecord(job, topology.role, env)
+        builder = CommandBuilder(job, topology, env, Preparation(self._child, env), self._record, self._control)
+        self._build = partial(builder.build, script, args)
         self._hang_s = HANG_S.read(env)
         self._report_s = REPORT_S.read(env)
         self._prices = PRICES.read(env)
@@ -138,21 +150,25 @@ class _HostLauncher:
         host = lifecycle.Host(job.current_host, topology.role, topology.main_host, len(topology.data_hosts))
         self._state = lifecycle.HostState(host)
         self._peers: Peers
-        self._build: Callable[[], ScriptCommand]
         self._command: ScriptCommand
         self._watchdog: Watchdog
         self._uploads: UploadWatch
-        self._waits = {
-            lifecycle.LauncherPhase.PAUSING: self._pause,
-            lifecycle.LauncherPhase.UPLOADING: self._await_upload,
-            lifecycle.LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
-            lifecycle.LauncherPhase.AWAITING_DECISION: self._await_decision,
-            lifecycle.LauncherPhase.AWAITING_STOP: self._await_stop,
-            lifecycle.LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
-            lifecycle.LauncherPhase.REPORTING: self._write_report,
+        # The work of each phase returns the event with which it has ended; None: it is done.
+        self._works: dict[LauncherPhase, Callable[[], lifecycle.End | None]] = {
+            LauncherPhase.PREPARING: self._prepare,
+            LauncherPhase.RUNNING: self._run_script,
+            LauncherPhase.PAUSING: self._pause,
+            LauncherPhase.JUDGING: self._judge,
+            LauncherPhase.UPLOADING: self._await_upload,
+            LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
+            LauncherPhase.AWAITING_DECISION: self._await_decision,
+            LauncherPhase.AWAITING_STOP: self._await_stop,
+            LauncherPhase.AWAITING_RESTART: self._await_restart,
+            LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
+            LauncherPhase.REPORTING: self._write_report,
         }
 
-    def run(self, script: str | None, args: Sequence[str]) -> Outcome:
+    def run(self) -> Outcome:
         """Run the script to its end, and return how this host exits.
 
         Raises:
@@ -165,17 +181,8 @@ class _HostLauncher:
         self._warn_without_secret()
         self._peers = self._make_peers()
         with self._peers, self._control, self._record:
-            builder = CommandBuilder(
-                self._job,
-                self._topology,
-                self._env,
-                preparation=self._preparation,
-                record=self._record,
-                control=self._control,
-            )
-            self._build = lambda: builder.build(script, args)
-            while self._state.phase is not lifecycle.LauncherPhase.OVER:
-                event = self._work()
+            while self._state.phase is not LauncherPhase.OVER:
+                event = self._works[self._state.phase]() or lifecycle.Done()
                 self._take_news()
                 self._tell(event)
         return self._state.outcome
@@ -207,7 +214,7 @@ class _HostLauncher:
     def _look(self) -> None:
         """Take the news, and watch the script that runs."""
         self._take_news()
-        if self._state.phase is lifecycle.LauncherPhase.RUNNING:
+        if self._state.phase is LauncherPhase.RUNNING:
             now = time.monotonic()
             self._uploads.look(now)
             beats = self._watchdog.look(self._child.announced, now)
@@ -239,21 +246,6 @@ class _HostLauncher:
 
     # ---- The work of each phase
 
-    def _work(self) -> lifecycle.End:
-        """Do the work of the phase, and return the event with which it has ended."""
-        match self._state.phase:
-            case lifecycle.LauncherPhase.PREPARING:
-                return self._prepare()
-            case lifecycle.LauncherPhase.RUNNING:
-                return self._run_script(self._command)
-            case lifecycle.LauncherPhase.JUDGING:
-                return self._judge(self._state.exit_code)
-            case lifecycle.LauncherPhase.AWAITING_RESTART:
-                return self._await_restart()
-            case phase:
-                self._waits[phase]()
-                return lifecycle.Done()
-
     def _prepare(self) -> lifecycle.End:
         try:
             with self._record.span("preparation"):
@@ -269,9 +261,9 @@ class _HostLauncher:
         _LOG.error("error: %s", error)
         return lifecycle.Judged(Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, self._place)))
 
-    def _run_script(self, command: ScriptCommand) -> lifecycle.End:
+    def _run_script(self) -> lifecycle.End:
         self._hang_reason = self._last_seen = ""
-        child = self._child
+        child, command = self._child, self._command
         self._watchdog = Watchdog(self._hang_s)
         self._uploads = UploadWatch(None if self._state.is_data_host else self._job.checkpoint_dir)
         try:
@@ -288,9 +280,10 @@ class _HostLauncher:
         self._record.event("restart", f"the data host's script was killed (exit code {state.exit_code})")
         self._wait(lambda: self._child.must_exit, state.pause_s)
 
-    def _judge(self, exit_code: int) -> lifecycle.Judged:
+    def _judge(self) -> lifecycle.Judged:
         """Find out how and why the script has ended."""
         child, state = self._child, self._state
+        exit_code = state.exit_code
         if child.was_killed and child.stopped_by is not None and exit_code != 0 and not state.is_data_host:
             killed = f"The script did not exit within {self._schedule.kill_s:g} s and was killed.{self._last_seen}"
             self._record.event("hang", killed)
