@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_sm._arguments import CommandParser, positive_number
+from lightning_sm._arguments import CommandParser
 from lightning_sm._log import command_logger
 from lightning_sm._untested import SERVICE
 from lightning_sm.cloud.installed import check_boto3
@@ -85,7 +85,7 @@ def main(argv: Sequence[str], *, new_report_writer: Callable[[], ReportWriter]) 
         _LOG.info("0 problems; nothing was sent")
         return 0
     if options.local:
-        return submit.run_locally(job, timeout_s=options.timeout_s)
+        return submit.run_locally(job)
     ask = None if options.yes else confirm_cost
     description = submit.send(job, wait=options.wait, shows_log=True, ask=ask)
     code = exit_code(description) if options.wait else 0
@@ -128,9 +128,6 @@ def _add_options(parser: CommandParser) -> list[str]:
     modes.add_argument("--local", action="store_true", help="run the job in containers on this machine")
     parser.add_argument("--no-wait", action="store_false", dest="wait", help="return right after submission")
     parser.add_argument("--yes", action="store_true", help="submit without asking, as scripts must")
-    parser.add_argument(
-        "--timeout_s", type=positive_number, metavar="SECONDS", help="with --local: time limit of the job in seconds"
-    )
     return parser.option_names
 
 

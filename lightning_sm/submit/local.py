@@ -20,12 +20,11 @@ from lightning_sm.submit.training_job import script_options
 _NOT_LOCAL = ("spot", "tune", "request")
 
 
-def run_containers(job: Job, timeout_s: float | None) -> int:
+def run_containers(job: Job) -> int:
     """Run a job in containers on this machine, and return its exit code; see ``emulator.runner.run``.
 
     Args:
         job: The job, ``prepared``.
-        timeout_s: Seconds after which the job is stopped; None for no limit.
 
     Raises:
         ContainerError: Docker is missing, or does not have the image.
@@ -35,7 +34,7 @@ def run_containers(job: Job, timeout_s: float | None) -> int:
     base_dir = default_parent()
     with LocalCluster(cluster_spec(job), base_dir, runtime) as cluster:
         remove_old_runs(base_dir)
-        return run(cluster, [], FaultSettings(), timeout_s=timeout_s)
+        return run(cluster, [], FaultSettings())
 
 
 def ignored_keys(job: Job) -> list[str]:

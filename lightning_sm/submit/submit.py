@@ -106,15 +106,14 @@ def send(
         raise SubmitError(f"The job was not submitted: {error}") from error
 
 
-def run_locally(job: Job, *, timeout_s: float | None = None) -> int:
+def run_locally(job: Job) -> int:
     """Run a job in containers of its image on this machine.
 
     Args:
         job: The content of the job file.
-        timeout_s: Seconds after which the job is stopped; None for no limit.
 
     Returns:
-        0 if every host ended with 0, else the exit code of the one that failed first; 124 after the time limit.
+        0 if every host ended with 0, else the exit code of the one that failed first.
 
     Raises:
         ContainerError: Docker is missing, does not have the image, or cannot build it.
@@ -125,7 +124,7 @@ def run_locally(job: Job, *, timeout_s: float | None = None) -> int:
     findings.report()
     if job.build is not None:
         build_image(job.image, job.build, job.dockerfile, for_service=False)
-    return run_containers(prepared(job), timeout_s)
+    return run_containers(prepared(job))
 
 
 def create_job(clients: Clients, request: Mapping[str, Any]) -> str:
