@@ -47,7 +47,7 @@ def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, 
     output = Output(sys.stdout.buffer, [host.name for host in cluster.hosts])
     # Note signals until the last line, because a late Ctrl-C must not remove folders that are to be kept.
     with _noted_signals() as signals:
-        with cluster.runtime.running(cluster.name, cluster.job_dir):
+        with cluster.runtime.running(cluster.job_dir):
             attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
         cluster.keep = not discard or outcome.exit_code != 0
         output.say(_table(attempts))
