@@ -23,13 +23,7 @@ from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.facts import SageMakerJob, base_directory
 from lightning_sm.job.rendezvous import own_address
-from lightning_sm.job.stopping import (
-    INTERRUPTED_EXIT_CODE,
-    Outcome,
-    OutcomeKind,
-    Reason,
-    StopSchedule,
-)
+from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE, Outcome, OutcomeKind, Reason, StopSchedule
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import (
     CONTROL_DIR,
@@ -204,7 +198,7 @@ class _HostLauncher:
     def _act(self, action: lifecycle.Action) -> None:
         match action:
             case lifecycle.SendReport(outcome):
-                self._peers.report(outcome)
+                self._peers.report(outcome, self._state.attempt)
             case lifecycle.EndScript(kind, restart):
                 where, stacks = self._where() if kind is OutcomeKind.HANG else ("", "")
                 if where:
@@ -335,7 +329,9 @@ class _HostLauncher:
         failed = script_failure(first, exit_code, child.stderr_tail, self._place, stopped_by=child.stopped_by)
         if failed.is_consequence and child.stopped_by is None:
             # For the report of the launcher whose script failed first.
-            self._wait_for_peers(self._is_job_decided, timeline.CAUSE_ELSEWHERE_S)
+            self._wait_for_peers(
+                lambda: self._state.job is not None or self._must_restart(), timeline.CAUSE_ELSEWHERE_S
+            )
         state, is_stopped = self._state, child.stopped_by is not None
         is_saved = is_stopped and exit_code == INTERRUPTED_EXIT_CODE and self._control.saved() is not None
         if child.stopped_by is not None and is_saved:
@@ -370,16 +366,20 @@ class _HostLauncher:
     def _await_decision(self) -> None:
         # Containers start seconds apart. A host that connects too late would be stopped without learning why.
         limit_s = max(self._timings.peers_timeout_s, self._timings.lost_s)
-        self._wait_for_peers(lambda: self._peers.is_decided or self._peers.restart is not None, limit_s)
+        self._wait_for_peers(lambda: self._peers.is_decided or self._must_restart(), limit_s)
 
     def _await_restart(self) -> lifecycle.End:
         peers = self._peers
-        self._wait_for_peers(lambda: peers.job_outcome is not None or peers.may_start)
-        if not peers.take_part():
+        self._wait_for_peers(lambda: peers.job_outcome is not None or self._next_attempt() is not None)
+        attempt = self._next_attempt()
+        if peers.job_outcome is not None or attempt is None:
             return lifecycle.Done()
-        attempt = peers.attempt
         self._child.prepare_restart()
         return lifecycle.Restarted(attempt)
+
+    def _next_attempt(self) -> int | None:
+        order = self._peers.order
+        return None if order is None else order.next_attempt(self._state.attempt)
 
     def _await_trainers(self) -> None:
         own = self._state.own
@@ -389,11 +389,10 @@ class _HostLauncher:
                 "(SageMaker stops the job when a host exits with an error). Cause: %s",
                 own.reason.headline,
             )
-        peers = self._peers
-        self._wait_for_peers(lambda: peers.restart is not None, _QUIET_S)
-        if not peers.is_done and peers.restart is None:
-            _LOG.info("the script on this host has exited. Waiting for: %s.", ", ".join(peers.awaited))
-        self._wait_for_peers(lambda: peers.restart is not None)
+        self._wait_for_peers(self._must_restart, _QUIET_S)
+        if not self._peers.is_done and not self._must_restart():
+            _LOG.info("the script on this host has exited. Waiting for: %s.", ", ".join(self._peers.awaited))
+        self._wait_for_peers(self._must_restart)
 
     def _await_stop(self) -> None:
         """Wait, after an interruption, for the reports of the other hosts and for the signal that stops this host.
@@ -428,8 +427,8 @@ class _HostLauncher:
     def _is_stopped(self) -> bool:
         return self._child.stopped_by is not None
 
-    def _is_job_decided(self) -> bool:
-        return self._peers.job_outcome is not None or self._peers.restart is not None
+    def _must_restart(self) -> bool:
+        return self._state.pending_restart is not None
 
     def _on_hang(self, beats: Sequence[Beat]) -> None:
         """Save the stacks of the script's processes, and kill the script."""
@@ -489,11 +488,11 @@ class _HostLauncher:
         own, trainers, key = job.current_host, topology.trainer_hosts, peers_key(job.name or "unnamed", self._env)
         is_only_host = {*trainers, *topology.data_hosts} == {own}
         if is_only_host and self._max_restarts == 0:
-            return Peers(own, trainers, timings)
+            return Peers(own, timings)
         main_host, port = topology.main_host, topology.peers_port
         if own != main_host:
             address = job.addresses.get(main_host, main_host), port
-            return Client(own, trainers, main_host=main_host, address=address, key=key, timings=timings)
+            return Client(own, main_host=main_host, address=address, key=key, timings=timings)
         bind = own_address(job), port
         try:
             return Hub(
@@ -514,7 +513,7 @@ class _HostLauncher:
                 os.strerror(error.errno or 0),
                 MAIN_PORT.name,
             )
-            return Peers(own, trainers, timings)
+            return Peers(own, timings)
 
 
 def _place(job: SageMakerJob, topology: Topology) -> Place:

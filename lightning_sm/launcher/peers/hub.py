@@ -58,7 +58,7 @@ class Hub(Peers):
         timings: Timings,
         max_restarts: int,
     ) -> None:
-        super().__init__(own, trainers, timings)
+        super().__init__(own, timings)
         self.is_alone, self.is_done = address is None, False
         self._key = key
         self._data_hosts = frozenset(data_hosts)
