@@ -245,7 +245,7 @@ class _HostLauncher:
             with self._record.span("preparation"):
                 self._command = self._build()
         except prepare.Stopped as stopped:
-            exit_code = 0 if self._state.is_data_host else stopped.exit_code
+            exit_code = 0 if self._state.is_data_host else 128 + (self._child.stopped_by or signal.SIGTERM)
             return lifecycle.Judged(Outcome.of_exit_code(exit_code, str(stopped)))
         except LightningSMError as error:
             return self._not_started(error)
