@@ -313,11 +313,6 @@ class ChildProcess:
         self.was_killed = True
         self._send(signal.SIGKILL)
 
-    @property
-    def has_announced(self) -> bool:
-        """Whether a process of the command has announced itself, running or not."""
-        return bool(self._control.beats())
-
     def announced(self) -> list[Beat]:
         """Return the beats of the running processes that handle the gentle signal, which would kill any other."""
         beats = self._control.beats()

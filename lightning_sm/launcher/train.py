@@ -313,7 +313,7 @@ class _HostLauncher:
                 child.stopped_by or signal.SIGTERM, f"The training has saved its state and left {ending}"
             )
         # Those that announce themselves leave with another code, unless they have finished.
-        if exit_code == 0 and child.stopped_by is not None and not child.has_announced:
+        if exit_code == 0 and child.stopped_by is not None and not self._control.beats():
             note = "whether its work is complete is not known"
             return stopped_reason(child.stopped_by, f"The script has exited after the signal, and {note} {ending}")
         return ""
