@@ -50,12 +50,8 @@ class ProcessFailure(Struct, frozen=True):
     """The exception that ended a process, in its own words.
 
     Attributes:
-        pid: The process.
-        rank: Its global rank; -1 if it does not know it, and on data hosts.
+        rank: Global rank of the process; -1 if it does not know it, and on data hosts.
         at: When it was raised, in seconds of ``time.monotonic``, which all processes of a host share.
-        time: The same in seconds since the epoch.
-        module: Module of the exception's type.
-        type: Name of the type.
         lines: Type and message as Python prints them.
         frames: The frames, the raising one last.
         is_consequence: Whether it was raised because another process had exited.
@@ -65,12 +61,8 @@ class ProcessFailure(Struct, frozen=True):
             has waited for them, as it does when it exits, nobody else can know.
     """
 
-    pid: int
     rank: int
     at: float
-    time: float
-    module: str
-    type: str
     lines: tuple[str, ...]
     frames: tuple[str, ...]
     is_consequence: bool = False
@@ -85,12 +77,8 @@ class ProcessFailure(Struct, frozen=True):
         cause = next((one for one in chain if not followed_from_another(one)), error)
         lines, frames = _described(cause)
         return cls(
-            pid=os.getpid(),
             rank=rank,
             at=time.monotonic(),
-            time=time.time(),
-            module=type(cause).__module__,
-            type=type(cause).__qualname__,
             lines=tuple(line[:_MAX_LINE_CHARS] for line in lines[:_MAX_LINES]),
             frames=tuple(frames[-_MAX_FRAMES:]),
             is_consequence=followed_from_another(cause),

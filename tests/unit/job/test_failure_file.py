@@ -41,7 +41,7 @@ def test_an_exception_is_described(tmp_path):
     ended, failure = died(tmp_path / "control", source)
     assert ended.returncode == 1
     assert b"\nValueError: bad shape\nof two\n" in ended.stderr
-    assert (failure.module, failure.type, failure.rank) == ("builtins", "ValueError", 3)
+    assert failure.rank == 3
     assert failure.lines == ("ValueError: bad shape", "of two")
     assert failure.frames[-1].startswith(f'File "{tmp_path}/train.py", line 6, in f: raise ValueError(')
     assert not any((failure.is_consequence, failure.is_permanent, failure.is_passed_on))
@@ -96,7 +96,7 @@ def test_an_exception_that_was_reported_early_is_printed_once(tmp_path):
     source += "    sys.excepthook(type(error), error, error.__traceback__)\n    raise\n"
     ended, failure = died(tmp_path / "control", source)
     assert ended.stderr.count(b"ZeroDivisionError: ") == 1
-    assert failure.type == "ZeroDivisionError"
+    assert failure.lines == ("ZeroDivisionError: division by zero",)
 
 
 def test_a_signal_that_ends_a_failing_process_hides_no_exception(tmp_path):
@@ -105,13 +105,13 @@ def test_a_signal_that_ends_a_failing_process_hides_no_exception(tmp_path):
     source += "    reporter.keep()\n    sys.exit(143)\n"
     ended, failure = died(tmp_path / "control", source)
     assert ended.returncode == 143
-    assert failure.type == "ZeroDivisionError"
+    assert failure.lines == ("ZeroDivisionError: division by zero",)
 
 
 def test_a_hook_that_replaces_ours_hides_nothing(tmp_path):
     """Libraries that print tracebacks in their own way need not call the hook of before."""
     _, failure = died(tmp_path / "control", "sys.excepthook = lambda *_: None\n1 / 0\n")
-    assert failure.type == "ZeroDivisionError"
+    assert failure.lines == ("ZeroDivisionError: division by zero",)
 
 
 def test_handlers_at_exit_see_a_failure_first(tmp_path):
