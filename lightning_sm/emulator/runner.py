@@ -68,7 +68,7 @@ def _run_attempts(
     settings: FaultSettings,
     signals: Sequence[tuple[int, float]],
 ) -> tuple[list[Attempt], AttemptOutcome]:
-    """Run attempts until one is not interrupted, or until there have been as many as the settings allow."""
+    """Run attempts until one is not interrupted."""
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
     if sys.stdout.isatty():  # output to a file needs no hint
@@ -84,7 +84,7 @@ def _run_attempts(
             output.say(f"Attempt {len(attempts) + 1} of {settings.num_attempts}")
         attempts.append(Attempt(cluster, command, output, signals, plan))
         outcome = attempts[-1].run()
-        if not outcome.resumes or len(attempts) == settings.num_attempts:
+        if not outcome.resumes:
             break
         cluster.next_attempt()
     for fault in plan.pending:
