@@ -138,7 +138,7 @@ class Hub(Peers):
                 host = request.host
                 self._connections[host] = writer
                 self._answers[host] = answer = self._answer()
-                self._learn(answer)
+                self._look()
                 answer = msgspec.structs.replace(answer, is_known=not self._uninformed())
                 writer.write(to_line(answer, self._key, mac_of(line)))
         except asyncio.CancelledError:
