@@ -117,7 +117,7 @@ class Attempt:
                 self._inject_due()
                 self._pause()
         finally:
-            self._cluster.runtime.clear(self._cluster.name, self._cluster.job_dir, self.hosts)
+            self._cluster.runtime.clear(self._cluster.job_dir, self.hosts)
             self._read_rest()
             self._say_lost()
 
@@ -140,9 +140,7 @@ class Attempt:
         due = [host for start_at, host in self._waiting if start_at <= now]
         self._waiting = [entry for entry in self._waiting if entry[0] > now]
         for host in due:
-            agent = self._cluster.start_agent(host)
-            start = self._cluster.runtime.start
-            self.hosts.append(start(host, self._command, self._output, self._changed, agent=agent))
+            self.hosts.append(self._cluster.runtime.start(host, self._command, self._output, self._changed))
 
     def _thaw_due(self) -> None:
         now = time.monotonic()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lightning_sm.emulator.agent import UploadAgent, download
+from lightning_sm.emulator.agent import download
 from lightning_sm.emulator.hosts import HostRuntime
 from lightning_sm.emulator.process_hosts import ProcessRuntime
 from lightning_sm.emulator.run_folders import create_run_folder, run_name
@@ -22,10 +22,7 @@ from lightning_sm.job.emulated_service import deal_hosts, group_of, resource_con
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import (
-    DEVICES,
-    MAIN_PORT,
-)
+from lightning_sm.job.variables import CONTROL_DIR, DEVICES, MAIN_PORT
 
 _PROCESSES = ProcessRuntime()
 # Loopback addresses from 127.0.0.2.
@@ -74,21 +71,19 @@ class LocalCluster:
         groups = deal_hosts(spec.groups, spec.host_names, random.Random(spec.seed))  # noqa: S311 - no secret
         # Without --devices, which the service does not have: reject hosts with unequal GPUs, as the service would.
         self._stated = {**self._shared, DEVICES.name: spec.environment.get(DEVICES.name, "")}
-        self.name, topology, self._ports = _name_with_ports(runtime, groups, self._stated)
+        self.name, topology, self._held = _name_with_ports(runtime, groups, self._stated)
         base_dir = base_dir.expanduser().absolute()
         self.job_dir = base_dir / self.name
         own_bucket = self.job_dir / CHECKPOINTS if spec.keeps_checkpoints else None
         self.bucket = spec.bucket.absolute() if spec.bucket else own_bucket
-        self._lock = -1
         try:
-            self._lock = create_run_folder(self.job_dir)
+            self._held.callback(os.close, create_run_folder(self.job_dir))
             if self.bucket is not None:
                 self.bucket.mkdir(parents=True, exist_ok=True)
             self._make_hosts(groups, topology)
         except OSError as error:
-            self._ports.close()
             self.remove()
-            self._release()
+            self._held.close()
             raise OutputDirectoryError(
                 f"{error.filename or base_dir}: cannot be written ({error.strerror})."
             ) from error
@@ -97,20 +92,13 @@ class LocalCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ports.close()
         if not self.keep:
             self.remove()
-        self._release()
+        self._held.close()
 
     def remove(self) -> None:
         """Remove the folder of the job."""
         shutil.rmtree(self.job_dir, ignore_errors=True)
-
-    def _release(self) -> None:
-        """Unlock the folder of the run, which a later run may then remove."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
 
     def next_attempt(self) -> None:
         """Reassign the hosts to groups at random, with empty folders at the same paths; only checkpoints remain.
@@ -132,12 +120,6 @@ class LocalCluster:
         except OSError as error:
             raise OutputDirectoryError(f"{error.filename}: cannot be written ({error.strerror}).") from error
 
-    def start_agent(self, host: LocalHost) -> UploadAgent | None:
-        """Start the agent that uploads a host's checkpoint folder; None if the job has no checkpoints."""
-        if self.bucket is None:
-            return None
-        return UploadAgent(host.checkpoint_dir, self.bucket, host.name, self._spec.upload_delay_s)
-
     def draw(self, purpose: str) -> random.Random:
         """Return random numbers for one purpose in this attempt, which repeat with the seed."""
         seed = self._spec.seed
@@ -147,7 +129,7 @@ class LocalCluster:
     def _make_hosts(self, groups: Sequence[InstanceGroup], topology: Topology) -> None:
         self.hosts = tuple(self._make_host(name, groups, topology) for name in self._spec.host_names)
         self.main_host = next(host for host in self.hosts if host.name == topology.main_host)
-        seen_as = self.runtime.base_dir(self.job_dir, self.main_host.folder)
+        seen_as = self.runtime.base_dir(self.main_host.folder)
         if seen_as != self.main_host.folder and seen_as.is_relative_to(self.job_dir):
             # Most paths in the log are of the main host: they should be those of files that the user can open.
             seen_as.unlink(missing_ok=True)
@@ -155,7 +137,7 @@ class LocalCluster:
 
     def _make_host(self, name: str, groups: Sequence[InstanceGroup], topology: Topology) -> LocalHost:
         folder = self.job_dir / name
-        base_dir = self.runtime.base_dir(self.job_dir, folder)
+        base_dir = self.runtime.base_dir(folder)
         group = group_of(groups, name).name
         channels = self._spec.channels_of(group)
         config_dir = folder / "input" / "config"
@@ -175,9 +157,11 @@ class LocalCluster:
         env = {
             **self._shared,
             "TRAINING_JOB_NAME": self.name,
-            **self.runtime.host_environment(self.job_dir, folder),
+            CONTROL_DIR.name: str(base_dir / CONTROL),
+            **self.runtime.host_environment(folder),
         }
-        return LocalHost(name, group, topology.role_of(name), folder, env, channels)
+        role, delay_s = topology.role_of(name), self._spec.upload_delay_s
+        return LocalHost(name, group, role, folder, env, channels, self.bucket, delay_s)
 
 
 def _check(spec: ClusterSpec) -> None:
@@ -203,7 +187,7 @@ def _check(spec: ClusterSpec) -> None:
 def _name_with_ports(
     runtime: HostRuntime, groups: Sequence[InstanceGroup], shared: Mapping[str, str]
 ) -> tuple[str, Topology, ExitStack]:
-    """Choose a job name whose ports are free; they are derived from the name."""
+    """Choose a job name whose ports are free, and reserve them; they are derived from the name."""
     for _ in range(_NAME_ATTEMPTS):
         name = run_name()
         topology = _topology(groups, shared, name)

@@ -9,12 +9,10 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 
-from lightning_sm.emulator.agent import UploadAgent
 from lightning_sm.emulator.docker import (
     ALIVE,
     bind,
@@ -34,8 +32,7 @@ from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.script import check_script
 from lightning_sm.emulator.spec import CHECKPOINTS, CONTROL, ClusterSpec, LocalHost
 from lightning_sm.errors import ContainerError, ScriptError
-from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import CONTROL_DIR, HOST_FOLDER
+from lightning_sm.job.variables import HOST_FOLDER
 
 _ML = "/opt/ml"
 # The parts of a host's folder that it sees. Not all of /opt/ml, where images keep their code.
@@ -57,22 +54,13 @@ class ContainerHost(EmulatedHost):
         host: The host.
         output: Receives the host's lines.
         changed: Set when the container has exited.
-        agent: Uploads the host's checkpoints while the container runs.
     """
 
-    def __init__(
-        self,
-        container: str,
-        host: LocalHost,
-        output: Output,
-        changed: threading.Event,
-        *,
-        agent: UploadAgent | None,
-    ) -> None:
+    def __init__(self, container: str, host: LocalHost, output: Output, changed: threading.Event) -> None:
         self._container = container
         self._is_frozen = self._is_told = self._is_killed = False
         client = [docker_program(), "start", "--attach", container]
-        super().__init__(host, client, _client_environment(host), output, changed, agent=agent)
+        super().__init__(host, client, _client_environment(host), output, changed)
 
     @property
     def was_killed(self) -> bool:
@@ -186,14 +174,9 @@ class ContainerRuntime(HostRuntime):
             **spec.environment,
         }
 
-    def host_environment(self, job_dir: Path, folder: Path) -> dict[str, str]:
-        """Return the variable that names the folder from which the emulator reads steps."""
-        del job_dir, folder
-        return {CONTROL_DIR.name: f"{_ML}/{CONTROL}"}
-
-    def base_dir(self, job_dir: Path, folder: Path) -> Path:
+    def base_dir(self, folder: Path) -> Path:
         """Return ``/opt/ml``."""
-        del job_dir, folder
+        del folder
         return Path(_ML)
 
     def add_channel(self, path: Path, source: Path) -> None:
@@ -201,18 +184,10 @@ class ContainerRuntime(HostRuntime):
         del source
         path.mkdir()
 
-    def reserve(self, topology: Topology) -> ExitStack:
-        """Reserve nothing: each container has all ports of its own."""
-        del topology
-        return ExitStack()
-
-    def shared_disk_reason(self) -> str:
-        """Return nothing: containers do not see each other's files."""
-        return ""
-
     @contextlib.contextmanager
-    def running(self, name: str, job_dir: Path) -> Iterator[None]:
+    def running(self, job_dir: Path) -> Iterator[None]:
         """Make the network of a job, and remove it with all containers; the guard does so if this process dies."""
+        name = job_dir.name
         with guarded(job_dir, containers_of=name):
             try:
                 docker("network", "create", *label(name), name)
@@ -220,20 +195,12 @@ class ContainerRuntime(HostRuntime):
             finally:
                 remove_job(name)
 
-    def clear(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
+    def clear(self, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
         """Remove the containers of an attempt."""
-        del job_dir, hosts
-        remove_containers(name)
+        del hosts
+        remove_containers(job_dir.name)
 
-    def start(
-        self,
-        host: LocalHost,
-        command: Sequence[str],
-        output: Output,
-        changed: threading.Event,
-        *,
-        agent: UploadAgent | None,
-    ) -> ContainerHost:
+    def start(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> ContainerHost:
         """Create the container of a host and start it; see ``HostRuntime``."""
         job = host.env["TRAINING_JOB_NAME"]
         container = _container_name(job, host.name)
@@ -255,7 +222,7 @@ class ContainerRuntime(HostRuntime):
         with _variables(host.env) as (variable_options, client_variables):
             create = ["create", *options, *variable_options, self._image, "train", *command]
             docker(*create, env={**_client_environment(host), **client_variables})
-        return ContainerHost(container, host, output, changed, agent=agent)
+        return ContainerHost(container, host, output, changed)
 
 
 @contextlib.contextmanager

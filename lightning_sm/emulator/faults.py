@@ -127,17 +127,15 @@ class FaultSettings:
     Attributes:
         faults: All faults.
         grace_s: Seconds between SIGTERM and SIGKILL of an interruption.
-        max_attempts: Maximum number of attempts; None for one more than there are interruptions and restarts.
     """
 
     faults: tuple[Fault, ...] = ()
     grace_s: float = SERVICE_GRACE_S
-    max_attempts: int | None = None
 
     @property
     def num_attempts(self) -> int:
-        """Maximum number of attempts."""
-        return self.max_attempts or 1 + sum(fault.kind in RESUMED for fault in self.faults)
+        """Number of attempts, if each fault happens."""
+        return 1 + sum(fault.kind in RESUMED for fault in self.faults)
 
     @property
     def needs_checkpoints(self) -> bool:
@@ -193,8 +191,6 @@ def check(settings: FaultSettings, sizes: Mapping[str, int], devices: int) -> No
     """
     if not 0 <= settings.grace_s < float("inf"):
         raise JobConfigError(f"--grace-s {settings.grace_s:g}: expected 0 seconds or more.")
-    if settings.max_attempts is not None and settings.max_attempts < 1:
-        raise JobConfigError(f"--max-attempts {settings.max_attempts}: expected at least 1.")
     names = [f"algo-{number}" for number in range(1, sum(sizes.values()) + 1)]
     places = [f"{group}-{number}" for group, size in sizes.items() for number in range(1, size + 1)]
     for fault in settings.faults:

@@ -32,11 +32,10 @@ class EmulatedHost(ABC):
         env: The environment of this process.
         output: Receives the host's lines.
         changed: Set when the host has exited.
-        agent: Uploads the host's checkpoints while the host runs.
 
     Attributes:
         host: The host.
-        agent: Uploads the host's checkpoints, or None.
+        agent: Uploads the host's checkpoints while it runs, or None.
         process: The process here that exits with the host's exit code.
         ended_at: When the host exited, by ``time.monotonic``; None while it runs.
         interrupted_at: When the launcher received the SIGTERM of an interruption, or None.
@@ -50,11 +49,11 @@ class EmulatedHost(ABC):
         env: Mapping[str, str],
         output: Output,
         changed: threading.Event,
-        *,
-        agent: UploadAgent | None,
     ) -> None:
         self.host = host
-        self.agent = agent
+        self.agent: UploadAgent | None = None
+        if host.bucket is not None:
+            self.agent = UploadAgent(host.checkpoint_dir, host.bucket, host.name, host.upload_delay_s)
         self.process = subprocess.Popen(
             command,
             env=env,
@@ -195,17 +194,17 @@ class HostRuntime(ABC):
     def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
         """Return the environment of all hosts."""
 
-    @abstractmethod
-    def host_environment(self, job_dir: Path, folder: Path) -> dict[str, str]:
-        """Return what the environment of one host has besides: where its folders are.
+    def host_environment(self, folder: Path) -> dict[str, str]:
+        """Return what the environment of one host has besides.
 
         Args:
-            job_dir: Folder of the job.
-            folder: Folder of the host in it.
+            folder: Folder of the host in that of the job.
         """
+        del folder
+        return {}
 
     @abstractmethod
-    def base_dir(self, job_dir: Path, folder: Path) -> Path:
+    def base_dir(self, folder: Path) -> Path:
         """Return the path by which a host sees its folder: ``/opt/ml``, or what takes its place."""
 
     @abstractmethod
@@ -217,7 +216,6 @@ class HostRuntime(ABC):
             source: The folder with the data.
         """
 
-    @abstractmethod
     def reserve(self, topology: Topology) -> ExitStack:
         """Reserve the ports of a job, if other jobs on this machine could take them.
 
@@ -225,40 +223,32 @@ class HostRuntime(ABC):
             NeedsLinuxError: There are data hosts, which this system cannot run.
             PortInUseError: A port is taken.
         """
+        del topology
+        return ExitStack()
 
-    @abstractmethod
     def shared_disk_reason(self) -> str:
         """Return why hosts can read each other's folders on this system; empty if they cannot."""
+        return ""
 
     @abstractmethod
-    def running(self, name: str, job_dir: Path) -> AbstractContextManager[object]:
+    def running(self, job_dir: Path) -> AbstractContextManager[object]:
         """Run a job in this context: nothing of it is left when the context, or this process, has ended.
 
         Args:
-            name: Name of the job.
-            job_dir: Folder of the job.
+            job_dir: Folder of the job, called like the job.
         """
 
     @abstractmethod
-    def clear(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
+    def clear(self, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
         """Kill all that the hosts of an attempt left behind.
 
         Args:
-            name: Name of the job.
-            job_dir: Folder of the job.
+            job_dir: Folder of the job, called like the job.
             hosts: The hosts that were started.
         """
 
     @abstractmethod
-    def start(
-        self,
-        host: LocalHost,
-        command: Sequence[str],
-        output: Output,
-        changed: threading.Event,
-        *,
-        agent: UploadAgent | None,
-    ) -> EmulatedHost:
+    def start(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> EmulatedHost:
         """Start a host.
 
         Args:
@@ -266,7 +256,6 @@ class HostRuntime(ABC):
             command: Training script and its arguments.
             output: Receives the host's lines.
             changed: Set when the host has exited.
-            agent: Uploads the host's checkpoints while it runs.
         """
 
 

@@ -83,12 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"time from SIGTERM to SIGKILL in an interruption (default: {SERVICE_GRACE_S:g}, as on SageMaker)",
     )
     parser.add_argument(
-        "--max-attempts",
-        type=int,
-        metavar="N",
-        help="maximum number of attempts (default: one more than there are interruptions and restarts)",
-    )
-    parser.add_argument(
         "--base-dir",
         metavar="DIR",
         help=f"parent folder of the runs' folders (default: a temporary folder that keeps the last {MAX_RUNS} runs)",
@@ -142,7 +136,7 @@ def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSetti
     code = Path.cwd() if options.command else None
     runtime = ContainerRuntime(options.image, code) if options.image else ProcessRuntime()
     runtime.check_command(options.command)
-    settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts)
+    settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s)
     channels = _pairs("--channel", "NAME=DIR", options.channel)
     hyperparameters = options.hyperparameters
     spec = ClusterSpec(

@@ -22,25 +22,17 @@ from lightning_sm._linux import (
     require_linux,
 )
 from lightning_sm.emulator import own_disk
-from lightning_sm.emulator.agent import UploadAgent
 from lightning_sm.emulator.guard import guarded
 from lightning_sm.emulator.hosts import EmulatedHost, HostRuntime, default_variables, job_settings
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.ports import reserve_ports
 from lightning_sm.emulator.processes import is_alive, processes_of_job, signal_process, variable_of
 from lightning_sm.emulator.script import check_script
-from lightning_sm.emulator.spec import CONTROL, ClusterSpec, LocalHost
+from lightning_sm.emulator.spec import ClusterSpec, LocalHost
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import (
-    CONTROL_DIR,
-    HOST_ADDRESSES,
-    HOST_FOLDER,
-    INSTALL_REQUIREMENTS,
-    PREFIX,
-    Install,
-)
+from lightning_sm.job.variables import HOST_ADDRESSES, HOST_FOLDER, INSTALL_REQUIREMENTS, PREFIX, Install
 
 # Time for processes to exit after SIGKILL; only one that waits for a disk or a network folder needs it.
 _KILL_S = 5.0
@@ -64,22 +56,13 @@ class ProcessHost(EmulatedHost):
         command: Training script and its arguments.
         output: Receives the host's lines.
         changed: Set when the launcher has exited.
-        agent: Uploads the host's checkpoints while the launcher runs.
     """
 
-    def __init__(
-        self,
-        host: LocalHost,
-        command: Sequence[str],
-        output: Output,
-        changed: threading.Event,
-        *,
-        agent: UploadAgent | None,
-    ) -> None:
+    def __init__(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> None:
         self._frozen: list[psutil.Process] = []
         launcher = [sys.executable, "-m", "lightning_sm", "train", *command]
         on_own_disk = own_disk.command(host.folder.parent, host.folder, launcher)
-        super().__init__(host, on_own_disk, host.env, output, changed, agent=agent)
+        super().__init__(host, on_own_disk, host.env, output, changed)
 
     @property
     def was_killed(self) -> bool:
@@ -190,18 +173,13 @@ class ProcessRuntime(HostRuntime):
             **spec.environment,
         }
 
-    def host_environment(self, job_dir: Path, folder: Path) -> dict[str, str]:
-        """Return the variables that name a host's folders."""
-        base_dir = self.base_dir(job_dir, folder)
-        return {
-            "SAGEMAKER_BASE_DIR": str(base_dir),
-            CONTROL_DIR.name: str(base_dir / CONTROL),
-            HOST_FOLDER.name: str(folder),
-        }
+    def host_environment(self, folder: Path) -> dict[str, str]:
+        """Return the variables that name a host's folder, as the host and as the emulator see it."""
+        return {"SAGEMAKER_BASE_DIR": str(self.base_dir(folder)), HOST_FOLDER.name: str(folder)}
 
-    def base_dir(self, job_dir: Path, folder: Path) -> Path:
+    def base_dir(self, folder: Path) -> Path:
         """Return the path by which a host sees its folder: the same for all, where each has a disk of its own."""
-        return own_disk.base_dir(job_dir, folder)
+        return own_disk.base_dir(folder.parent, folder)
 
     def add_channel(self, path: Path, source: Path) -> None:
         """Make a link to the channel's folder."""
@@ -221,9 +199,8 @@ class ProcessRuntime(HostRuntime):
         return own_disk.obstacle()
 
     @contextlib.contextmanager
-    def running(self, name: str, job_dir: Path) -> Iterator[None]:
+    def running(self, job_dir: Path) -> Iterator[None]:
         """Run a job under its guard, and adopt the processes that its hosts leave behind, including daemons."""
-        del name
         with guarded(job_dir):
             self._spared = {process.pid for process in psutil.Process().children(recursive=True)}
             adopt_orphans(True)
@@ -232,38 +209,24 @@ class ProcessRuntime(HostRuntime):
             finally:
                 adopt_orphans(False)
 
-    def clear(self, name: str, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
-        """Kill all processes that the hosts of an attempt left behind."""
-        del name
-        _kill_descendants(job_dir, hosts, self._spared)
+    def clear(self, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
+        """Kill all processes that the hosts left behind until none remains, or until a time limit."""
+        launchers = {host.process.pid: host.waiter for host in hosts}  # reaped by their own threads
+        deadline = time.monotonic() + _KILL_S
+        while time.monotonic() < deadline:
+            left = [process for process in processes_of_job(job_dir) if process.pid not in self._spared]
+            if not left:
+                return
+            for process in left:
+                signal_process(process, psutil.Process.kill)
+            psutil.wait_procs([process for process in left if process.pid not in launchers], timeout=_LEFT_POLL_S)
+            for process in left:
+                if process.pid in launchers:
+                    launchers[process.pid].join(timeout=_LEFT_POLL_S)
 
-    def start(
-        self,
-        host: LocalHost,
-        command: Sequence[str],
-        output: Output,
-        changed: threading.Event,
-        *,
-        agent: UploadAgent | None,
-    ) -> ProcessHost:
+    def start(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> ProcessHost:
         """Start the launcher of a host; see ``HostRuntime``."""
-        return ProcessHost(host, command, output, changed, agent=agent)
-
-
-def _kill_descendants(job_dir: Path, hosts: Sequence[EmulatedHost], spared: set[int]) -> None:
-    """Kill all processes that the hosts left behind until none remains, or until a time limit."""
-    launchers = {host.process.pid: host.waiter for host in hosts}  # reaped by their own threads
-    deadline = time.monotonic() + _KILL_S
-    while time.monotonic() < deadline:
-        left = [process for process in processes_of_job(job_dir) if process.pid not in spared]
-        if not left:
-            return
-        for process in left:
-            signal_process(process, psutil.Process.kill)
-        psutil.wait_procs([process for process in left if process.pid not in launchers], timeout=_LEFT_POLL_S)
-        for process in left:
-            if process.pid in launchers:
-                launchers[process.pid].join(timeout=_LEFT_POLL_S)
+        return ProcessHost(host, command, output, changed)
 
 
 def _is_stopped(process: psutil.Process) -> bool:

@@ -43,19 +43,15 @@ def default_parent() -> Path:
     except OSError as error:
         raise OutputDirectoryError(f"{path}: cannot be created ({error.strerror}).") from error
     found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        problem = "is not a folder"
-    elif found.st_uid != os.getuid():
-        problem = f"belongs to user id {found.st_uid}, and you are {os.getuid()}"
-    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = f"has mode {stat.S_IMODE(found.st_mode):04o}, so that other users can write there"
-    else:
-        path.chmod(_ONLY_OWNER)
-        return path
-    raise OutputDirectoryError(
-        f"{path}, the default folder for runs, {problem}: others could change what your job runs. Remove it, or name a "
-        "folder of your own by --base-dir."
-    )
+    is_folder_of_user = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not is_folder_of_user or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OutputDirectoryError(
+            f"{path}, the default folder for runs, is {stat.filemode(found.st_mode)} of user id {found.st_uid}, and "
+            "not a folder that only you can write to: others could change what your job runs. Remove it, or name a "
+            "folder of your own by --base-dir."
+        )
+    path.chmod(_ONLY_OWNER)
+    return path
 
 
 def create_run_folder(path: Path) -> int:

@@ -25,18 +25,7 @@ from lightning_sm.launcher.failure import Place, ending_of
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-# The same as timeout(1).
-TIMEOUT_EXIT_CODE = 124
-
-
-def run(
-    cluster: LocalCluster,
-    command: Sequence[str],
-    settings: FaultSettings,
-    *,
-    discard: bool = False,
-    timeout_s: float | None = None,
-) -> int:
+def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, *, discard: bool = False) -> int:
     """Run a training script on every host of an emulated job, and wait until all hosts have exited.
 
     When a host fails, the others are stopped, as on the service. When this process is stopped, so are the hosts. After
@@ -47,19 +36,18 @@ def run(
         command: Training script and its arguments.
         settings: The faults to inject.
         discard: Whether to remove the folders after success.
-        timeout_s: Seconds after which the job is stopped; None for no limit.
 
     Returns:
         The exit code of the last attempt: 0 if all hosts succeeded; else that of the first host that failed; 128 + n if
-        signal n stopped the job; 124 if the time limit did.
+        signal n stopped the job.
 
     Raises:
         OutputDirectoryError: The folders of another attempt cannot be created.
     """
     output = Output(sys.stdout.buffer, [host.name for host in cluster.hosts])
     # Note signals until the last line, because a late Ctrl-C must not remove folders that are to be kept.
-    with _noted_signals() as signals, _time_limit(timeout_s, signals, output):
-        with cluster.runtime.running(cluster.name, cluster.job_dir):
+    with _noted_signals() as signals:
+        with cluster.runtime.running(cluster.job_dir):
             attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
         cluster.keep = not discard or outcome.exit_code != 0
         output.say(_table(attempts))
@@ -70,8 +58,7 @@ def run(
             output.say("\n".join(_models(cluster)))
         if outcome.failed is not None:
             output.say(f"The job failed:\n{_reason(outcome.failed, outcome.exit_code)}")
-    is_over_time = outcome.failed is None and outcome.exit_code == 128 + signal.SIGALRM
-    return TIMEOUT_EXIT_CODE if is_over_time else outcome.exit_code
+    return outcome.exit_code
 
 
 def _run_attempts(
@@ -81,7 +68,7 @@ def _run_attempts(
     settings: FaultSettings,
     signals: Sequence[tuple[int, float]],
 ) -> tuple[list[Attempt], AttemptOutcome]:
-    """Run attempts until one is not interrupted, or until there have been as many as the settings allow."""
+    """Run attempts until one is not interrupted."""
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
     if sys.stdout.isatty():  # output to a file needs no hint
@@ -97,7 +84,7 @@ def _run_attempts(
             output.say(f"Attempt {len(attempts) + 1} of {settings.num_attempts}")
         attempts.append(Attempt(cluster, command, output, signals, plan))
         outcome = attempts[-1].run()
-        if not outcome.resumes or len(attempts) == settings.num_attempts:
+        if not outcome.resumes:
             break
         cluster.next_attempt()
     for fault in plan.pending:
@@ -125,26 +112,6 @@ def _noted_signals() -> Iterator[list[tuple[int, float]]]:
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)
-
-
-@contextmanager
-def _time_limit(timeout_s: float | None, signals: list[tuple[int, float]], output: Output) -> Iterator[None]:
-    """Note SIGALRM among the signals that ask this process to stop, once a time is over."""
-
-    def note() -> None:
-        output.say(f"The time limit of {timeout_s:g} s is over.")
-        signals.append((signal.SIGALRM, time.monotonic()))
-
-    if timeout_s is None:
-        yield
-        return
-    timer = threading.Timer(timeout_s, note)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _table(attempts: Sequence[Attempt]) -> str:

@@ -65,6 +65,8 @@ class LocalHost:
         folder: The folder that takes the place of ``/opt/ml``, by its path outside of the host.
         env: The environment that the job gives to its processes, whose paths are those that the host sees.
         channels: Folder of each input channel that it sees, outside of the host.
+        bucket: The folder that stands for S3, to which an agent uploads the checkpoints, or None.
+        upload_delay_s: How long the upload of a file takes, in seconds.
     """
 
     name: str
@@ -73,6 +75,8 @@ class LocalHost:
     folder: Path
     env: Mapping[str, str]
     channels: Mapping[str, Path] = field(default_factory=dict)
+    bucket: Path | None = None
+    upload_delay_s: float = 0.0
 
     @property
     def control_dir(self) -> Path:

@@ -5,10 +5,9 @@ a file there: its existence asks for the gentle signal when the job is stopped, 
 stands. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is written.
 
 Files of the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (made by faulthandler on request),
-``saved.jsonl`` (the checkpoints of an interruption), ``warning-<pid>`` (what the launcher logs if the script succeeds),
-``failure-<pid>.json`` (see ``job/failure_file.py``), ``options-read`` (a
-process has read the options that its command line lacks) and ``peers-gone`` (another host, or another rank of this one,
-has failed).
+``saved.jsonl`` (the checkpoints of an interruption), ``failure-<pid>.json`` (see ``job/failure_file.py``),
+``options-read`` (a process has read the options that its command line lacks) and ``peers-gone`` (another host, or
+another rank of this one, has failed).
 """
 
 from __future__ import annotations

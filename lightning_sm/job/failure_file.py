@@ -50,15 +50,10 @@ class ProcessFailure(Struct, frozen=True):
     """The exception that ended a process, in its own words.
 
     Attributes:
-        pid: The process.
-        rank: Its global rank; -1 if it does not know it, and on data hosts.
+        rank: Global rank of the process; -1 if it does not know it, and on data hosts.
         at: When it was raised, in seconds of ``time.monotonic``, which all processes of a host share.
-        time: The same in seconds since the epoch.
-        module: Module of the exception's type.
-        type: Name of the type.
         lines: Type and message as Python prints them.
         frames: The frames, the raising one last.
-        traceback: All that Python would print, if it is a consequence; else empty.
         is_consequence: Whether it was raised because another process had exited.
         is_permanent: Whether it would recur in a restarted script.
         is_passed_on: Whether it was raised on a data host, which is named in ``lines``.
@@ -66,15 +61,10 @@ class ProcessFailure(Struct, frozen=True):
             has waited for them, as it does when it exits, nobody else can know.
     """
 
-    pid: int
     rank: int
     at: float
-    time: float
-    module: str
-    type: str
     lines: tuple[str, ...]
     frames: tuple[str, ...]
-    traceback: str = ""
     is_consequence: bool = False
     is_permanent: bool = False
     is_passed_on: bool = False
@@ -85,19 +75,13 @@ class ProcessFailure(Struct, frozen=True):
         """Describe an exception; of a chain, the last one that did not follow from another process's exit."""
         chain = _chain(error)
         cause = next((one for one in chain if not followed_from_another(one)), error)
-        is_consequence = followed_from_another(cause)
         lines, frames = _described(cause)
         return cls(
-            pid=os.getpid(),
             rank=rank,
             at=time.monotonic(),
-            time=time.time(),
-            module=type(cause).__module__,
-            type=type(cause).__qualname__,
             lines=tuple(line[:_MAX_LINE_CHARS] for line in lines[:_MAX_LINES]),
             frames=tuple(frames[-_MAX_FRAMES:]),
-            traceback="".join(traceback.format_exception(error)) if is_consequence else "",
-            is_consequence=is_consequence,
+            is_consequence=followed_from_another(cause),
             is_permanent=would_recur(cause),
             is_passed_on=isinstance(cause, errors.RemoteTransformError),
             dead_children=tuple(_dead_children()),
@@ -188,29 +172,20 @@ class FailureReporter:
         atexit.register(self._at_exit)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report an exception, and print it once; of a consequence one line, since the cause is printed elsewhere."""
+        """Report an exception, and print it once."""
         is_printed = error is self._reported
-        failure = self.report(error)
-        if is_printed:
-            return
-        if failure is not None and failure.is_consequence:
-            num_lines = failure.traceback.count("\n")
-            sys.stderr.write(
-                f"{failure.lines[0]} ({num_lines} lines of traceback left out: another process may have ended)\n"
-            )
-        else:
+        self.report(error)
+        if not is_printed:
             self._hook(kind, error, trace)
 
-    def report(self, error: BaseException) -> ProcessFailure | None:
-        """Write why this process dies, and return it; None in a fork, whose parent decides what its failure means."""
+    def report(self, error: BaseException) -> None:
+        """Write why this process dies, unless it is a fork, whose parent decides what its failure means."""
         if os.getpid() != self._pid:
-            return None
+            return
         rank = self.rank()
-        failure = ProcessFailure.of(error, -1 if rank is None else rank)
-        self._write(failure)
+        self._write(ProcessFailure.of(error, -1 if rank is None else rank))
         self._reported = error
         self.on_failure()
-        return failure
 
     def withdraw(self) -> None:
         """Take back a report: the script has caught the exception, and continues."""

@@ -24,8 +24,9 @@ from lightning_sm.errors import ScriptError
 from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.failure_file import read_failures
 from lightning_sm.job.redaction import shown_arguments
-from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
+from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE, StopSchedule
 from lightning_sm.launcher import timeline
+from lightning_sm.launcher.failure import EXCEPTION_EXIT_CODE, ending_of
 from lightning_sm.launcher.first_failure import EndedProcess, first_failure
 from lightning_sm.launcher.pipe import DrainedPipe
 
@@ -48,7 +49,7 @@ def ignore_signals() -> None:
 
 
 class ChildProcess:
-    """A runner of one command after another, each in its own process group, which keeps the end of its stderr.
+    """A runner of one command after another, each process in a group of its own, which keeps the end of their stderr.
 
     Only the main thread sends signals to a command, between two looks at it: the handlers only note what has come.
 
@@ -78,11 +79,13 @@ class ChildProcess:
         self._schedule = schedule
         self._control = control
         self._has_exited = self._ends_for_good = False
-        self._is_pressed_again = self._is_stop_planned = self._is_end_planned = False
+        self._is_pressed_again = self._is_stop_planned = self._is_end_planned = self._may_end_ranks = False
         # Of the script and its ranks, by process id, in this order: exit code (None: unknown), and when.
         self._exits: dict[int, tuple[int | None, float]] = {}
         self._plan: list[tuple[float, Callable[[], None]]] = []  # what is to be done with the command, and when
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: dict[int, int] = {}  # global rank by process id; -1 if the job does not state it
+        self._groups: set[int] = set()  # process groups that still have members
         self._tail = bytearray()
 
     @property
@@ -94,12 +97,6 @@ class ChildProcess:
     def stderr_tail(self) -> str:
         """The last 64 KiB that the last command and its processes wrote to stderr."""
         return bytes(self._tail).decode("utf-8", errors="replace")
-
-    @property
-    def left_out(self) -> str:
-        """The tracebacks that processes of the last command did not print: another process may have ended before."""
-        failures = read_failures(self._control.path).values()
-        return "".join(failure.traceback for failure in failures if failure is not None)
 
     def listen(self) -> None:
         """Note signals from now on, and pass them on to the command, by the schedule if something saves on its signal.
@@ -113,48 +110,58 @@ class ChildProcess:
             signal.signal(signal.SIGTERM, self._note_signal)
             signal.signal(signal.SIGINT, self._note_signal)
 
-    def run(self, command: Sequence[str], directory: Path, env: Mapping[str, str], limit_s: float = math.inf) -> int:
-        """Start a command, forward signals to its process group, and wait until the whole group has exited.
+    def run(
+        self,
+        command: Sequence[str],
+        directory: Path,
+        env: Mapping[str, str],
+        *,
+        processes: Sequence[Mapping[str, str]] = ({},),
+        limit_s: float = math.inf,
+    ) -> int:
+        """Start a command, forward signals to its process groups, and wait until all of their processes have exited.
 
-        After a failure, ``failed`` is the process that failed first. May be called again, for another command.
+        After a failure, ``failed`` is the process that failed first, and the other ranks that were started here are
+        ended. May be called again, for another command.
 
         Args:
             command: Program and arguments; no shell is involved.
             directory: Folder to start the command in.
             env: Environment of the command.
+            processes: Further variables of each process that runs the command.
             limit_s: How long it may run. After that, this process ends for good.
 
         Returns:
-            The command's exit code, or that of a local rank that failed after the command had succeeded; 128 + n if
-            signal n killed the process.
+            The exit code of the first process that failed, or of a local rank that failed after the command had
+            succeeded; 128 + n if signal n killed it.
 
         Raises:
             ScriptError: The operating system refused to start the command.
         """
         adopt_orphans(True)  # local ranks that outlive the script become our children, which we wait for and reap
-        self._has_exited = self.was_killed = self.was_late = self._is_stop_planned = self._is_end_planned = False
+        self._has_exited = self.was_killed = self.was_late = False
+        self._is_stop_planned = self._is_end_planned = False
+        self._may_end_ranks = True
         self._plan = [(time.monotonic() + limit_s, self._end_late)]
         self._control.clear()
         self._exits.clear()
         tail = bytearray()  # a new buffer: a process of the previous command may still write to the old one
         self._tail = tail
-        process = self._process = self._start(command, directory, env)
-        assert process.stderr is not None  # noqa: S101 - a pipe, see _start
-        pipe = DrainedPipe(process.stderr)
+        pipe = self._start(command, directory, env, processes)
         copier = threading.Thread(target=_copy_stderr, args=(pipe, tail), daemon=True)
         copier.start()
-        exit_code = self._wait(process)
+        exit_code = self._wait()
         if exit_code == 0:
-            exit_code = self._wait_for_ranks(process.pid)
+            exit_code = self._wait_for_ranks()
         elif not self._is_told:
-            self._wait_for_cause(process.pid)
-        self.failed = self._first_failure(process.pid)
+            self._wait_for_cause()
+        self.failed = self._first_failure()
         self._has_exited = True
-        self._end_leftovers(process.pid, timeline.LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
-        self._process = None  # its process id may soon belong to another process
+        self._end_leftovers(timeline.LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
+        self._groups.clear()
         pipe.end_when_empty()  # a process that has left the group may keep it open
         copier.join(timeout=self._drain_s())
-        return 128 - exit_code if exit_code < 0 else exit_code
+        return exit_code
 
     def _drain_s(self) -> float:
         """Return how long to wait until the rest of stderr is read. Only who does not read ours can make that wait."""
@@ -201,18 +208,38 @@ class ChildProcess:
             positive = 128 - exit_code if exit_code is not None and exit_code < 0 else exit_code
             self._exits[pid] = positive, time.monotonic() if known is None else known[1]
 
-    def _start(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _start(
+        self,
+        command: Sequence[str],
+        directory: Path,
+        env: Mapping[str, str],
+        processes: Sequence[Mapping[str, str]],
+    ) -> DrainedPipe:
+        """Start the processes, and return the pipe that is the stderr of all."""
+        self._processes.clear()
+        self._ranks.clear()
+        readable, writable = os.pipe()
+        pipe = DrainedPipe(os.fdopen(readable, "rb"))
         try:
-            return subprocess.Popen(
-                list(command),
-                cwd=directory,
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
+            for own in processes:
+                process = subprocess.Popen(
+                    list(command),
+                    cwd=directory,
+                    env={**env, **own},
+                    stdin=subprocess.DEVNULL,
+                    stderr=writable,
+                    start_new_session=True,
+                )
+                self._processes.append(process)
+                self._ranks[process.pid] = int(own.get("RANK", -1))
+                self._groups.add(process.pid)
         except OSError as error:
+            self._send(signal.SIGKILL)  # to those that have started
+            pipe.close()
             raise ScriptError(f"{shlex.join(shown_arguments(command))} cannot be started: {error}.") from error
+        finally:
+            os.close(writable)
+        return pipe
 
     def _note_signal(self, signum: int, _frame: FrameType | None) -> None:
         self.has_late_signal |= self._has_exited
@@ -238,6 +265,8 @@ class ChildProcess:
             self._control.say_peers_gone()
             kill_at = now + timeline.END_GRACE_S
             self._plan += [(now, partial(self._send, signal.SIGTERM)), (kill_at, partial(self._send, signal.SIGKILL))]
+        if self._may_end_ranks:
+            self._plan_end_of_ranks(now)
         for at, act in self._plan.copy():
             if at <= now:
                 self._plan.remove((at, act))
@@ -258,14 +287,31 @@ class ChildProcess:
             with contextlib.suppress(ProcessLookupError):  # it has just exited
                 os.kill(beat.pid, GENTLE_SIGNAL)
 
+    def _plan_end_of_ranks(self, now: float) -> None:
+        """End the other ranks if one has failed: they would wait for it in a collective call.
+
+        One that has saved a checkpoint exits with 143, and others may need longer for that.
+        """
+        codes = {pid: self._exits[pid][0] for pid in self._exits if pid in self._ranks}
+        failed = next((pid for pid, code in codes.items() if code not in (None, 0, INTERRUPTED_EXIT_CODE)), None)
+        if failed is None or len(codes) == len(self._ranks):
+            return
+        self._may_end_ranks = False
+        how = ending_of(codes[failed] or 0)
+        _LOG.warning("rank %d: %s. Ending the other ranks of this host.", self._ranks[failed], how)
+        term_at = now + timeline.CONSEQUENCE_S
+        kill_at = term_at + timeline.END_GRACE_S
+        for at, signum in ((term_at, signal.SIGTERM), (kill_at, signal.SIGKILL)):
+            self._plan.append((at, partial(self._end_ranks, signum)))
+
+    def _end_ranks(self, signum: int) -> None:
+        self._control.say_peers_gone()
+        for process in self._processes:
+            process.send_signal(signum)
+
     def _kill_by_schedule(self) -> None:
         self.was_killed = True
         self._send(signal.SIGKILL)
-
-    @property
-    def has_announced(self) -> bool:
-        """Whether a process of the command has announced itself, running or not."""
-        return bool(self._control.beats())
 
     def announced(self) -> list[Beat]:
         """Return the beats of the running processes that handle the gentle signal, which would kill any other."""
@@ -276,16 +322,17 @@ class ChildProcess:
         return [beat for beat in beats if beat.pid in below]
 
     def _send(self, signum: int) -> None:
-        if self._process is not None:
-            _signal_group(self._process.pid, signum)
+        self._may_end_ranks = False  # they exit by this signal
+        for group in self._groups:
+            _signal_group(group, signum)
 
-    def _wait_for_ranks(self, group: int) -> int:
+    def _wait_for_ranks(self) -> int:
         """Wait for local ranks that outlive the script; return the exit code of the first that failed.
 
         They may take hours to write predictions. After a stop signal, the schedule ends them.
         """
         next_log = time.monotonic() + _LOG_S
-        while running := [beat for beat in self._control.beats() if _is_in_group(beat.pid, group)]:
+        while running := [beat for beat in self._control.beats() if self._is_in_group(beat.pid)]:
             if time.monotonic() >= next_log:
                 next_log += _LOG_S
                 ranks = ", ".join(f"rank {beat.rank} ({beat.doing})" for beat in running)
@@ -295,17 +342,17 @@ class ChildProcess:
         codes = [self._exits[beat.pid][0] for beat in self._control.beats() if beat.pid in self._exits]
         return next(filter(None, codes), 0)
 
-    def _wait_for_cause(self, group: int) -> None:
+    def _wait_for_cause(self) -> None:
         """Wait, after the script has failed, for local ranks that still run, if one of them may be the cause."""
         deadline = time.monotonic() + timeline.OWN_CAUSE_S
         while time.monotonic() < deadline and not self._is_told:
             self._look()
-            is_running = any(_is_in_group(pid, group) for pid in self._control.pids())
-            if not is_running or not self._first_failure(group).is_consequence:
+            is_running = any(map(self._is_in_group, self._control.pids()))
+            if not is_running or not self._first_failure().is_consequence:
                 return
             time.sleep(_POLL_S)
 
-    def _first_failure(self, script: int) -> EndedProcess:
+    def _first_failure(self) -> EndedProcess:
         self._reap()
         ranks = {beat.pid: beat.rank for beat in self._control.beats()}
         failures = read_failures(self._control.path)
@@ -313,62 +360,72 @@ class ChildProcess:
             for pid, exit_code in failure.dead_children:
                 self._note_exit(pid, exit_code)
         processes = []
-        for pid in {script, *ranks, *failures}:
+        for pid in dict.fromkeys((*self._ranks, *ranks, *failures)):
             if pid not in self._exits and not psutil.pid_exists(pid):
                 self._note_exit(pid, None)
             code, at = self._exits.get(pid, (None, None))
             own = failures.get(pid)
-            rank = ranks.get(pid, -1) if own is None or own.rank < 0 else own.rank
+            # Of processes that report nothing, stderr does not tell whose exception it has.
+            is_unknown = own is None and code == EXCEPTION_EXIT_CODE
+            stated = -1 if is_unknown else self._ranks.get(pid, -1)
+            rank = ranks.get(pid, stated) if own is None or own.rank < 0 else own.rank
             processes.append(EndedProcess(pid, rank, code, at, own, has_reporter=pid in failures))
+        script = self._processes[0].pid if len(self._processes) == 1 else None
         # Told to end, ranks exit by our own signals: then only the script's exit code says something.
         return first_failure(processes, script, only_exceptions=self._is_told)
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for a process in short waits, between which signal handlers run, whichever thread received the signal.
+    def _wait(self) -> int:
+        """Wait for the processes in short waits, between which signal handlers run, whichever thread got the signal.
 
         Notice when its ranks exit meanwhile: Lightning, for one, waits for its ranks itself, and tells nobody.
         """
         with ExitWatch() as watch:
-            while True:
+            while any(process.returncode is None for process in self._processes):
                 self._look()
-                watch.add((process.pid, *self._control.pids()))
+                watch.add((*self._ranks, *self._control.pids()))
                 for pid, exit_code in watch.wait(_LOOK_S):
-                    if pid != process.pid:
-                        self._note_exit(pid, exit_code)
-                exit_code = process.poll()
-                if exit_code is not None:
-                    self._note_exit(process.pid, exit_code)
-                    return exit_code
+                    self._note_exit(pid, exit_code)
+                self._reap()
+        codes = [code for pid, (code, _) in self._exits.items() if pid in self._ranks]
+        return next(filter(None, codes), 0)
 
     def _reap(self) -> None:
-        """Reap ranks that outlive the script, and other orphans, which would stay zombies until the job ends."""
+        """Reap the script, ranks that outlive it, and other orphans, which would stay zombies until the job ends."""
+        for process in self._processes:
+            exit_code = process.poll()
+            if exit_code is not None:
+                self._note_exit(process.pid, exit_code)
         with contextlib.suppress(ChildProcessError):
-            while (pid := ended_child()) is not None:
-                if self._process is None or pid == self._process.pid:
-                    return  # ``run`` waits for the script itself
+            while (pid := ended_child()) is not None and pid not in self._ranks:
                 self._note_exit(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        # The id of a group without members may soon belong to others.
+        self._groups = {group for group in self._groups if _signal_group(group, 0)}
 
-    def _end_leftovers(self, group: int, grace_s: float) -> None:
-        """Wait for the remaining processes of the group, then terminate them."""
-        if self._has_group_ended(group, grace_s):
+    def _end_leftovers(self, grace_s: float) -> None:
+        """Wait for the remaining processes of the groups, then terminate them."""
+        if self._have_groups_ended(grace_s):
             return
-        _signal_group(group, signal.SIGTERM)
-        if not self._has_group_ended(group, timeline.KILL_GRACE_S):
-            _signal_group(group, signal.SIGKILL)
-            self._has_group_ended(group, timeline.KILL_GRACE_S)
+        self._send(signal.SIGTERM)
+        if not self._have_groups_ended(timeline.KILL_GRACE_S):
+            self._send(signal.SIGKILL)
+            self._have_groups_ended(timeline.KILL_GRACE_S)
 
-    def _has_group_ended(self, group: int, timeout_s: float) -> bool:
-        """Reap the processes of a group; return whether all exited before the time was up."""
+    def _have_groups_ended(self, timeout_s: float) -> bool:
+        """Reap the remaining processes; return whether all exited before the time was up."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._look()
-            try:
-                os.killpg(group, 0)
-            except (ProcessLookupError, PermissionError):
+            if not self._groups:
                 return True
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
+
+    def _is_in_group(self, pid: int) -> bool:
+        try:
+            return os.getpgid(pid) in self._groups
+        except ProcessLookupError:
+            return False
 
 
 def _copy_stderr(pipe: DrainedPipe, tail: bytearray) -> None:
@@ -390,15 +447,10 @@ def _write_all(target: int, data: bytes) -> bool:
     return True
 
 
-def _signal_group(group: int, signum: int) -> None:
+def _signal_group(group: int, signum: int) -> bool:
+    """Send a signal to a process group; return whether it has members."""
     try:
         os.killpg(group, signum)
     except (ProcessLookupError, PermissionError):
-        return
-
-
-def _is_in_group(pid: int, group: int) -> bool:
-    try:
-        return os.getpgid(pid) == group
-    except ProcessLookupError:
         return False
+    return True

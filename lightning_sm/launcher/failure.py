@@ -31,7 +31,7 @@ _USAGE_EXIT_CODE = 2
 _SIGNALS = 128
 
 # Python's exit code for an uncaught exception.
-_EXCEPTION_EXIT_CODE = 1
+EXCEPTION_EXIT_CODE = 1
 # Those of argparse and jsonargparse, and of a script that was told to exit.
 _FINAL_EXIT_CODES = frozenset({_USAGE_EXIT_CODE, 128 + signal.SIGTERM, 128 + signal.SIGINT})
 # Exceptions that would recur, of a script that does not import lightning_sm, or cannot be compiled.
@@ -133,7 +133,7 @@ def _printed_reason(
     if exit_code == _USAGE_EXIT_CODE and (message := _usage_message(lines)):
         return Reason(f"{shortened(message, _MAX_EXCEPTION_CHARS)}\n{_where(place, ending)}"), None
     # Python exits with this code for an exception, and with no other.
-    printed = exception_that_ended(lines) if may_raise and exit_code == _EXCEPTION_EXIT_CODE else None
+    printed = exception_that_ended(lines) if may_raise and exit_code == EXCEPTION_EXIT_CODE else None
     if printed is not None:
         if place is not None and printed.rank is not None:
             place = replace(place, rank=printed.rank)

@@ -37,12 +37,14 @@ class EndedProcess:
         return self.failure is not None and self.failure.is_consequence
 
 
-def first_failure(processes: Sequence[EndedProcess], script: int, *, only_exceptions: bool = False) -> EndedProcess:
+def first_failure(
+    processes: Sequence[EndedProcess], script: int | None, *, only_exceptions: bool = False
+) -> EndedProcess:
     """Return the process that failed first: by an exception that is no consequence, or killed or exited without one.
 
     Args:
         processes: The script, and all processes that have announced themselves or can report failures.
-        script: The process id of the script.
+        script: The process id of the script; None if several ranks run it, which the launcher has started.
         only_exceptions: Whether an exit without an exception counts for the script only: the others were told to exit.
     """
     reported = [process.failure for process in processes if process.failure is not None]
@@ -69,4 +71,4 @@ def first_failure(processes: Sequence[EndedProcess], script: int, *, only_except
         return vanished[0]
     if consequences:
         return min(consequences, key=lambda consequence: consequence[0])[1]
-    return next(process for process in processes if process.pid == script)
+    return next((process for process in processes if process.pid == script), first_rank or processes[0])

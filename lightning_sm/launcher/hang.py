@@ -27,20 +27,38 @@ _POLL_S = 0.05
 _CHECK_S = 2.0
 
 
-class HangRule:
-    """The rule for whether processes hang. It has no clock and does no I/O.
+class Watchdog:
+    """A look at the processes of a script from time to time. It has no clock and does no I/O.
 
     A process hangs if it has sent no beat for ``least_s`` and for 20 times the longest interval so far, in a phase that
     may not pause (see ``Phase``). Before the end of the first step, and in a checkpoint, it may take ten times as long.
 
     Args:
-        least_s: The shortest silence that counts as a hang, in seconds.
+        least_s: The shortest silence that counts as a hang, in seconds; 0 turns the watchdog off.
     """
 
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s
         self._last: dict[int, Beat] = {}
         self._longest_s = 0.0
+        self._check_s = min(_CHECK_S, least_s / 4) if least_s else math.inf
+        self._due_at = 0.0
+        self._was_hanging = False
+
+    def look(self, beats: Callable[[], Sequence[Beat]], now: float) -> Sequence[Beat]:
+        """Return the last beats of all processes if some hang; none otherwise, or if it is not time for a look.
+
+        Args:
+            beats: Returns the last beats of the running processes.
+            now: The time.
+        """
+        if now < self._due_at or math.isinf(self._check_s):
+            return ()
+        self._due_at = now + self._check_s
+        seen = beats()
+        # A launcher that was suspended together with its script sees old beats when it resumes: look twice.
+        was_hanging, self._was_hanging = self._was_hanging, bool(self.hanging(seen, now))
+        return seen if was_hanging and self._was_hanging else ()
 
     def hanging(self, beats: Sequence[Beat], now: float) -> list[Beat]:
         """Return the processes that hang.
@@ -65,35 +83,6 @@ def _patience(beat: Beat) -> float:
     if not beat.phase.may_pause:
         return 1.0
     return _TIMES_IN_LONG_PHASES if beat.phase in _LONG_PHASES else math.inf
-
-
-class Watchdog:
-    """A look at the processes of a script from time to time.
-
-    Args:
-        least_s: As in ``HangRule``; 0 turns the watchdog off.
-    """
-
-    def __init__(self, least_s: float) -> None:
-        self._rule = HangRule(least_s)
-        self._check_s = min(_CHECK_S, least_s / 4) if least_s else math.inf
-        self._due_at = 0.0
-        self._was_hanging = False
-
-    def look(self, beats: Callable[[], Sequence[Beat]], now: float) -> Sequence[Beat]:
-        """Return the last beats of all processes if some hang; none otherwise, or if it is not time for a look.
-
-        Args:
-            beats: Returns the last beats of the running processes.
-            now: The time.
-        """
-        if now < self._due_at or math.isinf(self._check_s):
-            return ()
-        self._due_at = now + self._check_s
-        seen = beats()
-        # A launcher that was suspended together with its script sees old beats when it resumes: look twice.
-        was_hanging, self._was_hanging = self._was_hanging, bool(self._rule.hanging(seen, now))
-        return seen if was_hanging and self._was_hanging else ()
 
 
 def described(beats: Sequence[Beat], now: float) -> str:

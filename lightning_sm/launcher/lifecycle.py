@@ -83,7 +83,6 @@ class HostState:
         exit_code: Exit code of the script that has ended last.
         own: The outcome of this host; None while its script runs, and before.
         is_saved: Whether the script was interrupted and has saved a checkpoint.
-        is_consequence: Whether the script has failed because another host had.
     """
 
     host: Host
@@ -97,7 +96,6 @@ class HostState:
     exit_code: int = 0
     own: Outcome | None = None
     is_saved: bool = False
-    is_consequence: bool = False
 
     @property
     def is_stopped(self) -> bool:
@@ -160,11 +158,6 @@ class HostState:
         return None if is_stop_first else job
 
     @property
-    def shows_consequences(self) -> bool:
-        """Whether to show the tracebacks that were left out as consequences: no other host has failed."""
-        return self.is_consequence and not (self.is_first_failure_elsewhere or self.is_stopped)
-
-    @property
     def _does_job_end_script(self) -> bool:
         """Whether the outcome of the job leaves the script nothing to do.
 
@@ -206,12 +199,10 @@ class Judged:
     Attributes:
         outcome: The outcome.
         has_saved: Whether a rank has said that it has saved a checkpoint.
-        is_consequence: Whether it has failed because another host had.
     """
 
     outcome: Outcome
     has_saved: bool = False
-    is_consequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -321,10 +312,9 @@ def step(state: HostState, event: End | News) -> Transition:
     match event:
         case Exited(exit_code):
             return _on_exit(state, exit_code)
-        case Judged(outcome, has_saved, is_consequence):
+        case Judged(outcome, has_saved):
             is_interrupted = outcome.kind is OutcomeKind.INTERRUPTION and not outcome.may_restart
-            is_saved = is_interrupted and has_saved
-            return _ended(replace(state, own=outcome, is_saved=is_saved, is_consequence=is_consequence))
+            return _ended(replace(state, own=outcome, is_saved=is_interrupted and has_saved))
         case Restarted(attempt):
             return _run(replace(state, attempt=attempt, own=None))
         case Done():

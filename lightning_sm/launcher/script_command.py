@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_sm._linux import usable_cpus
 from lightning_sm._log import command_logger
 from lightning_sm._version import installed_version
 from lightning_sm.errors import HyperparameterError
@@ -18,11 +19,11 @@ from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hash_seed import hash_seed
 from lightning_sm.job.overrides import to_overrides
+from lightning_sm.job.rank_starter import host_variables, rank_variables
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HIDDEN_OPTIONS
 from lightning_sm.launcher.host_record import HostRecord
-from lightning_sm.launcher.ranks import Ranks
 from lightning_sm.launcher.toolkit.distribution import exported_variables, processes_per_host
 from lightning_sm.launcher.toolkit.variables import toolkit_variables
 from lightning_sm.launcher.user_code.prepare import Preparation
@@ -30,6 +31,8 @@ from lightning_sm.launcher.user_code.script import Program, Script, find_program
 from lightning_sm.launcher.user_code.script_kind import Parser, parser_of
 
 _LOG = command_logger(__name__)
+
+_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,22 @@ class ScriptCommand:
         arguments: Program and arguments.
         directory: Its working directory.
         env: Its environment.
+        processes: The further variables of each process that runs it.
         hidden: Secret options that are not on the command line, because SageMakerCLI reads them from the job.
     """
 
     arguments: Sequence[str]
     directory: Path
     env: Mapping[str, str]
-    hidden: Sequence[str] = ()
+    processes: Sequence[Mapping[str, str]]
+    hidden: Sequence[str]
 
 
+@dataclass(frozen=True)
 class CommandBuilder:
     """Gets the script's code and requirements, and builds its command.
 
-    Args:
+    Attributes:
         job: The job.
         topology: Its hosts.
         env: Environment of the launcher.
@@ -61,22 +67,12 @@ class CommandBuilder:
         control: The control folder.
     """
 
-    def __init__(
-        self,
-        job: SageMakerJob,
-        topology: Topology,
-        env: Mapping[str, str],
-        *,
-        preparation: Preparation,
-        record: HostRecord,
-        control: ControlFolder,
-    ) -> None:
-        self._job = job
-        self._topology = topology
-        self._env = env
-        self._preparation = preparation
-        self._record = record
-        self._control = control
+    job: SageMakerJob
+    topology: Topology
+    env: Mapping[str, str]
+    preparation: Preparation
+    record: HostRecord
+    control: ControlFolder
 
     def build(self, name: str | None, args: Sequence[str]) -> ScriptCommand:
         """Get the code, install its requirements, and return the command.
@@ -89,27 +85,26 @@ class CommandBuilder:
             LightningSMError: The script could not be found, fetched or given its arguments.
             Stopped: The host was told to end meanwhile.
         """
-        job = self._job
-        program = find_program(name, job, self._env)
-        submission = find_submission(job, self._env)
-        folder = None if submission is None else self._preparation.fetch(submission, job)
-        script = find_script(program, job, self._env, folder)
+        job = self.job
+        program = find_program(name, job, self.env)
+        submission = find_submission(job, self.env)
+        folder = None if submission is None else self.preparation.fetch(submission, job)
+        script = find_script(program, job, self.env, folder)
         parser = parser_of(script)
         argv = hydra_command_line(args, job) if parser is Parser.HYDRA else command_line(args, job, script.directory)
         command = shown_arguments([str(script.path), *argv])
-        self._record.began(command)
-        banner = _banner(job, self._topology)  # already begins with the name of the command
+        self.record.began(command)
+        banner = _banner(job, self.topology)  # already begins with the name of the command
         logging.getLogger("lightning_sm").info("%s | %s", banner, shlex.join(command))
-        devices = processes_per_host(job, self._topology)
-        self._preparation.install(script)
-        self._preparation.check_not_stopped("starting the script")
-        ranks = Ranks(job, self._topology, script, devices)
+        devices = processes_per_host(job, self.topology)
+        self.preparation.install(script)
+        self.preparation.check_not_stopped("starting the script")
         env = self._environment(program, script, argv, devices)
-        env |= ranks.variables(env)
+        processes = variables_of_processes(job, self.topology, script, devices, env)
         hidden = self._hidden_options(parser, argv, args)
         env[HIDDEN_OPTIONS.name] = ",".join(hidden)
-        own = [*script.command, *without_options(argv, hidden)]
-        return ScriptCommand(ranks.command(own, self._control), script.directory, env, hidden)
+        command = [*script.command, *without_options(argv, hidden)]
+        return ScriptCommand(command, script.directory, env, processes, hidden)
 
     def _hidden_options(self, parser: Parser, argv: Sequence[str], args: Sequence[str]) -> tuple[str, ...]:
         """Return the secret hyperparameters among the arguments, if the script reads these from the job."""
@@ -130,13 +125,13 @@ class CommandBuilder:
     def _environment(
         self, program: Program, script: Script, argv: Sequence[str], devices: int | None
     ) -> dict[str, str]:
-        given = {**self._env, **exported_variables(self._job, self._topology)}
+        given = {**self.env, **exported_variables(self.job, self.topology)}
         env = {**given, **hash_seed(given)}
         if devices is not None:
             env[DEVICES.name] = str(devices)
-        env[CONTROL_DIR.name] = str(self._control.path)
-        env |= self._record.variables
-        env |= toolkit_variables(self._job, program.name, argv, given)
+        env[CONTROL_DIR.name] = str(self.control.path)
+        env |= self.record.variables
+        env |= toolkit_variables(self.job, program.name, argv, given)
         # Python puts only the script's own folder on sys.path; "from app.model import X" needs the folder above app.
         paths = list(script.module_dirs)
         if given.get("PYTHONPATH"):
@@ -183,6 +178,37 @@ def hydra_command_line(args: Sequence[str], job: SageMakerJob) -> list[str]:
     arguments = to_overrides(job.hyperparameters)
     options = [argument for argument in arguments if argument.startswith("--")]
     return [*options, *args, *arguments[len(options) :]]
+
+
+def variables_of_processes(
+    job: SageMakerJob, topology: Topology, script: Script, devices: int | None, env: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return the variables of each process that the launcher starts on this host, besides those that all share.
+
+    A script that is not Python is started once: what it starts on this host is its own affair.
+
+    Args:
+        job: The facts of the job.
+        topology: Roles and ranks of all hosts.
+        script: The script.
+        devices: Number of processes that the job states for each trainer host; None if it leaves that to the script.
+        env: The variables that all share.
+    """
+    if topology.role is not Role.TRAINER:
+        return [{}]
+    variables = host_variables(job, topology)
+    if devices is None or not script.is_python:
+        if devices is not None and devices > 1:
+            _LOG.info(
+                "the job asks for %d processes on each trainer host, but the script is not a Python file: starting it "
+                "once. It can start them itself, for example with torchrun.",
+                devices,
+            )
+        return [variables]
+    if devices > 1:
+        # Otherwise, every rank would start a thread for each CPU of the host.
+        variables[_THREADS] = env.get(_THREADS) or str(max(1, usable_cpus() // devices))
+    return [{**variables, **rank_variables(topology, devices, local_rank)} for local_rank in range(devices)]
 
 
 def _banner(job: SageMakerJob, topology: Topology) -> str:

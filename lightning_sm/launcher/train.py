@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lightning_sm._log import command_logger
@@ -23,13 +23,7 @@ from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.facts import SageMakerJob, base_directory
 from lightning_sm.job.rendezvous import own_address
-from lightning_sm.job.stopping import (
-    INTERRUPTED_EXIT_CODE,
-    Outcome,
-    OutcomeKind,
-    Reason,
-    StopSchedule,
-)
+from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE, Outcome, OutcomeKind, Reason, StopSchedule
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import (
     CONTROL_DIR,
@@ -53,6 +47,7 @@ from lightning_sm.launcher.failure import (
 )
 from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 from lightning_sm.launcher.host_record import HostRecord
+from lightning_sm.launcher.lifecycle import LauncherPhase
 from lightning_sm.launcher.peers.client import Client
 from lightning_sm.launcher.peers.hub import Hub
 from lightning_sm.launcher.peers.messages import peers_key
@@ -96,8 +91,8 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
         output_dir = job.output_dir
         topology = Topology.from_job(job)
         place = _place(job, topology)
-        launcher = _HostLauncher(job, topology, place, env)
-        outcome = launcher.run(script, args)
+        launcher = _HostLauncher(job, topology, place, env, script=script, args=args)
+        outcome = launcher.run()
     except LightningSMError as error:
         _LOG.error("error: %s", error)
         outcome = Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, place))
@@ -117,7 +112,16 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
 class _HostLauncher:
     """The launcher of one host: does the work of each phase, and tells ``lifecycle`` what has happened."""
 
-    def __init__(self, job: SageMakerJob, topology: Topology, place: Place, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        job: SageMakerJob,
+        topology: Topology,
+        place: Place,
+        env: Mapping[str, str],
+        *,
+        script: str | None,
+        args: Sequence[str],
+    ) -> None:
         self._job = job
         self._topology = topology
         self._place = place
@@ -128,8 +132,9 @@ class _HostLauncher:
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
         self._child = ChildProcess(self._schedule, self._control)
-        self._preparation = Preparation(self._child, env)
         self._record = HostRecord(job, topology.role, env)
+        builder = CommandBuilder(job, topology, env, Preparation(self._child, env), self._record, self._control)
+        self._build = partial(builder.build, script, args)
         self._hang_s = HANG_S.read(env)
         self._report_s = REPORT_S.read(env)
         self._prices = PRICES.read(env)
@@ -139,21 +144,25 @@ class _HostLauncher:
         host = lifecycle.Host(job.current_host, topology.role, topology.main_host, len(topology.data_hosts))
         self._state = lifecycle.HostState(host)
         self._peers: Peers
-        self._build: Callable[[], ScriptCommand]
         self._command: ScriptCommand
         self._watchdog: Watchdog
         self._uploads: UploadWatch
-        self._waits = {
-            lifecycle.LauncherPhase.PAUSING: self._pause,
-            lifecycle.LauncherPhase.UPLOADING: self._await_upload,
-            lifecycle.LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
-            lifecycle.LauncherPhase.AWAITING_DECISION: self._await_decision,
-            lifecycle.LauncherPhase.AWAITING_STOP: self._await_stop,
-            lifecycle.LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
-            lifecycle.LauncherPhase.REPORTING: self._write_report,
+        # The work of each phase returns the event with which it has ended; None: it is done.
+        self._works: dict[LauncherPhase, Callable[[], lifecycle.End | None]] = {
+            LauncherPhase.PREPARING: self._prepare,
+            LauncherPhase.RUNNING: self._run_script,
+            LauncherPhase.PAUSING: self._pause,
+            LauncherPhase.JUDGING: self._judge,
+            LauncherPhase.UPLOADING: self._await_upload,
+            LauncherPhase.AWAITING_TRAINERS: self._await_trainers,
+            LauncherPhase.AWAITING_DECISION: self._await_decision,
+            LauncherPhase.AWAITING_STOP: self._await_stop,
+            LauncherPhase.AWAITING_RESTART: self._await_restart,
+            LauncherPhase.AWAITING_FIRST_EXIT: self._await_first_exit,
+            LauncherPhase.REPORTING: self._write_report,
         }
 
-    def run(self, script: str | None, args: Sequence[str]) -> Outcome:
+    def run(self) -> Outcome:
         """Run the script to its end, and return how this host exits.
 
         Raises:
@@ -166,21 +175,10 @@ class _HostLauncher:
         self._warn_without_secret()
         self._peers = self._make_peers()
         with self._peers, self._control, self._record:
-            builder = CommandBuilder(
-                self._job,
-                self._topology,
-                self._env,
-                preparation=self._preparation,
-                record=self._record,
-                control=self._control,
-            )
-            self._build = lambda: builder.build(script, args)
-            while self._state.phase is not lifecycle.LauncherPhase.OVER:
-                event = self._work()
+            while self._state.phase is not LauncherPhase.OVER:
+                event = self._works[self._state.phase]() or lifecycle.Done()
                 self._take_news()
                 self._tell(event)
-            if self._state.shows_consequences:
-                sys.stderr.write(child.left_out)
         return self._state.outcome
 
     def write_end(self, outcome: Outcome) -> None:
@@ -200,7 +198,7 @@ class _HostLauncher:
     def _act(self, action: lifecycle.Action) -> None:
         match action:
             case lifecycle.SendReport(outcome):
-                self._peers.report(outcome)
+                self._peers.report(outcome, self._state.attempt)
             case lifecycle.EndScript(kind, restart):
                 where, stacks = self._where() if kind is OutcomeKind.HANG else ("", "")
                 if where:
@@ -210,7 +208,7 @@ class _HostLauncher:
     def _look(self) -> None:
         """Take the news, and watch the script that runs."""
         self._take_news()
-        if self._state.phase is lifecycle.LauncherPhase.RUNNING:
+        if self._state.phase is LauncherPhase.RUNNING:
             now = time.monotonic()
             self._uploads.look(now)
             beats = self._watchdog.look(self._child.announced, now)
@@ -242,27 +240,12 @@ class _HostLauncher:
 
     # ---- The work of each phase
 
-    def _work(self) -> lifecycle.End:
-        """Do the work of the phase, and return the event with which it has ended."""
-        match self._state.phase:
-            case lifecycle.LauncherPhase.PREPARING:
-                return self._prepare()
-            case lifecycle.LauncherPhase.RUNNING:
-                return self._run_script(self._command)
-            case lifecycle.LauncherPhase.JUDGING:
-                return self._judge(self._state.exit_code)
-            case lifecycle.LauncherPhase.AWAITING_RESTART:
-                return self._await_restart()
-            case phase:
-                self._waits[phase]()
-                return lifecycle.Done()
-
     def _prepare(self) -> lifecycle.End:
         try:
             with self._record.span("preparation"):
                 self._command = self._build()
         except prepare.Stopped as stopped:
-            exit_code = 0 if self._state.is_data_host else stopped.exit_code
+            exit_code = 0 if self._state.is_data_host else 128 + (self._child.stopped_by or signal.SIGTERM)
             return lifecycle.Judged(Outcome.of_exit_code(exit_code, str(stopped)))
         except LightningSMError as error:
             return self._not_started(error)
@@ -272,13 +255,14 @@ class _HostLauncher:
         _LOG.error("error: %s", error)
         return lifecycle.Judged(Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, self._place)))
 
-    def _run_script(self, command: ScriptCommand) -> lifecycle.End:
+    def _run_script(self) -> lifecycle.End:
         self._hang_reason = self._last_seen = ""
-        child = self._child
+        child, command = self._child, self._command
         self._watchdog = Watchdog(self._hang_s)
         self._uploads = UploadWatch(None if self._state.is_data_host else self._job.checkpoint_dir)
         try:
-            return lifecycle.Exited(child.run(command.arguments, command.directory, command.env))
+            exit_code = child.run(command.arguments, command.directory, command.env, processes=command.processes)
+            return lifecycle.Exited(exit_code)
         except LightningSMError as error:
             return self._not_started(error)
 
@@ -290,9 +274,10 @@ class _HostLauncher:
         self._record.event("restart", f"the data host's script was killed (exit code {state.exit_code})")
         self._wait(lambda: self._child.must_exit, state.pause_s)
 
-    def _judge(self, exit_code: int) -> lifecycle.Judged:
+    def _judge(self) -> lifecycle.Judged:
         """Find out how and why the script has ended."""
         child, state = self._child, self._state
+        exit_code = state.exit_code
         if child.was_killed and child.stopped_by is not None and exit_code != 0 and not state.is_data_host:
             killed = f"The script did not exit within {self._schedule.kill_s:g} s and was killed.{self._last_seen}"
             self._record.event("hang", killed)
@@ -328,7 +313,7 @@ class _HostLauncher:
                 child.stopped_by or signal.SIGTERM, f"The training has saved its state and left {ending}"
             )
         # Those that announce themselves leave with another code, unless they have finished.
-        if exit_code == 0 and child.stopped_by is not None and not child.has_announced:
+        if exit_code == 0 and child.stopped_by is not None and not self._control.beats():
             note = "whether its work is complete is not known"
             return stopped_reason(child.stopped_by, f"The script has exited after the signal, and {note} {ending}")
         return ""
@@ -342,10 +327,11 @@ class _HostLauncher:
             exit_code = INTERRUPTED_EXIT_CODE
             first = replace(first, exit_code=exit_code)
         failed = script_failure(first, exit_code, child.stderr_tail, self._place, stopped_by=child.stopped_by)
-        is_consequence = failed.is_consequence and child.stopped_by is None
-        if is_consequence:
+        if failed.is_consequence and child.stopped_by is None:
             # For the report of the launcher whose script failed first.
-            self._wait_for_peers(self._is_job_decided, timeline.CAUSE_ELSEWHERE_S)
+            self._wait_for_peers(
+                lambda: self._state.job is not None or self._must_restart(), timeline.CAUSE_ELSEWHERE_S
+            )
         state, is_stopped = self._state, child.stopped_by is not None
         is_saved = is_stopped and exit_code == INTERRUPTED_EXIT_CODE and self._control.saved() is not None
         if child.stopped_by is not None and is_saved:
@@ -358,10 +344,10 @@ class _HostLauncher:
         if not (is_ended_by_job or is_stopped):
             exit_code = failed.exit_code
         outcome = Outcome.of_exit_code(exit_code, failed.reason, may_restart=may_restart)
-        return self._judged(outcome, is_consequence=is_consequence)
+        return self._judged(outcome)
 
-    def _judged(self, outcome: Outcome, *, is_consequence: bool = False) -> lifecycle.Judged:
-        return lifecycle.Judged(outcome, self._control.saved() is not None, is_consequence)
+    def _judged(self, outcome: Outcome) -> lifecycle.Judged:
+        return lifecycle.Judged(outcome, self._control.saved() is not None)
 
     def _warn_after_success(self) -> None:
         hidden = self._command.hidden
@@ -380,16 +366,20 @@ class _HostLauncher:
     def _await_decision(self) -> None:
         # Containers start seconds apart. A host that connects too late would be stopped without learning why.
         limit_s = max(self._timings.peers_timeout_s, self._timings.lost_s)
-        self._wait_for_peers(lambda: self._peers.is_decided or self._peers.restart is not None, limit_s)
+        self._wait_for_peers(lambda: self._peers.is_decided or self._must_restart(), limit_s)
 
     def _await_restart(self) -> lifecycle.End:
         peers = self._peers
-        self._wait_for_peers(lambda: peers.job_outcome is not None or peers.may_start)
-        if not peers.take_part():
+        self._wait_for_peers(lambda: peers.job_outcome is not None or self._next_attempt() is not None)
+        attempt = self._next_attempt()
+        if peers.job_outcome is not None or attempt is None:
             return lifecycle.Done()
-        attempt = peers.attempt
         self._child.prepare_restart()
         return lifecycle.Restarted(attempt)
+
+    def _next_attempt(self) -> int | None:
+        order = self._peers.order
+        return None if order is None else order.next_attempt(self._state.attempt)
 
     def _await_trainers(self) -> None:
         own = self._state.own
@@ -399,11 +389,10 @@ class _HostLauncher:
                 "(SageMaker stops the job when a host exits with an error). Cause: %s",
                 own.reason.headline,
             )
-        peers = self._peers
-        self._wait_for_peers(lambda: peers.restart is not None, _QUIET_S)
-        if not peers.is_done and peers.restart is None:
-            _LOG.info("the script on this host has exited. Waiting for: %s.", ", ".join(peers.awaited))
-        self._wait_for_peers(lambda: peers.restart is not None)
+        self._wait_for_peers(self._must_restart, _QUIET_S)
+        if not self._peers.is_done and not self._must_restart():
+            _LOG.info("the script on this host has exited. Waiting for: %s.", ", ".join(self._peers.awaited))
+        self._wait_for_peers(self._must_restart)
 
     def _await_stop(self) -> None:
         """Wait, after an interruption, for the reports of the other hosts and for the signal that stops this host.
@@ -438,8 +427,8 @@ class _HostLauncher:
     def _is_stopped(self) -> bool:
         return self._child.stopped_by is not None
 
-    def _is_job_decided(self) -> bool:
-        return self._peers.job_outcome is not None or self._peers.restart is not None
+    def _must_restart(self) -> bool:
+        return self._state.pending_restart is not None
 
     def _on_hang(self, beats: Sequence[Beat]) -> None:
         """Save the stacks of the script's processes, and kill the script."""
@@ -499,11 +488,11 @@ class _HostLauncher:
         own, trainers, key = job.current_host, topology.trainer_hosts, peers_key(job.name or "unnamed", self._env)
         is_only_host = {*trainers, *topology.data_hosts} == {own}
         if is_only_host and self._max_restarts == 0:
-            return Peers(own, trainers, timings)
+            return Peers(own, timings)
         main_host, port = topology.main_host, topology.peers_port
         if own != main_host:
             address = job.addresses.get(main_host, main_host), port
-            return Client(own, trainers, main_host=main_host, address=address, key=key, timings=timings)
+            return Client(own, main_host=main_host, address=address, key=key, timings=timings)
         bind = own_address(job), port
         try:
             return Hub(
@@ -524,7 +513,7 @@ class _HostLauncher:
                 os.strerror(error.errno or 0),
                 MAIN_PORT.name,
             )
-            return Peers(own, trainers, timings)
+            return Peers(own, timings)
 
 
 def _place(job: SageMakerJob, topology: Topology) -> Place:

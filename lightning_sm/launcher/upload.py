@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_sm._log import command_logger
+from lightning_sm._text import listed
 from lightning_sm.job.uploads import UPLOADED, UPLOADING, files_of, is_uploaded
 from lightning_sm.launcher import timeline
 
@@ -107,7 +108,7 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
         time.sleep(_POLL_S)  # the agent leaves files and announces nothing, and a stop signal moves the deadline
     if not pending:
         return True
-    _LOG.info("waiting until SageMaker has uploaded the checkpoint: %s.", _named(pending))
+    _LOG.info("waiting until SageMaker has uploaded the checkpoint: %s.", listed(list(map(str, pending))))
     while pending and time.monotonic() < deadline():
         time.sleep(_POLL_S)
         pending = [file for file in pending if not is_uploaded(file)]
@@ -116,13 +117,8 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
         _LOG.warning(
             "after %.0f s SageMaker has not uploaded %s. The next attempt may resume from an earlier checkpoint.",
             seconds,
-            _named(pending),
+            listed(list(map(str, pending))),
         )
         return False
     _LOG.info("uploaded after %.1f s.", seconds)
     return True
-
-
-def _named(files: Sequence[Path]) -> str:
-    more = len(files) - 1
-    return str(files[0]) + (f" and {more} more file{'s' if more > 1 else ''}" if more else "")

@@ -34,7 +34,7 @@ def run_containers(job: Job) -> int:
     base_dir = default_parent()
     with LocalCluster(cluster_spec(job), base_dir, runtime) as cluster:
         remove_old_runs(base_dir)
-        return run(cluster, [], FaultSettings(), timeout_s=job.max_run_s)
+        return run(cluster, [], FaultSettings())
 
 
 def ignored_keys(job: Job) -> list[str]:

@@ -109,21 +109,24 @@ def endless():
 
 
 def deaf():
-    meet()
-    report(5)
-    time.sleep(60)
+    if is_first_attempt():
+        report(5)
+        time.sleep(60)
 
 
 def leave_together():
-    meet()
-    report(5)
-    until(lambda: told)
-    (here / "told").touch()
-    until(lambda: all((meeting / host / "told").exists() for host in job.hosts))
-    sys.exit(143)
+    if is_first_attempt():
+        report(5)
+        until(lambda: told)
+        (here / "told").touch()
+        until(lambda: all((meeting / host / "told").exists() for host in job.hosts))
+        sys.exit(143)
 
 
 def is_first_attempt():
+    if job.checkpoint_dir is None:  # there is no other
+        meet()
+        return True
     # Said to the next attempt by a file, which is there only when it was uploaded before this host leaves.
     tried = job.checkpoint_dir / "tried"
     if tried.exists():

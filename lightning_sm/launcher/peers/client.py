@@ -7,7 +7,6 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import Sequence
 from typing import BinaryIO
 
 from lightning_sm.job.stopping import JobOutcome, Outcome
@@ -26,24 +25,14 @@ class Client(Peers):
 
     Args:
         own: Name of this host.
-        trainers: Names of all trainer hosts.
         main_host: Name of the hub's host.
         address: Host name or IP address, and port, of the hub.
         key: The key of the job.
         timings: How long things may take.
     """
 
-    def __init__(
-        self,
-        own: str,
-        trainers: Sequence[str],
-        *,
-        main_host: str,
-        address: tuple[str, int],
-        key: bytes,
-        timings: Timings,
-    ) -> None:
-        super().__init__(own, trainers, timings)
+    def __init__(self, own: str, *, main_host: str, address: tuple[str, int], key: bytes, timings: Timings) -> None:
+        super().__init__(own, timings)
         self.is_alone = self.is_done = False
         self.awaited = (main_host,)
         self._main_host = main_host
@@ -53,9 +42,9 @@ class Client(Peers):
         self._unreached_at = time.monotonic() + timings.unreached_s
         self._lost_at = self._gives_up_at = math.inf
 
-    def report(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome, attempt: int = 0) -> None:
         """Report the outcome of this host's script to the other hosts."""
-        super().report(outcome)
+        super().report(outcome, attempt)
         self._gives_up_at = time.monotonic() + self._timings.peers_timeout_s
 
     def _communicate(self) -> None:
@@ -74,7 +63,7 @@ class Client(Peers):
         report: tuple[int, Outcome] | None = None  # a program that does not have the key gets none
         is_last = False
         while True:
-            attempt, outcome = report or (self.attempt, None)
+            attempt, outcome = report or (0, None)
             request = to_line(Question(self._own, secrets.token_hex(16), attempt, outcome), self._key, challenge)
             connection.sendall(request)
             answer = from_line(lines.readline(MAX_LINE_BYTES), Answer, self._key, mac_of(request))

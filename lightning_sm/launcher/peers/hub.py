@@ -58,7 +58,7 @@ class Hub(Peers):
         timings: Timings,
         max_restarts: int,
     ) -> None:
-        super().__init__(own, trainers, timings)
+        super().__init__(own, timings)
         self.is_alone, self.is_done = address is None, False
         self._key = key
         self._data_hosts = frozenset(data_hosts)
@@ -138,7 +138,7 @@ class Hub(Peers):
                 host = request.host
                 self._connections[host] = writer
                 self._answers[host] = answer = self._answer()
-                self._learn(answer)
+                self._look()
                 answer = msgspec.structs.replace(answer, is_known=not self._uninformed())
                 writer.write(to_line(answer, self._key, mac_of(line)))
         except asyncio.CancelledError:

@@ -79,6 +79,18 @@ class Restart:
     def __str__(self) -> str:
         return f"Restart {self.number} of {self.most}"
 
+    def next_attempt(self, attempt: int) -> int | None:
+        """Return the number of the attempt that a host may start now; None if it must wait.
+
+        A host that has missed a start, as another restart was ordered meanwhile, takes part in both.
+
+        Args:
+            attempt: The number of the last attempt that it has started.
+        """
+        if self.may_start:
+            return self.number
+        return self.number - 1 if self.number > attempt + 1 else None
+
 
 @dataclass(frozen=True)
 class _Pending:

@@ -22,13 +22,11 @@ class Peers:
 
     Args:
         own: Name of this host.
-        trainers: Names of all trainer hosts.
         timings: How long things may take.
 
     Attributes:
         job_outcome: How the job ends; None until this host knows it.
         order: The last restart of the job that was ordered; None if there was none.
-        attempt: The number of the last restart in which this host took part; 0 before the first.
         is_alone: Whether this launcher never connects to others.
         is_decided: Whether all hosts know how the job ends; on the main host also those that are still to come, which
             have some time for it.
@@ -37,31 +35,17 @@ class Peers:
         awaited: Hosts that hold this one up, for people.
     """
 
-    def __init__(self, own: str, trainers: Sequence[str], timings: Timings) -> None:
+    def __init__(self, own: str, timings: Timings) -> None:
         self.job_outcome: JobOutcome | None = None
         self.order: Restart | None = None
-        self.attempt = 0
         self.is_alone = self.is_done = True
         self.is_decided = self.is_main_host_there = False
         self.awaited: Sequence[str] = ()
         self._own = own
-        self._takes_part = own in trainers
         self._timings = timings
         self._report: tuple[int, Outcome] | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
-
-    @property
-    def restart(self) -> Restart | None:
-        """The next restart in which the script of this host must take part; None if there is none."""
-        restart = self.order
-        return restart if restart is not None and restart.number > self.attempt and self._takes_part else None
-
-    @property
-    def may_start(self) -> bool:
-        """Whether the scripts of all hosts have exited for the next restart."""
-        restart = self.restart
-        return restart is not None and (restart.may_start or restart.number > self.attempt + 1)
 
     def __enter__(self) -> Peers:
         if not self.is_done:
@@ -71,22 +55,16 @@ class Peers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def report(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome, attempt: int = 0) -> None:
         """Report the outcome of this host's script to the other hosts.
 
         Only the first report of each attempt counts, unless this host is told to stop while it waits for a restart.
-        """
-        self._report = self.attempt, outcome
 
-    def take_part(self) -> bool:
-        """Take part in the restart, if the scripts may start again. Return whether they may."""
-        restart = self.restart
-        if restart is None or self.job_outcome is not None or not self.may_start:
-            return False
-        self._report = None
-        # If another restart was ordered meanwhile, this host has missed a start: it must take part in the new one, too.
-        self.attempt = restart.number if restart.may_start else restart.number - 1
-        return True
+        Args:
+            outcome: The outcome.
+            attempt: After how many restarts of the job the script was started.
+        """
+        self._report = attempt, outcome
 
     def close(self) -> None:
         """Send the last report, if there is a connection; then release the port and all connections."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,16 +24,7 @@ _SAYS_WHY_EXIT_CODE = 2
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """The host was told to end before its script started.
-
-    Args:
-        message: What stopped it, and what it was doing.
-        exit_code: 128 + n for the signal n that stopped it.
-    """
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    """The host was told to end before its script started; the text says what stopped it, and what it was doing."""
 
 
 class Preparation:
@@ -111,12 +101,11 @@ class Preparation:
             Stopped: The host was told to end.
         """
         if self._child.must_exit:
-            stopped_by = self._child.stopped_by
-            raise Stopped(not_started_reason(stopped_by, doing), 128 + (stopped_by or signal.SIGTERM))
+            raise Stopped(not_started_reason(self._child.stopped_by, doing))
 
     def _run(self, command: Sequence[str], doing: str, directory: Path) -> int:
         self.check_not_stopped(doing)
-        exit_code = self._child.run(command, directory, self._env, self._limit_s)
+        exit_code = self._child.run(command, directory, self._env, limit_s=self._limit_s)
         if self._child.was_late:
             raise ScriptError(
                 f"Timeout: {doing} took longer than {self._limit_s:g} s ({PREPARE_S.name}). Look at its last lines in "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from lightning_sm.errors import ScriptError
@@ -16,25 +15,19 @@ from lightning_sm.job.hyperparameters import unquoted
 _CONTAINER_CODE_DIR = Path("/opt/ml/code")
 
 
-class NamedBy(Enum):
-    """The place where a script was named; the value is for people."""
-
-    COMMAND_LINE = "the command line"
-    HYPERPARAMETER = "hyperparameter sagemaker_program"
-    VARIABLE = "SAGEMAKER_PROGRAM"
-
-
 @dataclass(frozen=True)
 class Program:
     """The name of the script to run.
 
     Attributes:
         name: Path, relative to the code.
-        named_by: Where it was named.
+        origin: Where it was named, for messages.
+        is_entry_point: Whether the job names it, as a file of its own code.
     """
 
     name: str
-    named_by: NamedBy
+    origin: str
+    is_entry_point: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,13 +92,14 @@ def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) 
     Raises:
         ScriptError: No script is named.
     """
-    for name, named_by in (
-        (script, NamedBy.COMMAND_LINE),
-        (unquoted(job.hyperparameters.get("sagemaker_program")), NamedBy.HYPERPARAMETER),
-        (env.get("SAGEMAKER_PROGRAM"), NamedBy.VARIABLE),
+    entry_point = unquoted(job.hyperparameters.get("sagemaker_program")) or ""
+    for program in (
+        Program(script or "", "the command line"),
+        Program(entry_point, "hyperparameter sagemaker_program", is_entry_point=True),
+        Program(env.get("SAGEMAKER_PROGRAM", ""), "SAGEMAKER_PROGRAM"),
     ):
-        if name:
-            return Program(name, named_by)
+        if program.name:
+            return program
     raise ScriptError(
         "No training script was given. Name it on the command line (lightning-sm train app/train.py), in "
         "SAGEMAKER_PROGRAM, or in the hyperparameter sagemaker_program (Estimator(entry_point=...))."
@@ -147,7 +141,7 @@ def find_script(program: Program, job: SageMakerJob, env: Mapping[str, str], sub
             return Script((*_interpreter(path), str(path)), folder, submitted)
     tried = list(dict.fromkeys(str(folder / program.name) for folder in folders))
     raise ScriptError(
-        f"The training script {program.name!r} does not exist. It was named by {program.named_by.value}. "
+        f"The training script {program.name!r} does not exist. It was named by {program.origin}. "
         f"Tried: {', '.join(tried)}."
     )
 
@@ -157,7 +151,7 @@ _PYTHON = (sys.executable, "-u")
 
 def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submitted: Path | None) -> Sequence[Path]:
     # entry_point= names a file of the job's code only: a script of the same name in the image is a different one.
-    if submitted is not None and program.named_by is NamedBy.HYPERPARAMETER:
+    if submitted is not None and program.is_entry_point:
         return [submitted]
     folders = [] if submitted is None else [submitted]
     folders.append(Path.cwd())
@@ -166,9 +160,7 @@ def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submit
         folders.append(Path(stated).absolute())
     folders.append(job.code_dir.absolute())
     # SDK v3 puts the code here. Its driver starts this launcher with SourceCode(command="lightning-sm train ...").
-    sdk_v3 = (job.base_dir / "input" / "data" / "code").absolute()
-    if sdk_v3.is_dir():
-        folders.append(sdk_v3)
+    folders.append((job.base_dir / "input" / "data" / "code").absolute())
     return folders
 
 

@@ -38,7 +38,7 @@ def test_killed_local_rank(jobs, work, rank):
     """The named local rank is killed, and neither its worker, nor the process that started it, nor the other rank."""
     options = ["--devices", "2", "--fault", f"kill-rank:algo-1/{rank}@step=1"]
     ended = run_faulty(jobs, work, *options, mode="local_ranks")
-    assert f"rank {rank} was killed by SIGKILL. Ending the other ranks of this host." in ended.stdout
+    assert f"rank {rank}: killed by SIGKILL (exit code 137). Ending the other ranks of this host." in ended.stdout
     assert ended.returncode == 137
 
 

@@ -68,14 +68,13 @@ def test_restart_kills_all_without_a_word(jobs, work):
 
 def test_interruption_of_one_host(jobs, work):
     """Only that host is told; the others are killed when the time is over."""
-    options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=5", "--grace-s", "3", "--max-attempts", "1"]
+    options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=5", "--grace-s", "3"]
     ended = run_faulty(jobs, work, *options, mode="deaf")
-    assert ended.returncode == 137
+    assert ended.returncode == 0
     assert [host for host, _ in said_after(ended.stdout, "told")] == ["algo-2"]
     for host, num_columns in (("algo-1", 4), ("algo-2", 5)):
         assert f"Killing host {host}: the grace period of 3 s is over." in ended.stdout
-        assert len(row(ended.stdout, host)) == num_columns
-    assert "Attempt" not in ended.stdout
+        assert len(row(ended.stdout, host, 1)) == num_columns
 
 
 def test_stubborn_hosts_are_killed_when_the_time_is_over(jobs, work):
@@ -103,7 +102,7 @@ def test_signal_before_the_launcher_listens_is_lost(jobs, work):
 @pytest.mark.parametrize("kind", ["interrupt", "stop"])
 def test_skewed_signals(jobs, work, kind):
     """SIGTERM reaches the hosts the given seconds apart, in an order that repeats with the seed."""
-    options = ["--group", "trainer=3", "--fault", f"{kind}@step=5,skew=1", "--max-attempts", "1"]
+    options = ["--group", "trainer=3", "--fault", f"{kind}@step=5,skew=1"]
     orders = []
     for _ in range(2):
         ended = run_faulty(jobs, work, *options, mode="leave_together")
@@ -116,19 +115,12 @@ def test_skewed_signals(jobs, work, kind):
 
 def test_stopped_job_has_no_other_attempt(jobs, work):
     """After StopTrainingJob the exit code is what the hosts made of SIGTERM."""
-    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "stop@step=5", "--max-attempts", "2", held=[19])
+    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "stop@step=5", held=[19])
     assert ended.returncode == 143
-    assert "Attempt 2" not in ended.stdout
+    assert "Attempt" not in ended.stdout
     assert "Killing host" not in ended.stdout
     assert "Host algo" not in ended.stdout
     assert len(row(ended.stdout, "algo-1")) == 5
-
-
-def test_interruption_without_another_attempt(jobs, work):
-    """With --max-attempts 1 the job ends with the interruption."""
-    ended = run_faulty(jobs, work, "--fault", "interrupt@step=5", "--max-attempts", "1", held=[19])
-    assert ended.returncode == 143
-    assert "Attempt" not in ended.stdout
 
 
 def test_each_fault_happens_in_one_attempt(jobs, work):

@@ -92,7 +92,6 @@ def test_bad_scripts_start_nothing(jobs, work, script, message):
         (["--fault", "kill:algo-9@start"], "there is no host 'algo-9'; the hosts are algo-1, or by position"),
         (["--fault", "kill-rank:algo-1/1@start"], "there is no local rank 1; --devices is 1"),
         (["--grace-s", "-1"], "--grace-s -1: expected 0 seconds or more."),
-        (["--max-attempts", "0"], "--max-attempts 0: expected at least 1."),
     ],
 )
 def test_wrong_faults_start_nothing(jobs, work, options, message):

@@ -64,10 +64,10 @@ def _make_link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        pytest.param(lambda path: _make_as_other(path, 0o777), f"belongs to user id {_OTHER}", marks=_NEEDS_ROOT),
-        pytest.param(lambda path: _make_as_other(path, 0o755), f"belongs to user id {_OTHER}", marks=_NEEDS_ROOT),
-        (_make_for_all, "has mode 0777, so that other users can write there"),
-        (_make_link, "is not a folder"),
+        pytest.param(lambda path: _make_as_other(path, 0o777), f"is drwxrwxrwx of user id {_OTHER}", marks=_NEEDS_ROOT),
+        pytest.param(lambda path: _make_as_other(path, 0o755), f"is drwxr-xr-x of user id {_OTHER}", marks=_NEEDS_ROOT),
+        (_make_for_all, f"is drwxrwxrwx of user id {os.getuid()}"),
+        (_make_link, f"is lrwxrwxrwx of user id {os.getuid()}"),
     ],
     ids=["foreign", "foreign and readable", "writable", "link"],
 )

@@ -21,6 +21,8 @@ TIMEOUT_S = 120
 TOGETHER_S = 45.0
 MAX_REASON_CHARS = 1024
 PAGE = REPOSITORY / "docs" / "lifecycle.md"
+# Else the data hosts have no DataLoaders.
+HOOKS_THERE = ("--data_service.hooks", "data")
 # Below the 25 s after which the emulator kills, unlike their defaults.
 # Else the trainers have all batches of an epoch before their data host is gone.
 FEW_AHEAD = ("--data_service.window_batches", "4")
@@ -323,6 +325,7 @@ MATRIX = [
         "one of two data hosts",
         "creating the DataLoader",
         fails=("exit@open", "data-0"),
+        arguments=HOOKS_THERE,
         num_data_hosts=2,
     ),
     Cell(
@@ -336,6 +339,7 @@ MATRIX = [
         first="any",
         reason=LAST_LINES.format(7),
         fails=("exit@open", "data-0"),
+        arguments=HOOKS_THERE,
     ),
     Cell(
         "SIGKILL of a rank, with one restart allowed",

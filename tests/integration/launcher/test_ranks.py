@@ -99,8 +99,8 @@ def test_a_shell_script_starts_its_own_ranks(base, work):
 @pytest.mark.parametrize(
     ("end", "code", "how"),
     [
-        ("sys.exit(7)", 7, "rank 3 exited with code 7"),
-        ("os.kill(os.getpid(), 9)", 137, "rank 3 was killed by SIGKILL"),
+        ("sys.exit(7)", 7, "exit code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "killed by SIGKILL (exit code 137)"),
     ],
 )
 def test_a_rank_that_fails_ends_the_others_of_its_host(base, work, end, code, how):
@@ -108,7 +108,8 @@ def test_a_rank_that_fails_ends_the_others_of_its_host(base, work, end, code, ho
     (work / "train.py").write_text(_RANK + f"{end} if rank == 3 else time.sleep(600)")
     ended = train(base, work, "train.py", LIGHTNING_SM_DEVICES="2")
     assert ended.returncode == code
-    assert how in failure(base)
+    assert failure(base).startswith(f"{how} on trainer host algo-2, rank 3")
+    assert f"rank 3: {how}. Ending the other ranks of this host." in ended.stderr
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(base, work):

@@ -103,8 +103,6 @@ def test_a_host_that_is_alone_waits_for_nobody_when_it_fails(base, work):
     ended = train(base, work, "train.py", LIGHTNING_SM_PEERS_TIMEOUT_S="86400")
     assert ended.returncode == 1
     assert failure(base).startswith("BrokenPipeError: of nobody")
-    # Such an exception mostly follows from another host's failure. Where it does not, the log has all of it.
-    assert ended.stderr.count("BrokenPipeError: of nobody (4 lines of traceback left out: ") == 1
     assert ended.stderr.count("raise BrokenPipeError('of nobody')\n") == 1
 
 

@@ -14,10 +14,10 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from lightning_sm.errors import ScriptError
 from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE, StopSchedule
 from lightning_sm.job.variables import CONTROL_DIR
-from lightning_sm.launcher import rank_processes
 from lightning_sm.launcher.child_process import ChildProcess
 from tests.fakes.job_folder import resource_config, write_job
 from tests.integration.emulators import until
@@ -289,14 +289,26 @@ time.sleep(60)
 """
 
 
-def test_the_starter_of_ranks_leaves_their_exit_codes_to_the_launcher(tmp_path, monkeypatch):
-    """The launcher knows how a rank has ended, even if it was too busy to look before the starter had exited."""
+def test_the_rank_that_was_killed_is_known(tmp_path, monkeypatch):
+    """Its parent is the launcher, which knows how it has ended whatever the kernel shows to others."""
     monkeypatch.setattr("lightning_sm._linux.exit_code_of_zombie", lambda _: None)
-    monkeypatch.setenv("GROUP_RANK", "0")
     with ControlFolder(tmp_path / "control") as control:
         control.path.mkdir()
-        starter = [sys.executable, "-I", rank_processes.__file__, "2", str(control.peers_gone), "2", "9"]
         child = ChildProcess(StopSchedule(95, 110), control)
         env = {**os.environ, CONTROL_DIR.name: str(control.path)}
-        assert child.run([*starter, sys.executable, "-c", _RANKS], tmp_path, env) == 137
+        ranks = [{"RANK": "0"}, {"RANK": "1"}]
+        assert child.run([sys.executable, "-c", _RANKS], tmp_path, env, processes=ranks) == 137
         assert (child.failed.rank, child.failed.exit_code) == (1, 137)
+
+
+def test_ranks_that_have_started_are_killed_if_another_one_cannot_be(tmp_path):
+    """As where the system has no room for a further process."""
+    before = psutil.Process().children()
+    with ControlFolder(tmp_path / "control") as control:
+        control.path.mkdir()
+        child = ChildProcess(StopSchedule(95, 110), control)
+        too_long = "x" * 200 * 1024
+        with pytest.raises(ScriptError, match=r"cannot be started: .* Argument list too long"):
+            child.run([sys.executable, "-c", _WAIT], tmp_path, os.environ, processes=[{}, {"NAME": too_long}])
+    started = [process.pid for process in psutil.Process().children() if process not in before]
+    until(lambda: not any(map(_alive, started)), "the first one is killed", TIMEOUT_S)

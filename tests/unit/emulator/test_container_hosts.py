@@ -42,7 +42,7 @@ def _create(calls, tmp_path, command=(), **spec):
     with LocalCluster(ClusterSpec(**spec), tmp_path / "jobs", runtime) as cluster:
         host = cluster.hosts[0]
         output = Output(io.BytesIO(), [host.name])
-        started = runtime.start(host, command, output, threading.Event(), agent=None)
+        started = runtime.start(host, command, output, threading.Event())
         started.waiter.join(60)
         assert started.read_rest(60)
         assert started.exit_code == 0

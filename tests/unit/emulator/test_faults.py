@@ -119,7 +119,6 @@ def test_other_texts_are_refused(text):
         (FaultSettings(grace_s=-1.0), "--grace-s -1"),
         (FaultSettings(grace_s=float("nan")), "--grace-s nan"),
         (FaultSettings(grace_s=float("inf")), "--grace-s inf"),
-        (FaultSettings(max_attempts=0), "--max-attempts 0"),
     ],
 )
 def test_faults_without_a_target_are_refused(settings, message):
@@ -131,7 +130,7 @@ def test_faults_without_a_target_are_refused(settings, message):
 def test_faults_with_a_target_pass():
     """Hosts may be named, or found by their place in a group."""
     texts = ["kill:algo-3@start", "kill:trainer-2@start", "late:data-1=1", "kill-rank:algo-1/1@start", "restart@start"]
-    check(FaultSettings(tuple(map(parse, texts)), 0.0, 1), {"trainer": 2, "data": 1}, devices=2)
+    check(FaultSettings(tuple(map(parse, texts)), 0.0), {"trainer": 2, "data": 1}, devices=2)
 
 
 def test_places_in_a_group_count_by_number():
@@ -182,19 +181,17 @@ def test_faults_stay_until_they_happened():
 
 
 @pytest.mark.parametrize(
-    ("texts", "given_attempts", "attempts", "checkpoints"),
+    ("texts", "attempts", "checkpoints"),
     [
-        ([], None, 1, False),
-        (["kill:algo-1@start", "stop@step=1"], None, 1, False),
-        (["interrupt@step=1"], None, 2, True),
-        (["interrupt@step=1", "restart@step=9"], None, 3, True),
-        (["interrupt@step=1"], 1, 1, True),
-        ([], 4, 4, False),
+        ([], 1, False),
+        (["kill:algo-1@start", "stop@step=1"], 1, False),
+        (["interrupt@step=1"], 2, True),
+        (["interrupt@step=1", "restart@step=9"], 3, True),
     ],
 )
-def test_number_of_attempts(texts, given_attempts, attempts, checkpoints):
-    """Each interruption and restart has an attempt after it, unless fewer are asked for."""
-    settings = FaultSettings(tuple(map(parse, texts)), max_attempts=given_attempts)
+def test_number_of_attempts(texts, attempts, checkpoints):
+    """Each interruption and restart has an attempt after it."""
+    settings = FaultSettings(tuple(map(parse, texts)))
     assert (settings.num_attempts, settings.needs_checkpoints) == (attempts, checkpoints)
 
 

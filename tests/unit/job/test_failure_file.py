@@ -41,7 +41,7 @@ def test_an_exception_is_described(tmp_path):
     ended, failure = died(tmp_path / "control", source)
     assert ended.returncode == 1
     assert b"\nValueError: bad shape\nof two\n" in ended.stderr
-    assert (failure.module, failure.type, failure.rank) == ("builtins", "ValueError", 3)
+    assert failure.rank == 3
     assert failure.lines == ("ValueError: bad shape", "of two")
     assert failure.frames[-1].startswith(f'File "{tmp_path}/train.py", line 6, in f: raise ValueError(')
     assert not any((failure.is_consequence, failure.is_permanent, failure.is_passed_on))
@@ -90,24 +90,13 @@ def test_on_a_full_disk_the_traceback_is_the_reason(tmp_path):
     assert read_failures(folder) == {}
 
 
-def test_a_consequence_is_printed_in_one_line(tmp_path):
-    """The cause is printed elsewhere; the launcher has the traceback, if there is none."""
-    source = "def f():\n    raise ConnectionResetError('Connection reset by peer')\nf()\n"
-    ended, failure = died(tmp_path / "control", source)
-    line = "ConnectionResetError: Connection reset by peer"
-    assert ended.stderr.decode().startswith(f"{line} (")
-    assert ended.stderr.decode().endswith(" lines of traceback left out: another process may have ended)\n")
-    assert failure.traceback.startswith("Traceback (most recent call last):\n")
-    assert failure.traceback.endswith(f"{line}\n")
-
-
 def test_an_exception_that_was_reported_early_is_printed_once(tmp_path):
     """As by a rank that fails in ``fit``, where printing must not wait for the exit."""
     source = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n"
     source += "    sys.excepthook(type(error), error, error.__traceback__)\n    raise\n"
     ended, failure = died(tmp_path / "control", source)
     assert ended.stderr.count(b"ZeroDivisionError: ") == 1
-    assert failure.type == "ZeroDivisionError"
+    assert failure.lines == ("ZeroDivisionError: division by zero",)
 
 
 def test_a_signal_that_ends_a_failing_process_hides_no_exception(tmp_path):
@@ -116,13 +105,13 @@ def test_a_signal_that_ends_a_failing_process_hides_no_exception(tmp_path):
     source += "    reporter.keep()\n    sys.exit(143)\n"
     ended, failure = died(tmp_path / "control", source)
     assert ended.returncode == 143
-    assert failure.type == "ZeroDivisionError"
+    assert failure.lines == ("ZeroDivisionError: division by zero",)
 
 
 def test_a_hook_that_replaces_ours_hides_nothing(tmp_path):
     """Libraries that print tracebacks in their own way need not call the hook of before."""
     _, failure = died(tmp_path / "control", "sys.excepthook = lambda *_: None\n1 / 0\n")
-    assert failure.type == "ZeroDivisionError"
+    assert failure.lines == ("ZeroDivisionError: division by zero",)
 
 
 def test_handlers_at_exit_see_a_failure_first(tmp_path):

@@ -10,7 +10,7 @@ _SCRIPT = 10
 
 def raised(at, *, is_consequence=False):
     """What a process says of its exception."""
-    return ProcessFailure(1, 0, at, at, "builtins", "E", ("E: x",), (), is_consequence=is_consequence)
+    return ProcessFailure(0, at, ("E: x",), (), is_consequence=is_consequence)
 
 
 def rank(pid, code=None, at=None, failure=None):

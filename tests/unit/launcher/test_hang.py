@@ -8,12 +8,7 @@ import pytest
 
 from lightning_sm.job.control_folder import Beat, ControlFolder, Phase
 from lightning_sm.job.variables import CONTROL_DIR
-from lightning_sm.launcher.hang import (
-    HangRule,
-    Watchdog,
-    described,
-    save_stacks,
-)
+from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 
 
 def _training(pid, at, step=0, phase=Phase.TRAINING, error=""):
@@ -22,28 +17,28 @@ def _training(pid, at, step=0, phase=Phase.TRAINING, error=""):
 
 def test_a_process_hangs_when_it_says_nothing_for_long():
     """All that hang are named, but not those that still make steps."""
-    rule = HangRule(least_s=60)
-    assert rule.hanging([_training(0, 0.0), _training(1, 0.0)], 59.9) == []
-    assert rule.hanging([_training(0, 0.0), _training(1, 2.0)], 60.0) == [_training(0, 0.0)]
+    watchdog = Watchdog(least_s=60)
+    assert watchdog.hanging([_training(0, 0.0), _training(1, 0.0)], 59.9) == []
+    assert watchdog.hanging([_training(0, 0.0), _training(1, 2.0)], 60.0) == [_training(0, 0.0)]
 
 
 def test_slow_steps_take_their_time():
     """Twenty times the longest step so far is no hang, however short the limit."""
-    rule = HangRule(least_s=10)
-    assert rule.hanging([_training(0, 0.0)], 1.0) == []
-    assert rule.hanging([_training(0, 5.0)], 6.0) == []
-    assert rule.hanging([_training(0, 5.0)], 104.9) == []
-    assert rule.hanging([_training(0, 5.0)], 105.0) != []
+    watchdog = Watchdog(least_s=10)
+    assert watchdog.hanging([_training(0, 0.0)], 1.0) == []
+    assert watchdog.hanging([_training(0, 5.0)], 6.0) == []
+    assert watchdog.hanging([_training(0, 5.0)], 104.9) == []
+    assert watchdog.hanging([_training(0, 5.0)], 105.0) != []
 
 
 @pytest.mark.parametrize(("phase", "limit_s"), [(Phase.ENDING_EPOCH, 10), (Phase.FIRST_STEP, 20 * 50)])
 def test_what_may_pause_is_no_hang(phase, limit_s):
     """The end of an epoch or a compilation may take long; only a first step says something about those that follow."""
-    rule = HangRule(least_s=10)
+    watchdog = Watchdog(least_s=10)
     paused = _training(0, 0.0, phase=phase)
-    assert rule.hanging([paused], 50.0) == []
-    assert rule.hanging([_training(0, 50.0)], 49.0 + limit_s) == []
-    assert rule.hanging([_training(0, 50.0)], 50.0 + limit_s) != []
+    assert watchdog.hanging([paused], 50.0) == []
+    assert watchdog.hanging([_training(0, 50.0)], 49.0 + limit_s) == []
+    assert watchdog.hanging([_training(0, 50.0)], 50.0 + limit_s) != []
 
 
 @pytest.mark.parametrize(
@@ -55,19 +50,19 @@ def test_what_may_pause_is_no_hang(phase, limit_s):
 )
 def test_a_checkpoint_and_what_comes_before_the_first_step_end_some_day(phase, hangs):
     """They may take ten times as long as a step; what a script does otherwise takes any time."""
-    rule = HangRule(least_s=1200)
+    watchdog = Watchdog(least_s=1200)
     beats = [_training(0, 0.0, phase=phase)]
-    assert rule.hanging(beats, 11_999.0) == []
-    assert rule.hanging(beats, 12_000.0) == (beats if hangs else [])
+    assert watchdog.hanging(beats, 11_999.0) == []
+    assert watchdog.hanging(beats, 12_000.0) == (beats if hangs else [])
 
 
 def test_a_process_that_has_failed_must_end():
     """A rank that raised an exception, but whose process does not end, hangs the others."""
-    rule = HangRule(least_s=600)
+    watchdog = Watchdog(least_s=600)
     failed = _training(1, 0.0, phase=Phase.FAILED, error="ValueError: no label")
     waiting = _training(0, 0.0)
-    assert rule.hanging([waiting, failed], 119.0) == []
-    assert rule.hanging([waiting, failed], 120.0) == [failed]
+    assert watchdog.hanging([waiting, failed], 119.0) == []
+    assert watchdog.hanging([waiting, failed], 120.0) == [failed]
 
 
 def test_where_they_stand_in_one_line():

@@ -429,16 +429,6 @@ def test_lives(host, events, phases, actions, outcome):
         assert state.outcome == outcome
 
 
-def test_a_host_that_was_not_stopped_shows_what_it_left_out_unless_another_has_failed():
-    """A consequence without a cause elsewhere is the cause."""
-    events = [Done(), Exited(1), Judged(_BROKEN, is_consequence=True), Done()]
-    assert _life(_TRAINER, *events)[2].shows_consequences
-    assert not _life(_TRAINER, *events[:3], JobEnded(_FAILED_ELSEWHERE), *events[3:])[2].shows_consequences
-    assert not _life(_TRAINER, *events[:2], Judged(_BROKEN), *events[3:])[2].shows_consequences
-    assert not _life(_TRAINER, *events[:2], _TERM, *events[2:3])[2].shows_consequences
-    assert not _life(_TRAINER, Judged(_BROKEN))[2].shows_consequences
-
-
 @pytest.mark.parametrize(
     ("host", "restart", "attempt", "is_pending"),
     [
@@ -470,7 +460,7 @@ def test_an_event_of_another_phase_is_refused():
 
 
 _OUTCOMES = st.sampled_from([_SUCCESS, _BROKEN, _KILLED, _INTERRUPTED, _HANGS, _TOLD])
-_JUDGED = st.builds(Judged, _OUTCOMES, st.booleans(), st.booleans())
+_JUDGED = st.builds(Judged, _OUTCOMES, st.booleans())
 _JOBS = st.sampled_from([_FINISHED, _FAILED_HERE, *_ELSEWHERE])
 _MOST_RESTARTS = 3
 

@@ -43,7 +43,7 @@ class Job:
         """The launcher of a host, not started."""
         limits, address = Timings(**{**FAST, **timings}), (self.bind, self.port)
         if own != MAIN:
-            return Client(own, self.trainers, main_host=MAIN, address=address, key=self.key, timings=limits)
+            return Client(own, main_host=MAIN, address=address, key=self.key, timings=limits)
         if len(self.trainers) + len(self.data_hosts) == 1:
             address = None
         return Hub(
@@ -177,7 +177,7 @@ own, key, bind, port, trainers, lost_s = sys.argv[1:7]
 trainers, address, timings = trainers.split(), (bind, int(port)), Timings(lost_s=float(lost_s), poll_s=0.02)
 shared = {"address": address, "key": bytes.fromhex(key), "timings": timings}
 with Hub(own, trainers, [], max_restarts=0, **shared) if own == "algo-1" else Client(
-    own, trainers, main_host="algo-1", **shared
+    own, main_host="algo-1", **shared
 ):
     print("started", flush=True)
     sys.stdin.read()

@@ -312,7 +312,7 @@ def test_name_that_does_not_resolve_is_waited_for(exits):
     """A main host whose name does not resolve yet is not an error."""
     job = Job(exits)
     address = "algo-1.invalid", job.port
-    peers = Client("algo-2", job.trainers, main_host=MAIN, address=address, key=job.key, timings=Timings(**FAST))
+    peers = Client("algo-2", main_host=MAIN, address=address, key=job.key, timings=Timings(**FAST))
     with peers:
         peers.report(_SUCCESS)
         assert end_outcomes(peers) == {None}

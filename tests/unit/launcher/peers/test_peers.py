@@ -171,7 +171,7 @@ def test_other_host_waits_only_so_long_for_the_main_host(exits):
 def test_a_host_without_others_waits_for_nobody():
     """It opens no port and starts no thread."""
     threads = threading.active_count()
-    with Peers(MAIN, [MAIN], Timings()) as peers:
+    with Peers(MAIN, Timings()) as peers:
         assert threading.active_count() == threads
         peers.report(Outcome.of_exit_code(1))
         assert (peers.is_alone, peers.is_done, peers.job_outcome) == (True, True, None)

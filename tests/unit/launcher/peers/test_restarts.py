@@ -20,10 +20,14 @@ def _ordered(peers, number=1):
     return peers.order
 
 
-def _start(*launchers):
-    """Let all hosts start their scripts again, when they may."""
-    until(lambda: all(peers.may_start for peers in launchers))
-    assert [peers.take_part() for peers in launchers] == [True] * len(launchers)
+def _next_attempts(launchers, attempt=0):
+    """The attempts that hosts may start."""
+    return {None if peers.order is None else peers.order.next_attempt(attempt) for peers in launchers}
+
+
+def _start(*launchers, attempt=1):
+    """Wait until all hosts may start their scripts again."""
+    until(lambda: _next_attempts(launchers, attempt - 1) == {attempt})
 
 
 def _restart(launchers, failing):
@@ -31,8 +35,7 @@ def _restart(launchers, failing):
     others = [peers for host, peers in launchers.items() if host not in (failing, DATA)]
     launchers[failing].report(BROKEN)
     for peers in others:
-        order = _ordered(peers)
-        assert peers.restart == order
+        _ordered(peers)
         peers.report(ENDED)
     assert launchers[failing].job_outcome is None
     _start(launchers[failing], *others)
@@ -40,16 +43,14 @@ def _restart(launchers, failing):
 
 @pytest.mark.parametrize("failing", [MAIN, "algo-3"])
 def test_all_trainer_hosts_start_again_together(exits, failing):
-    """Whichever host fails, all are told why, and start; data hosts hear of it and have no part in it."""
+    """Whichever host fails, all are told why, and start; data hosts hear of it."""
     launchers = Job(exits, 3, 1).start_all(max_restarts=1)
     _restart(launchers, failing)
     data = launchers.pop(DATA)
     order = _ordered(data)
     assert order in [Restart(1, 1, OutcomeKind.FAILURE, "ValueError: broken", may_start) for may_start in (True, False)]
-    assert data.restart is None
-    assert {peers.restart for peers in launchers.values()} == {None}
     for peers in launchers.values():
-        peers.report(Outcome.of_exit_code(0))
+        peers.report(Outcome.of_exit_code(0), 1)
     assert end_outcomes(*launchers.values()) == {JobOutcome(OutcomeKind.SUCCESS)}
     assert outcome_of(data) == JobOutcome(OutcomeKind.SUCCESS)
 
@@ -59,7 +60,7 @@ def test_nobody_starts_before_all_scripts_have_exited(exits):
     launchers = Job(exits).start_all(max_restarts=1)
     launchers["algo-2"].report(BROKEN)
     assert not _ordered(launchers[MAIN]).may_start
-    assert not any(peers.may_start or peers.take_part() for peers in launchers.values())
+    assert _next_attempts(launchers.values()) == {None}
     launchers[MAIN].report(ENDED)
     _start(*launchers.values())
 
@@ -68,7 +69,7 @@ def test_after_the_last_restart_the_job_fails(exits):
     """All hosts learn the reason, with the number of restarts."""
     launchers = Job(exits).start_all(max_restarts=1)
     _restart(launchers, "algo-2")
-    launchers["algo-2"].report(Outcome.of_exit_code(3, "KeyError: last", may_restart=True))
+    launchers["algo-2"].report(Outcome.of_exit_code(3, "KeyError: last", may_restart=True), 1)
     reason = "KeyError: last\nThe job was restarted once before. First cause: ValueError: broken"
     expected = JobOutcome(OutcomeKind.FAILURE, "algo-2", 3, Reason(reason, "KeyError: last"))
     assert {outcome_of(peers) for peers in launchers.values()} == {expected}
@@ -91,7 +92,7 @@ def test_a_host_that_is_stopped_ends_the_wait_of_all(exits):
     launchers[MAIN].report(ENDED)  # algo-3 still ends its script, so that nobody may start yet
     launchers["algo-2"].report(Outcome.of_exit_code(143, "stopped"))
     assert outcome_of(launchers[MAIN]).kind is OutcomeKind.INTERRUPTION
-    assert not launchers[MAIN].take_part()
+    assert _next_attempts([launchers[MAIN]]) == {None}
 
 
 def test_a_host_that_comes_late_takes_part_in_a_restart(exits):
@@ -116,14 +117,11 @@ def test_a_host_that_is_slow_to_start_takes_part_in_the_next_restart(exits):
     _ordered(slow)
     slow.report(ENDED)
     _start(main)
-    main.report(BROKEN)
-    assert _ordered(slow, 2).number == 2
-    assert slow.may_start
-    assert slow.take_part()
-    assert (slow.attempt, slow.restart.number) == (1, 2)
-    slow.report(ENDED)
-    _start(*launchers.values())
-    assert {peers.restart for peers in launchers.values()} == {None}
+    main.report(BROKEN, 1)
+    assert _ordered(slow, 2).next_attempt(0) == 1
+    assert _ordered(slow, 2).next_attempt(1) is None
+    slow.report(ENDED, 1)
+    _start(*launchers.values(), attempt=2)
 
 
 def test_the_only_host_restarts_without_a_port(exits):
@@ -134,7 +132,7 @@ def test_the_only_host_restarts_without_a_port(exits):
     assert (peers.is_alone, other.is_alone) == (True, True)
     peers.report(BROKEN)
     _start(peers)
-    peers.report(BROKEN)
+    peers.report(BROKEN, 1)
     assert outcome_of(peers).reason.text.startswith("ValueError: broken\nThe job was restarted once")
     until(lambda: peers.is_decided and peers.is_done)
 

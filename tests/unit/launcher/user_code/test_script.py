@@ -9,7 +9,6 @@ import pytest
 from lightning_sm.errors import ScriptError
 from lightning_sm.launcher.user_code.requirements import constraints, failure
 from lightning_sm.launcher.user_code.script import (
-    NamedBy,
     Program,
     Submission,
     find_program,
@@ -78,7 +77,7 @@ def test_what_starts_a_file(tmp_path, monkeypatch, name, content, command):
     """Python by the suffix, else the first line's interpreter with one argument, else sh; programs by themselves."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content.encode())
-    script = find_script(Program(name, NamedBy.COMMAND_LINE), job_with(), {})
+    script = find_script(Program(name, "the command line"), job_with(), {})
     assert list(script.command) == [*command, str(tmp_path / name)]
 
 
@@ -86,7 +85,7 @@ def test_a_name_that_is_no_file_is_an_error(tmp_path, monkeypatch):
     """It says where the name is from."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ScriptError, match=r"'nets\.train' does not exist. It was named by the command line\."):
-        find_script(Program("nets.train", NamedBy.COMMAND_LINE), job_with(base_dir=tmp_path / "ml"), {})
+        find_script(Program("nets.train", "the command line"), job_with(base_dir=tmp_path / "ml"), {})
 
 
 def test_constraints_keep_what_the_image_is_built_around():
