@@ -22,7 +22,7 @@ from lightning_sm.data.batch.collate import collate_into
 from lightning_sm.data.host.generators import HeldGenerators, reachable, seed_all
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.host.trainer_view import TrainerView
-from lightning_sm.data.host.worker import Builder, UserCodeError, WorkerPlace, encode_batches
+from lightning_sm.data.host.worker import Builder, WorkerPlace, encode_batches
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import RankWorld
 from lightning_sm.data.protocol.fetch import FetchSpec
@@ -97,37 +97,30 @@ class IndexedBuilder:
 
     def _batch(self, spec: FetchSpec, number: int, notes: WorkerNotes, arena: Arena) -> Any:
         source = self._source
+        notes.set_text("unpickling what the sampler yielded")
         index = pickle.loads(spec.indices[number])  # noqa: S301  # of a trainer that has proved the token
         seed = _seed_of(spec, number)
         seed_all(seed)
         self._held.seed(seed)
         samples = self._samples(index, notes)
         notes.set_text(f"the collate function, for {_shown(index)}")
-        try:
-            return collate_into(source.collate_fn, samples, arena) if source.is_batched else source.collate_fn(samples)
-        except Exception as error:
-            raise UserCodeError(_shown(index)) from error
+        return collate_into(source.collate_fn, samples, arena) if source.is_batched else source.collate_fn(samples)
 
     def _samples(self, index: Any, notes: WorkerNotes) -> Any:
         """Return what is collated, as torch's ``_MapDatasetFetcher`` fetches it."""
         dataset = self._source.dataset
-        key = index
-        try:
-            if not self._source.is_batched:
-                notes.set_text(f"index {index!r}")
-                return dataset[index]
-            if getattr(dataset, "__getitems__", None):
-                notes.set_text(_shown(index))
-                return dataset.__getitems__(index)
-            samples = []
-            for key in index:
-                if type(key) is int:
-                    notes.set_index(key)
-                else:
-                    notes.set_text(f"index {key!r}")
-                samples.append(dataset[key])
-        except Exception as error:
-            raise UserCodeError(f"index {key!r}") from error
+        notes.set_text(_shown(index))
+        if not self._source.is_batched:
+            return dataset[index]
+        if getattr(dataset, "__getitems__", None):
+            return dataset.__getitems__(index)
+        samples = []
+        for key in index:
+            if type(key) is int:
+                notes.set_index(key)
+            else:
+                notes.set_text(f"index {key!r}")
+            samples.append(dataset[key])
         return samples
 
 
@@ -194,15 +187,12 @@ class StreamBuilder:
         return (lambda _: self._next(notes) for _ in range(num_batches))
 
     def _next(self, notes: WorkerNotes) -> Any:
-        where = f"batch {self._num_built} of worker {self._stream.number} of {self._stream.num_workers}"
-        notes.set_text(where)
+        notes.set_text(f"batch {self._num_built} of worker {self._stream.number} of {self._stream.num_workers}")
         if not self._has_ended:
             try:
                 batch = self._fetcher.fetch([None] * (self._source.batch_size or 0))
             except StopIteration:
                 self._has_ended = True
-            except Exception as error:
-                raise UserCodeError(where) from error
             else:
                 self._num_built += 1
                 return batch

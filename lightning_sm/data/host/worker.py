@@ -32,18 +32,6 @@ from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
 
-class UserCodeError(Exception):
-    """The user's dataset, transform or collate function failed; the cause is the user's exception.
-
-    Args:
-        where: The index that failed, or the batch of a stream.
-    """
-
-    def __init__(self, where: str) -> None:
-        super().__init__(where)
-        self.where = where
-
-
 class WorkerPlace(NamedTuple):
     """A worker's place.
 
@@ -81,7 +69,6 @@ class Builder(Protocol):
             notes: The notes of this process, which say at which sample it is.
 
         Raises:
-            UserCodeError: The user's code failed.
             BatchTypeError: A batch cannot be sent.
             BatchTooLargeError: The slot is too small.
         """
@@ -102,17 +89,14 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
     torch.set_num_threads(1)
-    builder: Builder | None = None
-    problem = Failure("", "")
+    builder: Builder | Failure
     longest_s = 0.0
-    where = "unpickling the dataset"
+    notes.set_text("unpickling the dataset")
     try:
-        loaded = load()
-        where = "worker_init_fn"
-        loaded.enter(notes)
-        builder = loaded
+        builder = load()
+        builder.enter(notes)
     except Exception as error:  # noqa: BLE001  # every request is answered with the error of the user's code
-        problem = Failure.of(error, where)
+        builder = Failure.of(error, notes.place())
     notes.clear()
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
@@ -120,8 +104,8 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
         while (request := requests.receive()) is not None:
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
-            if builder is None:
-                requests.send(BuildAnswer(request.slot, problem))
+            if isinstance(builder, Failure):
+                requests.send(BuildAnswer(request.slot, builder))
             else:
                 started = time.perf_counter()
                 faulthandler.dump_traceback_later(max(_LONG_S, _LONG_FACTOR * longest_s), file=2)
@@ -140,12 +124,10 @@ def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNote
         built = builder.build(request.encoded_spec, memory, notes)
         if isinstance(built, StreamEnd):
             return built
-    except UserCodeError as error:
-        return Failure.of(error.__cause__ or error, error.where)
     except (BatchTypeError, BatchTooLargeError) as error:
         return Failure(type(error).__name__, str(error))
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
-        return Failure.of(error)
+        return Failure.of(error, notes.place())
     used = max((one.start + one.num_bytes for one in built), default=0)
     encoded_batches = pack_batches(built)
     return BuiltRange(used, time.perf_counter() - started, encoded_batches)
