@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from lightning_sm.data.host.source_builder import builder_of
+from lightning_sm.data.host.source_builder import WorkerPlace, builder_of
 from lightning_sm.data.host.sources import Sources
 from lightning_sm.data.host.spawned_worker import spawn_worker
-from lightning_sm.data.host.worker import WorkerPlace, run_worker
+from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import show_world_of_one
 from lightning_sm.data.ipc import host_messages

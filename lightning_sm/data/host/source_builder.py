@@ -7,9 +7,9 @@ import os
 import pickle
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,12 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _DatasetKind
 
-from lightning_sm.data.batch.arena import Arena
+from lightning_sm.data.batch.arena import ALIGNMENT, Arena
 from lightning_sm.data.batch.collate import collate_into
+from lightning_sm.data.batch.pickled import pickle_batch
 from lightning_sm.data.host.generators import HeldGenerators, reachable, seed_all
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.host.trainer_view import TrainerView
-from lightning_sm.data.host.worker import Builder, WorkerPlace, encode_batches
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import RankWorld
 from lightning_sm.data.protocol.fetch import FetchSpec
@@ -34,6 +34,22 @@ from lightning_sm.data.protocol.spec import StreamEnd
 _MAX_SHOWN = 2
 
 _BATCH_KEY = struct.Struct("<qqq")
+
+Builder: TypeAlias = "IndexedBuilder | StreamBuilder"
+
+
+class WorkerPlace(NamedTuple):
+    """A worker's place.
+
+    Attributes:
+        host: Name of the data host.
+        number: Number of the worker on its host.
+        num_workers: Workers on the host.
+    """
+
+    host: str
+    number: int
+    num_workers: int
 
 
 def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
@@ -85,11 +101,21 @@ class IndexedBuilder:
     def build(
         self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
     ) -> list[EncodedBatch] | StreamEnd:
-        """Build the batches of a request, each from its index."""
+        """Build the batches of a request, each from its index.
+
+        Args:
+            encoded_spec: The request.
+            memory: The slot for the batches.
+            notes: The notes of this process, which say at which sample it is.
+
+        Raises:
+            BatchTypeError: A batch cannot be sent.
+            BatchTooLargeError: The slot is too small.
+        """
         spec = FetchSpec.decode(encoded_spec)
         self._world.show(spec.rank, spec.world_size)
         builds = (partial(self._batch, spec, number, notes) for number in range(spec.num_batches))
-        batches = encode_batches(memory, builds)
+        batches = _encode_batches(memory, builds)
         if not self._has_searched_again:  # code may make its generators when it first needs them
             self._held.search_again()
             self._has_searched_again = True
@@ -181,7 +207,7 @@ class StreamBuilder:
         while self._num_built < spec.first:
             if isinstance(self._next(notes), StreamEnd):
                 return StreamEnd(self._num_built)
-        return encode_batches(memory, self._builds(spec.num_batches, notes))
+        return _encode_batches(memory, self._builds(spec.num_batches, notes))
 
     def _builds(self, num_batches: int, notes: WorkerNotes) -> Iterator[Callable[[Arena], Any]]:
         return (lambda _: self._next(notes) for _ in range(num_batches))
@@ -197,6 +223,32 @@ class StreamBuilder:
                 self._num_built += 1
                 return batch
         return StreamEnd(self._num_built)
+
+
+def _encode_batches(
+    memory: npt.NDArray[np.uint8], batches: Iterable[Callable[[Arena], Any]]
+) -> list[EncodedBatch] | StreamEnd:
+    """Build batches in a slot, one behind the other.
+
+    Args:
+        memory: The slot.
+        batches: Each builds a batch, perhaps in an arena, or returns a ``StreamEnd``, after which there is none.
+
+    Returns:
+        The batches, fewer than requested where a stream ends; its end if there are none.
+    """
+    encoded: list[EncodedBatch] = []
+    used = 0
+    for build in batches:
+        start = -(-used // ALIGNMENT) * ALIGNMENT
+        arena = Arena(memory[start:])
+        batch = build(arena)
+        if isinstance(batch, StreamEnd):
+            return encoded or batch
+        structure = pickle_batch(batch, arena)
+        encoded.append(EncodedBatch(start, arena.used, structure))
+        used = start + arena.used
+    return encoded
 
 
 def _seed_of(spec: FetchSpec, number: int) -> int:

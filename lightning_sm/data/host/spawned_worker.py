@@ -14,8 +14,8 @@ from typing import cast
 
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.host.snapshot import load_from_trainers
-from lightning_sm.data.host.source_builder import builder_of
-from lightning_sm.data.host.worker import Builder, WorkerPlace, run_worker
+from lightning_sm.data.host.source_builder import Builder, WorkerPlace, builder_of
+from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import show_world_of_one
 from lightning_sm.data.ipc.messages import MessageSocket

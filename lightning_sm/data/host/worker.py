@@ -11,67 +11,26 @@ import contextlib
 import faulthandler
 import signal
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from lightning_sm._linux import kill_with_parent
-from lightning_sm.data.batch.arena import ALIGNMENT, Arena
-from lightning_sm.data.batch.pickled import pickle_batch
+from lightning_sm.data.host.source_builder import Builder
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.frames import EncodedBatch, pack_batches
+from lightning_sm.data.protocol.frames import pack_batches
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
-
-
-class WorkerPlace(NamedTuple):
-    """A worker's place.
-
-    Attributes:
-        host: Name of the data host.
-        number: Number of the worker on its host.
-        num_workers: Workers on the host.
-    """
-
-    host: str
-    number: int
-    num_workers: int
-
 
 # A worker that hangs writes the stacks of its threads to the log of the data host: after so many seconds on a request,
 # and after this many times the longest one before. Native code may hang, too: faulthandler needs no Python to run.
 _LONG_S = 30.0
 _LONG_FACTOR = 2.0
-
-
-class Builder(Protocol):
-    """What builds the batches of a worker."""
-
-    def enter(self, notes: WorkerNotes) -> None:
-        """Prepare this process; run the user's ``worker_init_fn``."""
-
-    def build(
-        self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
-    ) -> list[EncodedBatch] | StreamEnd:
-        """Build the batches of a request.
-
-        Args:
-            encoded_spec: The request.
-            memory: The slot for the batches.
-            notes: The notes of this process, which say at which sample it is.
-
-        Raises:
-            BatchTypeError: A batch cannot be sent.
-            BatchTooLargeError: The slot is too small.
-        """
 
 
 def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes) -> None:
@@ -131,29 +90,3 @@ def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNote
     used = max((one.start + one.num_bytes for one in built), default=0)
     encoded_batches = pack_batches(built)
     return BuiltRange(used, time.perf_counter() - started, encoded_batches)
-
-
-def encode_batches(
-    memory: npt.NDArray[np.uint8], batches: Iterable[Callable[[Arena], Any]]
-) -> list[EncodedBatch] | StreamEnd:
-    """Build batches in a slot, one behind the other.
-
-    Args:
-        memory: The slot.
-        batches: Each builds a batch, perhaps in an arena, or returns a ``StreamEnd``, after which there is none.
-
-    Returns:
-        The batches, fewer than requested where a stream ends; its end if there are none.
-    """
-    encoded: list[EncodedBatch] = []
-    used = 0
-    for build in batches:
-        start = -(-used // ALIGNMENT) * ALIGNMENT
-        arena = Arena(memory[start:])
-        batch = build(arena)
-        if isinstance(batch, StreamEnd):
-            return encoded or batch
-        structure = pickle_batch(batch, arena)
-        encoded.append(EncodedBatch(start, arena.used, structure))
-        used = start + arena.used
-    return encoded
