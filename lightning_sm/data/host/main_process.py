@@ -13,7 +13,6 @@ import selectors
 import signal
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,13 +59,17 @@ class _WorkerProcess:
 
     Attributes:
         pid: Its process.
-        place: Its opening, and its number on the host.
+        opening: What it is for.
+        number: Its number on the host.
         notes: Its notes.
+        pause_s: Seconds until another is started, if this one cannot start.
     """
 
     pid: int
-    place: tuple[str, int]
+    opening: Opening
+    number: int
     notes: WorkerNotes
+    pause_s: float
 
 
 def _exit_status(pid: int) -> int:
@@ -89,11 +92,8 @@ class MainProcess:
         # Of all children, by process id: its descriptor, and what waits for it to exit and returns its status.
         self._children: dict[int, tuple[int, Callable[[], int]]] = {}
         self._workers: dict[int, _WorkerProcess] = {}  # by worker id
-        # By opening and worker number: the id of the worker to replace when it dies.
-        self._current_ids: dict[tuple[str, int], int] = {}
         self._num_workers_started = 0
         self._num_streams = 0
-        self._failed_starts: Counter[tuple[str, int]] = Counter()  # in a row
         self._sources = Sources()
         self._scheduler = sched.scheduler(time.monotonic)
         self._server: MessageSocket  # of the newest server process
@@ -197,7 +197,6 @@ class MainProcess:
                     self._open_source(opening)
                 case host_messages.KeepOpenings(names):
                     self._sources.keep(names)
-                    self._forget_places()
                 case host_messages.KillWorker(worker_id):
                     worker = self._workers.get(worker_id)
                     if worker is not None:
@@ -228,7 +227,7 @@ class MainProcess:
         finally:
             self._in_hook = False
         if outcome is None:
-            self._start_workers(opening.name)
+            self._start_workers(opening)
         problem = outcome if isinstance(outcome, Problem) else None
         if problem is not None:
             logger.warning("%s failed; trainers get the error: %s", problem.where, first_line(problem.text))
@@ -245,44 +244,35 @@ class MainProcess:
 
     # Workers
 
-    def _start_workers(self, opening: str) -> None:
+    def _start_workers(self, opening: Opening) -> None:
         """Start workers. Those of other openings keep their caches and open files, and wait."""
-        self._forget_places()
         for number in self._worker_numbers(opening):
             self._start_worker(opening, number)
 
-    def _forget_places(self) -> None:
-        """Forget the workers of what is no longer open."""
-        self._current_ids = {place: worker for place, worker in self._current_ids.items() if self._is_open(place[0])}
-
-    def _is_open(self, opening: str) -> bool:
-        return opening in self._sources.openings
-
-    def _worker_numbers(self, opening: str) -> Iterable[int]:
+    def _worker_numbers(self, opening: Opening) -> Iterable[int]:
         """Return the numbers of an opening's workers. Of workers with the same number, one works at a time."""
-        if self._sources.openings[opening].stream is None:
+        if opening.stream is None:
             return range(self._settings.workers)
         self._num_streams += 1
         return (self._settings.workers - 1 + self._num_streams,)
 
-    def _start_worker(self, opening: str, number: int) -> None:
+    def _start_worker(self, opening: Opening, number: int, pause_s: float = _FIRST_PAUSE_S) -> None:
         self._num_workers_started += 1
         worker_id = self._num_workers_started
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
         notes = WorkerNotes()
-        what = self._sources.openings[opening]
         place = WorkerPlace(self._settings.name or self._settings.address, number, self._settings.workers)
-        if what.is_spawned:
-            snapshot = self._sources.snapshot(what.source)
-            pid, wait_for, sock = spawn_worker(snapshot, what.stream, place, ring, notes)
+        if opening.is_spawned:
+            snapshot = self._sources.snapshot(opening.source)
+            pid, wait_for, sock = spawn_worker(snapshot, opening.stream, place, ring, notes)
         else:
-            pid, sock = self._fork_worker(what, place, ring, notes)
+            pid, sock = self._fork_worker(opening, place, ring, notes)
             wait_for = partial(_exit_status, pid)
         self._send(
             host_messages.NewWorker(
                 worker=worker_id,
                 number=number,
-                opening=opening,
+                opening=opening.name,
                 num_slots=ring.num_slots,
                 slot_bytes=ring.slot_bytes,
                 fds=(sock.fileno(), ring.fd),
@@ -290,19 +280,18 @@ class MainProcess:
         )
         sock.close()
         ring.close()
-        self._workers[worker_id] = _WorkerProcess(pid, (opening, number), notes)
-        self._current_ids[opening, number] = worker_id
+        self._workers[worker_id] = _WorkerProcess(pid, opening, number, notes, pause_s)
         self._watch(pid, wait_for, partial(self._on_worker_exit, worker_id))
 
     def _fork_worker(
-        self, what: Opening, place: WorkerPlace, ring: Ring, notes: WorkerNotes
+        self, opening: Opening, place: WorkerPlace, ring: Ring, notes: WorkerNotes
     ) -> tuple[int, MessageSocket]:
-        source = self._sources.source(what.source)
+        source = self._sources.source(opening.source)
         ours, theirs = map(MessageSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
 
         def run() -> None:
             ours.close()  # with a copy of the other end, a worker would never see it closed
-            run_worker(theirs, ring, partial(builder_of, source, what.stream, place), notes)
+            run_worker(theirs, ring, partial(builder_of, source, opening.stream, place), notes)
 
         pid = self._fork(run)
         theirs.close()
@@ -314,29 +303,26 @@ class MainProcess:
         how = describe_exit(status)
         if has_started:
             how += f" at {at}" if at else ""
-            self._failed_starts.pop(worker.place, None)
         else:
             how += f" in {at}" if at else " while it started"
         was_sent = self._send(host_messages.WorkerLost(worker_id, how))
         # Do not replace a worker that exits on purpose: its source was closed, or its server process died.
-        if self._outcome is not None or not was_sent or not self._is_needed(worker_id, worker.place):
+        if self._outcome is not None or not was_sent or not self._is_needed(worker):
             return
         if has_started:
-            logger.warning("Worker %d %s. Starting a new one.", worker.place[1], how)
-            self._start_worker(*worker.place)
+            logger.warning("Worker %d %s. Starting a new one.", worker.number, how)
+            self._start_worker(worker.opening, worker.number)
             return
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** self._failed_starts[worker.place])
-        self._failed_starts[worker.place] += 1
-        logger.warning("Worker %d %s. Starting a new one in %.1f s.", worker.place[1], how, pause_s)
-        self._scheduler.enter(pause_s, 0, self._replace, (worker_id, worker.place))
+        logger.warning("Worker %d %s. Starting a new one in %.1f s.", worker.number, how, worker.pause_s)
+        self._scheduler.enter(worker.pause_s, 0, self._start_again, (worker,))
 
-    def _is_needed(self, worker_id: int, place: tuple[str, int]) -> bool:
-        """Return whether nobody has replaced a worker whose source is open."""
-        return self._is_open(place[0]) and self._current_ids.get(place) == worker_id
+    def _is_needed(self, worker: _WorkerProcess) -> bool:
+        """Return whether what a worker is for is still open: if it is open again, it has other workers."""
+        return self._sources.openings.get(worker.opening.name) is worker.opening
 
-    def _replace(self, worker_id: int, place: tuple[str, int]) -> None:
-        if self._is_needed(worker_id, place):
-            self._start_worker(*place)
+    def _start_again(self, worker: _WorkerProcess) -> None:
+        if self._is_needed(worker):
+            self._start_worker(worker.opening, worker.number, min(_LONGEST_PAUSE_S, 2 * worker.pause_s))
 
     def _fork(self, target: Callable[[], None]) -> int:
         def run() -> None:
