@@ -6,6 +6,7 @@ die when it does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sched
@@ -75,6 +76,12 @@ class _WorkerProcess:
 def _exit_status(pid: int) -> int:
     """Wait for a fork to exit, and return its status."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _kill(pidfd: int) -> None:
+    """Kill a child, unless it is gone: multiprocessing reaps workers that have exited when it spawns another."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 class MainProcess:
@@ -200,7 +207,7 @@ class MainProcess:
                 case host_messages.KillWorker(worker_id):
                     worker = self._workers.get(worker_id)
                     if worker is not None:
-                        os.kill(worker.pid, signal.SIGKILL)
+                        _kill(self._children[worker.pid][0])
                 case host_messages.Finished():
                     self._outcome = message
         if server.is_at_end:
@@ -352,10 +359,10 @@ class MainProcess:
         """Stop all children. The server process gets time to notify the trainers."""
         self._server.close()
         for worker in self._workers.values():
-            os.kill(worker.pid, signal.SIGKILL)
-        for pid, (pidfd, wait_for) in self._children.items():
+            _kill(self._children[worker.pid][0])
+        for pidfd, wait_for in self._children.values():
             if not wait([pidfd], _STOP_TIMEOUT_S):
-                os.kill(pid, signal.SIGKILL)
+                _kill(pidfd)
             wait_for()
             os.close(pidfd)
         self._children.clear()

@@ -1,9 +1,12 @@
 """When the main process of a data host gives its server process up; the test stands in for server processes."""
 
+import os
 import socket
+import subprocess
 
 import pytest
 
+from lightning_sm.data.host import main_process
 from lightning_sm.data.host.main_process import MainProcess
 from lightning_sm.data.ipc.host_messages import Listening
 from lightning_sm.data.ipc.messages import MessageSocket
@@ -57,3 +60,11 @@ def test_a_server_that_has_listened_is_always_started_again(main):
     main.other_end.send(Listening("127.0.0.1:7"))
     main._on_server_messages()
     assert [main.end_server() for _ in range(20)] == [None] * 20
+
+
+def test_a_worker_that_was_reaped_is_not_killed():
+    """Multiprocessing waits for the workers that have exited when it spawns another, before their exit is handled."""
+    with subprocess.Popen(["true"]) as process:
+        pidfd = os.pidfd_open(process.pid)
+    main_process._kill(pidfd)
+    os.close(pidfd)
