@@ -51,8 +51,8 @@ def spawn_worker(
     return cast(int, process.pid), wait_for, MessageSocket(ours)
 
 
-def _load(snapshot: InheritedDescriptor, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
-    return builder_of(load_from_trainers(snapshot.fd, "a dataset of the trainers"), stream, place)
+def _load(snapshot: int, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
+    return builder_of(load_from_trainers(snapshot, "a dataset of the trainers"), stream, place)
 
 
 def _run(sock: socket.socket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes) -> None:
