@@ -23,7 +23,6 @@ from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import LOST_WORKERS, Failure, first_line
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
@@ -226,7 +225,7 @@ class Feeder:
             found = self._snapshots.get(digest)
             return None if found is None else (os.dup(found[0]), found[1])
 
-    def link_opened_source(self, link: HostLink, name: str, outcome: Problem | CallResult | None) -> None:
+    def link_opened_source(self, link: HostLink, name: str, outcome: Failure | CallResult | None) -> None:
         """Request batches of the source from the host from now on, or take note that it has none."""
         try:
             with self._lock:

@@ -29,9 +29,8 @@ from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.calls import Problem
-from lightning_sm.data.protocol.failures import first_line
-from lightning_sm.data.protocol.openings import CallResult, Opening
+from lightning_sm.data.protocol.failures import Failure, first_line
+from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
 from lightning_sm.job.control_folder import Phase, announce
@@ -235,11 +234,9 @@ class MainProcess:
             self._in_hook = False
         if outcome is None:
             self._start_workers(opening)
-        problem = outcome if isinstance(outcome, Problem) else None
-        if problem is not None:
-            logger.warning("%s failed; trainers get the error: %s", problem.where, first_line(problem.text))
-        result = outcome if isinstance(outcome, CallResult) else None
-        self._send(host_messages.StartedWorkers(opening.name, problem, result))
+        if isinstance(outcome, Failure):
+            logger.warning("%s failed; trainers get the error: %s", outcome.where, first_line(outcome.text))
+        self._send(host_messages.StartedWorkers(opening.name, outcome))
 
     def _send(self, message: Message) -> bool:
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from lightning_sm.data.host.hook_call import HookCall, HookCalls
 from lightning_sm.data.host.snapshot import load_from_trainers
 from lightning_sm.data.host.source import WorkerSource
-from lightning_sm.data.protocol.calls import Problem
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.openings import CallResult, Opening
 
 
@@ -51,7 +51,7 @@ class Sources:
         """Return the descriptor of a pickled source."""
         return self._snapshots[digest]
 
-    def open(self, opening: Opening) -> Problem | CallResult | None:
+    def open(self, opening: Opening) -> Failure | CallResult | None:
         """Rebuild the source of an opening for forks, unless it is there; run the hook if it is the call of one.
 
         Returns:
@@ -69,7 +69,7 @@ class Sources:
                 memory = self._snapshots[opening.source]
                 self._sources[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
         except Exception as error:  # noqa: BLE001  # of the user's code: sent to the trainers
-            return Problem.of(error, where)
+            return Failure.of(error, where)
         self.openings[opening.name] = opening
         return result
 

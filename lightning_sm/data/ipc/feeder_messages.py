@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_sm import errors
 from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest
+from lightning_sm.data.protocol.failures import error_class
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import Credentials
+from lightning_sm.errors import DataServiceError
 
 # From the training process
 
@@ -134,9 +135,9 @@ class SourceOpened(Message, frozen=True):
     text: str = ""
     result: bytes = b""
 
-    def exception(self) -> Exception:
+    def exception(self) -> DataServiceError:
         """Return what the training process raises."""
-        return _exception(self.error, self.text)
+        return error_class(self.error)(self.text)
 
 
 class DeliveredRange(Message, frozen=True):
@@ -198,14 +199,9 @@ class Failed(Message, frozen=True):
     error: str
     text: str
 
-    def exception(self) -> Exception:
+    def exception(self) -> DataServiceError:
         """Return what the training process raises."""
-        return _exception(self.error, self.text)
-
-
-def _exception(error: str, text: str) -> Exception:
-    kind: type[Exception] = getattr(errors, error, errors.DataServiceError)
-    return kind(text)
+        return error_class(self.error)(self.text)
 
 
 class HostSnapshot(HostFigures, frozen=True):

@@ -6,7 +6,6 @@ from msgspec import field
 
 from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.protocol.spec import StreamEnd
@@ -69,11 +68,10 @@ class StartWorkers(Message, frozen=True):
 
 
 class StartedWorkers(Message, frozen=True):
-    """The workers of an opening were started, or the call of a hook has ended; or neither was possible."""
+    """The workers of an opening were started, or the call of a hook has ended with a result; or why not."""
 
     name: str
-    problem: Problem | None = None
-    result: CallResult | None = None
+    outcome: Failure | CallResult | None = None
 
 
 class KeepOpenings(Message, frozen=True):
