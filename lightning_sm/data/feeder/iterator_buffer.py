@@ -17,6 +17,7 @@ from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, StartIterator
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.fetch import FetchSpec
+from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import BatchTooLargeError, WireError
@@ -296,18 +297,22 @@ class IteratorBuffer:
             yield EndOfPass(self.pass_id)
 
     def _delivery(self, answer: InFlightRange) -> DeliveredRange:
-        header = answer.header
+        header, num_steps = answer.header, answer.step_range.num_steps
+        figures = BatchFigures(
+            num_bytes=header.num_bytes // num_steps,
+            queue_s=header.queue_s / num_steps,
+            produce_s=header.produce_s / num_steps,
+            transfer_s=answer.transfer_s / num_steps,
+            num_ready=sum(other.step_range.num_steps for other in self.ready.values()),
+        )
         return DeliveredRange(
             pass_id=self.pass_id,
             ring=self.request.ring,
             slot=answer.slot,
             first_step=answer.step_range.first,
-            num_steps=answer.step_range.num_steps,
+            num_steps=num_steps,
             num_bytes=header.num_bytes,
-            queue_s=header.queue_s,
-            produce_s=header.produce_s,
-            transfer_s=answer.transfer_s,
-            num_ready=sum(answer.step_range.num_steps for answer in self.ready.values()),
+            figures=figures,
             encoded_batches=header.encoded_batches,
             wanted_until=answer.step_range.stop + self.window + self.range_length,
         )

@@ -150,10 +150,7 @@ class DeliveredRange(Message, frozen=True):
         first_step: Step of the first batch.
         num_steps: Number of batches.
         num_bytes: Bytes of all batches.
-        queue_s: Seconds that the request waited for a worker.
-        produce_s: Seconds that the worker took for all batches.
-        transfer_s: Seconds from request to delivery, without these two.
-        num_ready: Batches that are buffered behind these.
+        figures: What one batch of it took, on average.
         encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
         wanted_until: The batch before which the indices of all are wanted now.
     """
@@ -164,22 +161,9 @@ class DeliveredRange(Message, frozen=True):
     first_step: int
     num_steps: int
     num_bytes: int
-    queue_s: float
-    produce_s: float
-    transfer_s: float
-    num_ready: int
+    figures: BatchFigures
     encoded_batches: bytes
     wanted_until: int
-
-    def figures(self) -> BatchFigures:
-        """Return what one batch of it took, on average."""
-        return BatchFigures(
-            num_bytes=self.num_bytes // self.num_steps,
-            queue_s=self.queue_s / self.num_steps,
-            produce_s=self.produce_s / self.num_steps,
-            transfer_s=self.transfer_s / self.num_steps,
-            num_ready=self.num_ready,
-        )
 
 
 class EndOfPass(Message, frozen=True):

@@ -191,7 +191,7 @@ class _FeederPass:
                 raise StopIteration
             self._client.take(self.pass_id, message.first_step + message.num_steps)
             self.wanted_until = message.wanted_until
-            self._ready.extend([(message.figures(), self._ring.batches(message))] * message.num_steps)
+            self._ready.extend([(message.figures, self._ring.batches(message))] * message.num_steps)
         self.figures, batches = self._ready.popleft()
         return next(batches)
 

@@ -122,7 +122,7 @@ def test_batches_are_delivered_in_order(ring):
     taken = answer(buffer, 0, header_of(1, 10, produce_s=0.5))
     assert taken.transfer_s == pytest.approx(0.25), "of a second, a quarter in the queue and a half in the worker"
     *ranges, end = buffer.deliveries()
-    assert [(one.first_step, one.num_steps, one.num_bytes, one.num_ready) for one in ranges] == [
+    assert [(one.first_step, one.num_steps, one.num_bytes, one.figures.num_ready) for one in ranges] == [
         (0, 1, 10, 3),
         (1, 1, 0, 2),
         (2, 2, 20, 0),
