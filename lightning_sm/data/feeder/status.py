@@ -72,7 +72,6 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
         in_flight=status.num_in_flight,
         workers=report.workers,
         busy=report.busy,
-        queued=report.queued,
         busy_s=report.busy_s,
         capacity_s=report.capacity_s,
         num_built=report.built,

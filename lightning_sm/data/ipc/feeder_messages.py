@@ -194,12 +194,10 @@ class HostSnapshot(HostFigures, frozen=True):
     Attributes:
         in_flight: Requests of this rank that it has not answered.
         busy: Workers that build batches.
-        queued: Requests of all ranks that wait for a worker.
     """
 
     in_flight: int = 0
     busy: int = 0
-    queued: int = 0
 
 
 class PassSnapshot(Struct, frozen=True):
