@@ -43,19 +43,11 @@ class SlotPool:
     """
 
     def __init__(
-        self,
-        client: FeederClient,
-        name: str,
-        window_batches: int,
-        max_batch_bytes: int,
-        *,
-        is_pinned: bool,
+        self, client: FeederClient, name: str, window_batches: int, max_batch_bytes: int, *, is_pinned: bool
     ) -> None:
-        self._is_pinned = is_pinned and torch.cuda.is_available()
-        self._num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if self._is_pinned else 0)
-        self._max_batch_bytes = max_batch_bytes
-        self._client = client
-        self._name = name
+        is_pinned = is_pinned and torch.cuda.is_available()
+        num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if is_pinned else 0)
+        self._make = partial(SlotRing, client, name, num_slots, max_batch_bytes, is_pinned=is_pinned)
         self._rings: list[SlotRing] = []
         self._unused: list[SlotRing] = []  # append and pop are atomic: finalizers give rings back
 
@@ -64,7 +56,7 @@ class SlotPool:
         try:
             return self._unused.pop()
         except IndexError:
-            ring = SlotRing(self._client, self._name, self._num_slots, self._max_batch_bytes, is_pinned=self._is_pinned)
+            ring = self._make()
             self._rings.append(ring)
             return ring
 
@@ -85,13 +77,7 @@ class SlotRing:
     """
 
     def __init__(
-        self,
-        client: FeederClient,
-        name: str,
-        num_slots: int,
-        max_batch_bytes: int,
-        *,
-        is_pinned: bool,
+        self, client: FeederClient, name: str, num_slots: int, max_batch_bytes: int, *, is_pinned: bool
     ) -> None:
         self._name = name
         self._ring = Ring.create(num_slots, max_batch_bytes)
