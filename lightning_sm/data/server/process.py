@@ -75,7 +75,7 @@ class ServerProcess:
         self._handlers = {
             "OpenSources": grpc.unary_unary_rpc_method_handler(self._open_sources),
             "Load": grpc.stream_unary_rpc_method_handler(self._load),
-            "Fetch": self._fetch.handler(),
+            "Fetch": grpc.stream_stream_rpc_method_handler(self._fetch.serve),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Finish": grpc.unary_unary_rpc_method_handler(self._finish),

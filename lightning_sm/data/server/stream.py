@@ -42,16 +42,13 @@ class FetchMethod:
         self._start = start
         self._streams: set[_RankStream] = set()
 
-    def handler(self) -> Any:
-        """Return the handler for the gRPC server."""
-        return grpc.stream_stream_rpc_method_handler(self._serve)
-
     def close(self) -> None:
         """End all streams."""
         for stream in list(self._streams):
             stream.close()
 
-    def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Answer the requests of a rank, as they come, until it cancels the call."""
         stream = _RankStream(self._start)
         self._streams.add(stream)
         context.add_callback(stream.close)
@@ -93,7 +90,7 @@ class _RankStream:
             self._submit(request_id, bytes(payload))
         elif kind == FrameKind.CANCEL:
             with self._lock:
-                cancel = self._cancels.pop(request_id, nothing)
+                cancel = self._cancels.pop(request_id, lambda: None)
             cancel()
         else:
             raise WireError(f"a frame of kind {kind}")
@@ -170,10 +167,6 @@ class _RankStream:
                 yield from _batch_frames(request_id, answer)
         finally:
             answer.release()
-
-
-def nothing() -> None:
-    """Cancel nothing."""
 
 
 def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
