@@ -57,9 +57,7 @@ class ServerProcess:
     def __init__(self, main: MessageSocket, settings: HostSettings, snapshots: list[str]) -> None:
         self._main = main
         self._settings = settings
-        self._pool = WorkerPool(
-            lambda worker: self._send(host_messages.KillWorker(worker)),
-        )
+        self._pool = WorkerPool(lambda worker: self._send(host_messages.KillWorker(worker)))
         self._leases = Leases(
             settings.lease_s, settings.startup_timeout_s, time.monotonic(), may_restart=settings.may_restart
         )
