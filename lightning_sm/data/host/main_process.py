@@ -182,7 +182,7 @@ class MainProcess:
     def _start_server(self) -> None:
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, process.wait, self._on_server_exit)
-        self._server.send(host_messages.Serve(self._settings, snapshots=self._sources.snapshots))
+        self._server.send(host_messages.Serve(self._settings, snapshots=list(self._sources.snapshots)))
         self._sources.keep(())  # trainers open them again
         if self._job_is_ending:
             self._server.send(host_messages.JobEnds())
@@ -267,7 +267,7 @@ class MainProcess:
         notes = WorkerNotes()
         place = WorkerPlace(self._settings.name or self._settings.address, number, self._settings.workers)
         if opening.is_spawned:
-            snapshot = self._sources.snapshot(opening.source)
+            snapshot = self._sources.snapshots[opening.source]
             pid, wait_for, sock = spawn_worker(snapshot, opening.stream, place, ring, notes)
         else:
             pid, sock = self._fork_worker(opening, place, ring, notes)
@@ -290,7 +290,7 @@ class MainProcess:
     def _fork_worker(
         self, opening: Opening, place: WorkerPlace, ring: Ring, notes: WorkerNotes
     ) -> tuple[int, MessageSocket]:
-        source = self._sources.source(opening.source)
+        source = self._sources.unpickled[opening.source]
         ours, theirs = map(MessageSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
 
         def run() -> None:
