@@ -23,7 +23,6 @@ from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.frames import pack_batches
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
@@ -88,5 +87,4 @@ def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNote
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         return Failure.of(error, notes.place())
     used = max((one.start + one.num_bytes for one in built), default=0)
-    encoded_batches = pack_batches(built)
-    return BuiltRange(used, time.perf_counter() - started, encoded_batches)
+    return BuiltRange(used, time.perf_counter() - started, built)

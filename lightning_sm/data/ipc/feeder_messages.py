@@ -7,6 +7,7 @@ from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.failures import error_class
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
+from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataServiceError
@@ -151,7 +152,7 @@ class DeliveredRange(Message, frozen=True):
         num_steps: Number of batches.
         num_bytes: Bytes of all batches.
         figures: What one batch of it took, on average.
-        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
+        batches: Where they lie, and how they are rebuilt.
         wanted_until: The batch before which the indices of all are wanted now.
     """
 
@@ -162,7 +163,7 @@ class DeliveredRange(Message, frozen=True):
     num_steps: int
     num_bytes: int
     figures: BatchFigures
-    encoded_batches: bytes
+    batches: list[EncodedBatch]
     wanted_until: int
 
 

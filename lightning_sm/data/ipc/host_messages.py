@@ -7,6 +7,7 @@ from msgspec import field
 from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.data.settings import HostSettings
@@ -137,12 +138,12 @@ class BuiltRange(Struct, frozen=True, tag=True):
     Attributes:
         num_bytes: How many bytes of the slot are batches.
         produce_s: Seconds that the worker took.
-        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
+        batches: Where they lie, and how they are rebuilt.
     """
 
     num_bytes: int
     produce_s: float
-    encoded_batches: bytes
+    batches: list[EncodedBatch]
 
 
 class BuildAnswer(Message, frozen=True):

@@ -14,7 +14,6 @@ import torch
 from lightning_sm.data.batch.pickled import unpickle_batch
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
@@ -95,15 +94,11 @@ class SlotRing:
         return self._pinned is not None and self._pinned.advance()
 
     def batches(self, delivery: DeliveredRange) -> Iterator[Any]:
-        """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots.
-
-        Raises:
-            WireError: The parts of the delivery do not fit together.
-        """
+        """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots."""
         if self._pinned is not None:
             self._pinned.wait()
-        places = unpack_batches(delivery.encoded_batches, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
+        places = delivery.batches
         return (unpickle_batch(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
 
     def _memory(self, slot: int, num_bytes: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from lightning_sm.data.ipc.host_messages import BuildAnswer, BuiltRange, NewWork
 from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.server import worker_pool
 from lightning_sm.data.server.worker_pool import ServedRange, Task, WorkerPool, _Work
 
@@ -48,7 +49,7 @@ class FakeWorker:
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
         self.ring.slot(slot)[0] = value
-        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0, encoded_batches=b"header")))
+        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0, batches=[EncodedBatch(0, 1, b"")])))
 
     def is_idle(self):
         """Return whether it gets no request."""
@@ -110,7 +111,7 @@ def test_a_batch_comes_from_the_slot(pool, worker):
     worker.done(slot, 42)
     answer = answers.get(timeout=TIMEOUT_S)
     assert isinstance(answer, ServedRange)
-    assert (answer.built.encoded_batches, answer.data[: answer.built.num_bytes].tolist()) == (b"header", [42])
+    assert (answer.built.batches, answer.data[: answer.built.num_bytes].tolist()) == ([EncodedBatch(0, 1, b"")], [42])
     answer.release()
 
 
