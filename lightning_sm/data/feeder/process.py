@@ -187,7 +187,8 @@ class Feeder:
         except OSError:
             logger.debug("The training process has exited; this process exits, too.")
 
-    def _fail(self, pass_id: int | None, error: Exception) -> None:
+    def fail(self, pass_id: int | None, error: Exception) -> None:
+        """End a pass; None: all, as a host does not belong to this job, or violates the protocol."""
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: IteratorBuffer) -> None:
@@ -231,16 +232,12 @@ class Feeder:
             with self._lock:
                 self._openings.opened(link, name, outcome)
         except DataServiceError as error:
-            self._fail(None, error)
+            self.fail(None, error)
         self._send_requests()
 
     def _drop_snapshot(self, digest: str) -> None:
         if digest in self._snapshots:
             os.close(self._snapshots.pop(digest)[0])
-
-    def link_refused(self, error: DataServiceError) -> None:
-        """Fail: the host does not belong to this job, or violates the protocol."""
-        self._fail(None, error)
 
     def link_frame(self, link: HostLink, request_id: int, kind: int, value: int, payload: memoryview) -> None:
         """Receive a part of an answer."""
@@ -252,7 +249,7 @@ class Feeder:
             try:
                 self._receive_frame(buffer, request, kind, value, payload)
             except BatchTooLargeError as error:
-                self._fail(buffer.pass_id, error)
+                self.fail(buffer.pass_id, error)
             except WireError as error:
                 raise _about(request, error) from error
 
@@ -350,7 +347,7 @@ class Feeder:
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            self._fail(
+            self.fail(
                 buffer.pass_id, explain(failure.error, request.first_step, decision, buffer.keys(request.first_step))
             )
             return

@@ -14,7 +14,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -249,16 +249,13 @@ class MainProcess:
     # Workers
 
     def _start_workers(self, opening: Opening) -> None:
-        """Start workers. Those of other openings keep their caches and open files, and wait."""
-        for number in self._worker_numbers(opening):
+        """Start workers, of which one of each number works at a time. Those of other openings keep caches and files."""
+        numbers = [*range(self._settings.workers)]
+        if opening.stream is not None:
+            self._num_streams += 1
+            numbers = [self._settings.workers - 1 + self._num_streams]
+        for number in numbers:
             self._start_worker(opening, number)
-
-    def _worker_numbers(self, opening: Opening) -> Iterable[int]:
-        """Return the numbers of an opening's workers. Of workers with the same number, one works at a time."""
-        if opening.stream is None:
-            return range(self._settings.workers)
-        self._num_streams += 1
-        return (self._settings.workers - 1 + self._num_streams,)
 
     def _start_worker(self, opening: Opening, number: int, pause_s: float = _FIRST_PAUSE_S) -> None:
         self._num_workers_started += 1
@@ -294,10 +291,14 @@ class MainProcess:
         ours, theirs = map(MessageSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
 
         def run() -> None:
+            signal.set_wakeup_fd(-1)
+            for signum in (signal.SIGTERM, GENTLE_SIGNAL):
+                signal.signal(signum, signal.SIG_DFL)
+            self._server.close()
             ours.close()  # with a copy of the other end, a worker would never see it closed
             run_worker(theirs, ring, partial(builder_of, source, opening.stream, place), notes)
 
-        pid = self._fork(run)
+        pid = fork(run)
         theirs.close()
         return pid, ours
 
@@ -327,16 +328,6 @@ class MainProcess:
     def _start_again(self, worker: _WorkerProcess) -> None:
         if self._is_needed(worker):
             self._start_worker(worker.opening, worker.number, min(_LONGEST_PAUSE_S, 2 * worker.pause_s))
-
-    def _fork(self, target: Callable[[], None]) -> int:
-        def run() -> None:
-            signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGTERM, GENTLE_SIGNAL):
-                signal.signal(signum, signal.SIG_DFL)
-            self._server.close()
-            target()
-
-        return fork(run)
 
     # All children
 

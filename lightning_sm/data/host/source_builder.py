@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -125,7 +125,8 @@ class IndexedBuilder:
         source = self._source
         notes.set_text("unpickling what the sampler yielded")
         index = pickle.loads(spec.indices[number])  # noqa: S301  # of a trainer that has proved the token
-        seed = _seed_of(spec, number)
+        # Of the rank, too: the ranks of a job often have the same base.
+        seed = _hash(_BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number))
         seed_all(seed)
         self._held.seed(seed)
         samples = self._samples(index, notes)
@@ -207,10 +208,7 @@ class StreamBuilder:
         while self._num_built < spec.first:
             if isinstance(self._next(notes), StreamEnd):
                 return StreamEnd(self._num_built)
-        return _encode_batches(memory, self._builds(spec.num_batches, notes))
-
-    def _builds(self, num_batches: int, notes: WorkerNotes) -> Iterator[Callable[[Arena], Any]]:
-        return (lambda _: self._next(notes) for _ in range(num_batches))
+        return _encode_batches(memory, (lambda _: self._next(notes) for _ in range(spec.num_batches)))
 
     def _next(self, notes: WorkerNotes) -> Any:
         notes.set_text(f"batch {self._num_built} of worker {self._stream.number} of {self._stream.num_workers}")
@@ -251,12 +249,8 @@ def _encode_batches(
     return encoded
 
 
-def _seed_of(spec: FetchSpec, number: int) -> int:
-    """Return the seed of a batch, an unsigned 64-bit number: the ranks of a job often have the same base."""
-    return _hash(_BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number))
-
-
 def _hash(key: bytes) -> int:
+    """Return an unsigned 64-bit number."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
