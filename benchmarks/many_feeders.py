@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -145,7 +146,8 @@ class Servers:
     def close(self) -> None:
         """End all."""
         for _, main in self._processes:
-            main.shutdown()  # which they notice
+            with socket.socket(fileno=os.dup(main.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # which they notice, although a thread here still receives from it
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for process, _ in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

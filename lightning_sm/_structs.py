@@ -24,13 +24,6 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the message as JSON."""
         return encode(self)
 
-    def check(self, what: str) -> None:
-        """Check what types cannot say, after the message has been decoded; ``what`` is its name in errors.
-
-        Raises:
-            LightningSMError: It makes no sense.
-        """
-
 
 def encode(message: msgspec.Struct, encoder: msgspec.json.Encoder | msgspec.msgpack.Encoder = _JSON) -> bytes:
     """Return the bytes of a message.

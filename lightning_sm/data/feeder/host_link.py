@@ -341,7 +341,7 @@ class HostLink:
 
     def _refuse(self, error: DataServiceError) -> None:
         self._set_state(LinkState.REFUSED, str(error))
-        self._owner.link_refused(error)
+        self._owner.fail(None, error)
 
 
 class _Stream(FrameReader):

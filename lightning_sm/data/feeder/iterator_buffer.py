@@ -17,6 +17,7 @@ from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, StartIterator
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.fetch import FetchSpec
+from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import BatchTooLargeError, WireError
@@ -35,7 +36,7 @@ _MIN_RANGES = 8
 _SLOT_PART = 1 / 2
 
 
-_NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, b"")
+_NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, [])
 
 
 @dataclass(eq=False)
@@ -214,9 +215,10 @@ class IteratorBuffer:
             WireError: It is a second header, or announces a wrong number of batches.
         """
         answer = self.in_flight[request_id]
+        num_batches = len(header.batches)
         least = 1 if self.request.is_stream else answer.step_range.num_steps
-        if not least <= header.num_batches <= answer.step_range.num_steps:
-            raise WireError(f"{header.num_batches} batches arrived for a request for {answer.step_range.num_steps}")
+        if not least <= num_batches <= answer.step_range.num_steps:
+            raise WireError(f"{num_batches} batches arrived for a request for {answer.step_range.num_steps}")
         if header.num_bytes > self._ring.slot_bytes:
             raise BatchTooLargeError(
                 f"The batch of step {answer.step_range.first} has {header.num_bytes} bytes, but a slot only "
@@ -228,7 +230,7 @@ class IteratorBuffer:
         answer.header = header
         # At once, not when the bytes have arrived: the window opens, or closes, that much earlier. Batches without
         # bytes are known, too.
-        self.largest = max(self.largest, 1, -(-header.num_bytes // header.num_batches))
+        self.largest = max(self.largest, 1, -(-header.num_bytes // num_batches))
 
     def end_piece(self, answer: InFlightRange, *, is_complete: bool = True) -> None:
         """Count a piece that is complete; free the slot if the answer was dropped meanwhile."""
@@ -249,17 +251,17 @@ class IteratorBuffer:
         answer.transfer_s = max(0.0, latency_s - header.queue_s - header.produce_s)
         self.ready[first] = answer
         self._choose_range_length(header)
-        if header.num_batches < answer.step_range.num_steps:  # the stream ends with these batches
-            answer.step_range = StepRange(first, header.num_batches)
+        if len(header.batches) < answer.step_range.num_steps:  # the stream ends with these batches
+            answer.step_range = StepRange(first, len(header.batches))
             self.stop_step = min(self.stop_step, answer.step_range.stop)
         return answer
 
     def _choose_range_length(self, header: StepRangeHeader) -> None:
         """Choose how many batches a request asks for: as many as the limits allow, at most twice as many as before."""
-        limits = self.request
-        produce_s = header.produce_s / header.num_batches
+        limits, num_batches = self.request, len(header.batches)
+        produce_s = header.produce_s / num_batches
         self._produce_s += (produce_s - self._produce_s) * (1 / 8 if self._produce_s else 1)
-        num_bytes = (header.num_bytes + len(header.encoded_batches)) / header.num_batches
+        num_bytes = header.num_bytes / num_batches
         range_bytes = min(_RANGE_BYTES, limits.window_bytes / _MIN_RANGES, _SLOT_PART * self._ring.slot_bytes)
         most = min(MAX_RANGE_LENGTH, range_bytes / max(1.0, num_bytes), _RANGE_S / max(1e-9, self._produce_s))
         length = max(1, min(2 * self.range_length, int(most)))
@@ -296,19 +298,23 @@ class IteratorBuffer:
             yield EndOfPass(self.pass_id)
 
     def _delivery(self, answer: InFlightRange) -> DeliveredRange:
-        header = answer.header
+        header, num_steps = answer.header, answer.step_range.num_steps
+        figures = BatchFigures(
+            num_bytes=header.num_bytes // num_steps,
+            queue_s=header.queue_s / num_steps,
+            produce_s=header.produce_s / num_steps,
+            transfer_s=answer.transfer_s / num_steps,
+            num_ready=sum(other.step_range.num_steps for other in self.ready.values()),
+        )
         return DeliveredRange(
             pass_id=self.pass_id,
             ring=self.request.ring,
             slot=answer.slot,
             first_step=answer.step_range.first,
-            num_steps=answer.step_range.num_steps,
+            num_steps=num_steps,
             num_bytes=header.num_bytes,
-            queue_s=header.queue_s,
-            produce_s=header.produce_s,
-            transfer_s=answer.transfer_s,
-            num_ready=sum(answer.step_range.num_steps for answer in self.ready.values()),
-            encoded_batches=header.encoded_batches,
+            figures=figures,
+            batches=header.batches,
             wanted_until=answer.step_range.stop + self.window + self.range_length,
         )
 

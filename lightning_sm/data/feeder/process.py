@@ -23,7 +23,6 @@ from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import LOST_WORKERS, Failure, first_line
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
@@ -188,7 +187,8 @@ class Feeder:
         except OSError:
             logger.debug("The training process has exited; this process exits, too.")
 
-    def _fail(self, pass_id: int | None, error: Exception) -> None:
+    def fail(self, pass_id: int | None, error: Exception) -> None:
+        """End a pass; None: all, as a host does not belong to this job, or violates the protocol."""
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: IteratorBuffer) -> None:
@@ -226,22 +226,18 @@ class Feeder:
             found = self._snapshots.get(digest)
             return None if found is None else (os.dup(found[0]), found[1])
 
-    def link_opened_source(self, link: HostLink, name: str, outcome: Problem | CallResult | None) -> None:
+    def link_opened_source(self, link: HostLink, name: str, outcome: Failure | CallResult | None) -> None:
         """Request batches of the source from the host from now on, or take note that it has none."""
         try:
             with self._lock:
                 self._openings.opened(link, name, outcome)
         except DataServiceError as error:
-            self._fail(None, error)
+            self.fail(None, error)
         self._send_requests()
 
     def _drop_snapshot(self, digest: str) -> None:
         if digest in self._snapshots:
             os.close(self._snapshots.pop(digest)[0])
-
-    def link_refused(self, error: DataServiceError) -> None:
-        """Fail: the host does not belong to this job, or violates the protocol."""
-        self._fail(None, error)
 
     def link_frame(self, link: HostLink, request_id: int, kind: int, value: int, payload: memoryview) -> None:
         """Receive a part of an answer."""
@@ -253,7 +249,7 @@ class Feeder:
             try:
                 self._receive_frame(buffer, request, kind, value, payload)
             except BatchTooLargeError as error:
-                self._fail(buffer.pass_id, error)
+                self.fail(buffer.pass_id, error)
             except WireError as error:
                 raise _about(request, error) from error
 
@@ -351,7 +347,7 @@ class Feeder:
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            self._fail(
+            self.fail(
                 buffer.pass_id, explain(failure.error, request.first_step, decision, buffer.keys(request.first_step))
             )
             return

@@ -417,25 +417,21 @@ class Scheduler:
         self._passes[pass_id].refill()
 
     def set_window(self, pass_id: int, window: int, range_length: int = 1) -> None:
-        """Change the window of a pass, in steps, and the steps of future requests. Ignores a closed pass."""
-        current = self._passes.get(pass_id)
-        if current is not None:
-            current.window = max(window, 1)
-            current.range_length = range_length
-            current.refill()
+        """Change the window of a pass, in steps, and the steps of future requests."""
+        current = self._passes[pass_id]
+        current.window = max(window, 1)
+        current.range_length = range_length
+        current.refill()
 
     def set_known(self, pass_id: int, known: int) -> None:
-        """Note from which step on the steps of a pass cannot be requested yet. Ignores a closed pass."""
-        current = self._passes.get(pass_id)
-        if current is not None:
-            current.known = known
-            current.refill()
+        """Note from which step on the steps of a pass cannot be requested yet."""
+        current = self._passes[pass_id]
+        current.known = known
+        current.refill()
 
     def set_stop(self, pass_id: int, stop_step: int) -> tuple[StepRequest, ...]:
-        """End a pass before ``stop_step``; return requests from there on, to be cancelled. Ignores a closed pass."""
-        current = self._passes.get(pass_id)
-        if current is None:
-            return ()
+        """End a pass before ``stop_step``; return requests from there on, to be cancelled."""
+        current = self._passes[pass_id]
         current.stop_step = stop_step
         current.refill()
         current.ready = {first: step_range for first, step_range in current.ready.items() if first < stop_step}
@@ -443,20 +439,18 @@ class Scheduler:
         return self._end_requests(beyond)
 
     def close_pass(self, pass_id: int) -> tuple[StepRequest, ...]:
-        """Forget a pass; return its requests, to be cancelled. Ignores a closed pass."""
+        """Forget a pass; return its requests, to be cancelled."""
         superfluous = self._end_requests([r for r in self._requests.values() if r.pass_id == pass_id])
-        self._passes.pop(pass_id, None)
+        del self._passes[pass_id]
         return superfluous
 
     def advance(self, pass_id: int, step: int) -> None:
-        """Move the window of a pass: the consumer has taken every step below ``step``. Ignores a closed pass.
+        """Move the window of a pass: the consumer has taken every step below ``step``.
 
         Raises:
             ValueError: A step below is not ready, and would never be delivered.
         """
-        current = self._passes.get(pass_id)
-        if current is None:
-            return
+        current = self._passes[pass_id]
         while current.position < step:
             step_range = current.ready.pop(current.position, None)
             if step_range is None:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.ipc.feeder_messages import SourceOpened
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import Problem
-from lightning_sm.data.protocol.failures import first_line
+from lightning_sm.data.protocol.failures import Failure, error_class, first_line
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.errors import DataHostMismatchError
 
@@ -87,7 +86,7 @@ class SourceOpenings:
         """Return whether an opening has not been closed."""
         return name in self._wanted
 
-    def opened(self, link: HostLink, name: str, outcome: Problem | CallResult | None) -> None:
+    def opened(self, link: HostLink, name: str, outcome: Failure | CallResult | None) -> None:
         """Let the training process know that a host has opened a source, or that none can.
 
         Args:
@@ -103,14 +102,14 @@ class SourceOpenings:
         failed = self._failed.setdefault(name, set())
         if isinstance(outcome, CallResult):
             self._compare(link, name, outcome.fields)
-        if not isinstance(outcome, Problem):
+        if not isinstance(outcome, Failure):
             failed.discard(link.address)
             self._notify(SourceOpened(name, result=b"" if outcome is None else outcome.pickled))
             return
         failed.add(link.address)
         if len(failed) == len(self._links_for(self._wanted[name])):
-            error = outcome.exception(link.name)
-            self._notify(SourceOpened(name, type(error).__name__, str(error)))
+            place = ", ".join(filter(None, (f"data host {link.name}", outcome.where)))
+            self._notify(SourceOpened(name, error_class(outcome.error).__name__, outcome.at(place)))
         else:
             what = first_line(outcome.text)
             logger.warning("Continuing without data host %s: %s failed: %s", link.name, outcome.where, what)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from lightning_sm import errors
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, PassStatus, Retry
 from lightning_sm.data.ipc.feeder_messages import HostSnapshot, PassSnapshot
 from lightning_sm.data.protocol.calls import HostReport
-from lightning_sm.data.protocol.failures import LOST_WORKERS, USER_ERRORS
+from lightning_sm.data.protocol.failures import LOST_WORKERS, USER_ERRORS, error_class
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError
 
@@ -21,9 +20,6 @@ RETRIES = {
     "NotOpen": Retry.ELSEWHERE,
     "StreamMoved": Retry.ELSEWHERE,
 }
-
-# Errors that the training process raises under the same name.
-_ERRORS = ("DataSettingsError", *USER_ERRORS, "BatchTypeError", "BatchTooLargeError")
 
 _NUM_SHOWN_KEYS = 16
 
@@ -51,8 +47,7 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
             f"Step {step} kills the workers of data hosts: {lost}. Look for samples that crash native code or take too "
             f"much memory; indices {shown}."
         )
-    kind: type[DataServiceError] = getattr(errors, error) if error in _ERRORS else DataServiceError
-    return kind(decision.failures[-1])
+    return error_class(error)(decision.failures[-1])
 
 
 def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostSnapshot:
@@ -77,7 +72,6 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
         in_flight=status.num_in_flight,
         workers=report.workers,
         busy=report.busy,
-        queued=report.queued,
         busy_s=report.busy_s,
         capacity_s=report.capacity_s,
         num_built=report.built,

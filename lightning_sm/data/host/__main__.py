@@ -26,10 +26,10 @@ def main() -> None:
         return
     # The training waits for these imports.
     with pause_collector():
+        for name in serve.imports:  # before ours, which derive from the one that is there
+            importlib.import_module(name)
         from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
 
-        for name in serve.imports:
-            importlib.import_module(name)
         freeze_imports()
     try:
         MainProcess(serve.settings, lambda address: owner.send(Listening(address))).serve(until=owner)

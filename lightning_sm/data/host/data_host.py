@@ -97,6 +97,8 @@ class DataHost:
         """
         process, sock = self._start()
         try:
+            lightning = [name for name in sys.modules if name in _LIGHTNING]
+            sock.send(Serve(self._settings, lightning))
             answer = sock.receive(_START_TIMEOUT_S)
         except NothingReceivedError as error:
             self.close()
@@ -108,8 +110,8 @@ class DataHost:
             self.close()
             raise
         if not isinstance(answer, Listening):
-            self.close()
             text = answer.text if isinstance(answer, StartFailed) else describe_exit(process.wait())
+            self.close()
             raise DataServiceError(f"The data host at {self.address} did not start:\n{text}")
         self.address = answer.address
         self._is_listening = True
@@ -119,12 +121,6 @@ class DataHost:
         """Return the main process, and the connection to it."""
         read_tls(self._settings.credentials)
         self._process, self._socket = start_module(_MAIN_PROCESS)
-        try:
-            lightning = [name for name in sys.modules if name in _LIGHTNING]
-            self._socket.send(Serve(self._settings, lightning))
-        except BaseException:
-            self.close()
-            raise
         return self._process, self._socket
 
     def __exit__(
@@ -144,11 +140,8 @@ class DataHost:
         """Stop the processes of the host."""
         if self._process is None or self._socket is None:
             return
-        if not self._is_listening and self._process.poll() is None:
-            try:
-                self._socket.receive(0)
-            except NothingReceivedError:
-                self._process.kill()  # it is still importing, and would notice a closed connection only afterwards
+        if not self._is_listening:
+            self._process.kill()  # it may be importing, and would notice a closed connection only afterwards
         with contextlib.suppress(OSError):
             self._socket.close()
         try:

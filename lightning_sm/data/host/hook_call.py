@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_sm._lightning import CombinedLoader, replace_dunder_methods
 from lightning_sm._random_state import RandomState
 from lightning_sm.data.host.identity import compared_fields
-from lightning_sm.data.host.parts import REMEDIES, Parts, forget_parts, keep_parts
+from lightning_sm.data.host.parts import LEFT, REMEDIES, Parts
 from lightning_sm.data.host.pickler import Attributes, pickle_object
 from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.data.host.world import RankWorld
@@ -122,7 +122,7 @@ class HookCalls:
             )
         self._datamodules[call.run] = datamodule
         self._runs[name] = call.run
-        keep_parts(name, parts.found)
+        LEFT[name] = parts.found
         return CallResult(pickled, compared_fields(str(call), loaders, missing))
 
     def _returned(self, datamodule: Any, call: HookCall) -> Any:
@@ -151,8 +151,7 @@ class HookCalls:
         """Forget all calls but some, and the DataModules that no other needs."""
         kept = set(names)
         for name in self._runs.keys() - kept:
-            del self._runs[name]
-            forget_parts(name)
+            del self._runs[name], LEFT[name]
         needed = set(self._runs.values())
         self._datamodules = {run: each for run, each in self._datamodules.items() if run in needed}
 

@@ -6,6 +6,7 @@ die when it does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sched
@@ -13,25 +14,23 @@ import selectors
 import signal
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from lightning_sm.data.host.source_builder import builder_of
+from lightning_sm.data.host.source_builder import WorkerPlace, builder_of
 from lightning_sm.data.host.sources import Sources
 from lightning_sm.data.host.spawned_worker import spawn_worker
-from lightning_sm.data.host.worker import WorkerPlace, run_worker
+from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import show_world_of_one
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.calls import Problem
-from lightning_sm.data.protocol.failures import first_line
-from lightning_sm.data.protocol.openings import CallResult, Opening
+from lightning_sm.data.protocol.failures import Failure, first_line
+from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
 from lightning_sm.job.control_folder import Phase, announce
@@ -60,18 +59,28 @@ class _WorkerProcess:
 
     Attributes:
         pid: Its process.
-        place: Its opening, and its number on the host.
+        opening: What it is for.
+        number: Its number on the host.
         notes: Its notes.
+        pause_s: Seconds until another is started, if this one cannot start.
     """
 
     pid: int
-    place: tuple[str, int]
+    opening: Opening
+    number: int
     notes: WorkerNotes
+    pause_s: float
 
 
 def _exit_status(pid: int) -> int:
     """Wait for a fork to exit, and return its status."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _kill(pidfd: int) -> None:
+    """Kill a child, unless it is gone: multiprocessing reaps workers that have exited when it spawns another."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 class MainProcess:
@@ -89,11 +98,8 @@ class MainProcess:
         # Of all children, by process id: its descriptor, and what waits for it to exit and returns its status.
         self._children: dict[int, tuple[int, Callable[[], int]]] = {}
         self._workers: dict[int, _WorkerProcess] = {}  # by worker id
-        # By opening and worker number: the id of the worker to replace when it dies.
-        self._current_ids: dict[tuple[str, int], int] = {}
         self._num_workers_started = 0
         self._num_streams = 0
-        self._failed_starts: Counter[tuple[str, int]] = Counter()  # in a row
         self._sources = Sources()
         self._scheduler = sched.scheduler(time.monotonic)
         self._server: MessageSocket  # of the newest server process
@@ -176,7 +182,7 @@ class MainProcess:
     def _start_server(self) -> None:
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, process.wait, self._on_server_exit)
-        self._server.send(host_messages.Serve(self._settings, snapshots=self._sources.snapshots))
+        self._server.send(host_messages.Serve(self._settings, snapshots=list(self._sources.snapshots)))
         self._sources.keep(())  # trainers open them again
         if self._job_is_ending:
             self._server.send(host_messages.JobEnds())
@@ -197,11 +203,10 @@ class MainProcess:
                     self._open_source(opening)
                 case host_messages.KeepOpenings(names):
                     self._sources.keep(names)
-                    self._forget_places()
                 case host_messages.KillWorker(worker_id):
                     worker = self._workers.get(worker_id)
                     if worker is not None:
-                        os.kill(worker.pid, signal.SIGKILL)
+                        _kill(self._children[worker.pid][0])
                 case host_messages.Finished():
                     self._outcome = message
         if server.is_at_end:
@@ -228,12 +233,10 @@ class MainProcess:
         finally:
             self._in_hook = False
         if outcome is None:
-            self._start_workers(opening.name)
-        problem = outcome if isinstance(outcome, Problem) else None
-        if problem is not None:
-            logger.warning("%s failed; trainers get the error: %s", problem.where, first_line(problem.text))
-        result = outcome if isinstance(outcome, CallResult) else None
-        self._send(host_messages.StartedWorkers(opening.name, problem, result))
+            self._start_workers(opening)
+        if isinstance(outcome, Failure):
+            logger.warning("%s failed; trainers get the error: %s", outcome.where, first_line(outcome.text))
+        self._send(host_messages.StartedWorkers(opening.name, outcome))
 
     def _send(self, message: Message) -> bool:
         try:
@@ -245,44 +248,32 @@ class MainProcess:
 
     # Workers
 
-    def _start_workers(self, opening: str) -> None:
-        """Start workers. Those of other openings keep their caches and open files, and wait."""
-        self._forget_places()
-        for number in self._worker_numbers(opening):
+    def _start_workers(self, opening: Opening) -> None:
+        """Start workers, of which one of each number works at a time. Those of other openings keep caches and files."""
+        numbers = [*range(self._settings.workers)]
+        if opening.stream is not None:
+            self._num_streams += 1
+            numbers = [self._settings.workers - 1 + self._num_streams]
+        for number in numbers:
             self._start_worker(opening, number)
 
-    def _forget_places(self) -> None:
-        """Forget the workers of what is no longer open."""
-        self._current_ids = {place: worker for place, worker in self._current_ids.items() if self._is_open(place[0])}
-
-    def _is_open(self, opening: str) -> bool:
-        return opening in self._sources.openings
-
-    def _worker_numbers(self, opening: str) -> Iterable[int]:
-        """Return the numbers of an opening's workers. Of workers with the same number, one works at a time."""
-        if self._sources.openings[opening].stream is None:
-            return range(self._settings.workers)
-        self._num_streams += 1
-        return (self._settings.workers - 1 + self._num_streams,)
-
-    def _start_worker(self, opening: str, number: int) -> None:
+    def _start_worker(self, opening: Opening, number: int, pause_s: float = _FIRST_PAUSE_S) -> None:
         self._num_workers_started += 1
         worker_id = self._num_workers_started
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
         notes = WorkerNotes()
-        what = self._sources.openings[opening]
         place = WorkerPlace(self._settings.name or self._settings.address, number, self._settings.workers)
-        if what.is_spawned:
-            snapshot = self._sources.snapshot(what.source)
-            pid, wait_for, sock = spawn_worker(snapshot, what.stream, place, ring, notes)
+        if opening.is_spawned:
+            snapshot = self._sources.snapshots[opening.source]
+            pid, wait_for, sock = spawn_worker(snapshot, opening.stream, place, ring, notes)
         else:
-            pid, sock = self._fork_worker(what, place, ring, notes)
+            pid, sock = self._fork_worker(opening, place, ring, notes)
             wait_for = partial(_exit_status, pid)
         self._send(
             host_messages.NewWorker(
                 worker=worker_id,
                 number=number,
-                opening=opening,
+                opening=opening.name,
                 num_slots=ring.num_slots,
                 slot_bytes=ring.slot_bytes,
                 fds=(sock.fileno(), ring.fd),
@@ -290,21 +281,24 @@ class MainProcess:
         )
         sock.close()
         ring.close()
-        self._workers[worker_id] = _WorkerProcess(pid, (opening, number), notes)
-        self._current_ids[opening, number] = worker_id
+        self._workers[worker_id] = _WorkerProcess(pid, opening, number, notes, pause_s)
         self._watch(pid, wait_for, partial(self._on_worker_exit, worker_id))
 
     def _fork_worker(
-        self, what: Opening, place: WorkerPlace, ring: Ring, notes: WorkerNotes
+        self, opening: Opening, place: WorkerPlace, ring: Ring, notes: WorkerNotes
     ) -> tuple[int, MessageSocket]:
-        source = self._sources.source(what.source)
+        source = self._sources.unpickled[opening.source]
         ours, theirs = map(MessageSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
 
         def run() -> None:
+            signal.set_wakeup_fd(-1)
+            for signum in (signal.SIGTERM, GENTLE_SIGNAL):
+                signal.signal(signum, signal.SIG_DFL)
+            self._server.close()
             ours.close()  # with a copy of the other end, a worker would never see it closed
-            run_worker(theirs, ring, partial(builder_of, source, what.stream, place), notes)
+            run_worker(theirs, ring, partial(builder_of, source, opening.stream, place), notes)
 
-        pid = self._fork(run)
+        pid = fork(run)
         theirs.close()
         return pid, ours
 
@@ -314,39 +308,26 @@ class MainProcess:
         how = describe_exit(status)
         if has_started:
             how += f" at {at}" if at else ""
-            self._failed_starts.pop(worker.place, None)
         else:
             how += f" in {at}" if at else " while it started"
         was_sent = self._send(host_messages.WorkerLost(worker_id, how))
         # Do not replace a worker that exits on purpose: its source was closed, or its server process died.
-        if self._outcome is not None or not was_sent or not self._is_needed(worker_id, worker.place):
+        if self._outcome is not None or not was_sent or not self._is_needed(worker):
             return
         if has_started:
-            logger.warning("Worker %d %s. Starting a new one.", worker.place[1], how)
-            self._start_worker(*worker.place)
+            logger.warning("Worker %d %s. Starting a new one.", worker.number, how)
+            self._start_worker(worker.opening, worker.number)
             return
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** self._failed_starts[worker.place])
-        self._failed_starts[worker.place] += 1
-        logger.warning("Worker %d %s. Starting a new one in %.1f s.", worker.place[1], how, pause_s)
-        self._scheduler.enter(pause_s, 0, self._replace, (worker_id, worker.place))
+        logger.warning("Worker %d %s. Starting a new one in %.1f s.", worker.number, how, worker.pause_s)
+        self._scheduler.enter(worker.pause_s, 0, self._start_again, (worker,))
 
-    def _is_needed(self, worker_id: int, place: tuple[str, int]) -> bool:
-        """Return whether nobody has replaced a worker whose source is open."""
-        return self._is_open(place[0]) and self._current_ids.get(place) == worker_id
+    def _is_needed(self, worker: _WorkerProcess) -> bool:
+        """Return whether what a worker is for is still open: if it is open again, it has other workers."""
+        return self._sources.openings.get(worker.opening.name) is worker.opening
 
-    def _replace(self, worker_id: int, place: tuple[str, int]) -> None:
-        if self._is_needed(worker_id, place):
-            self._start_worker(*place)
-
-    def _fork(self, target: Callable[[], None]) -> int:
-        def run() -> None:
-            signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGTERM, GENTLE_SIGNAL):
-                signal.signal(signum, signal.SIG_DFL)
-            self._server.close()
-            target()
-
-        return fork(run)
+    def _start_again(self, worker: _WorkerProcess) -> None:
+        if self._is_needed(worker):
+            self._start_worker(worker.opening, worker.number, min(_LONGEST_PAUSE_S, 2 * worker.pause_s))
 
     # All children
 
@@ -366,10 +347,10 @@ class MainProcess:
         """Stop all children. The server process gets time to notify the trainers."""
         self._server.close()
         for worker in self._workers.values():
-            os.kill(worker.pid, signal.SIGKILL)
-        for pid, (pidfd, wait_for) in self._children.items():
+            _kill(self._children[worker.pid][0])
+        for pidfd, wait_for in self._children.values():
             if not wait([pidfd], _STOP_TIMEOUT_S):
-                os.kill(pid, signal.SIGKILL)
+                _kill(pidfd)
             wait_for()
             os.close(pidfd)
         self._children.clear()

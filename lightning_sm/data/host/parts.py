@@ -20,17 +20,7 @@ REMEDIES = (
 )
 
 # On a data host: what was left there, by the name of the call of the hook, and its number in it.
-_PARTS: dict[str, list[Any]] = {}
-
-
-def keep_parts(call: str, parts: list[Any]) -> None:
-    """Keep what a call has left on this data host."""
-    _PARTS[call] = parts
-
-
-def forget_parts(call: str) -> None:
-    """Forget what a call has left."""
-    _PARTS.pop(call, None)
+LEFT: dict[str, list[Any]] = {}
 
 
 def part_of(call: str, number: int) -> Any:
@@ -40,7 +30,7 @@ def part_of(call: str, number: int) -> Any:
         DataSettingsError: The call has not run here.
     """
     try:
-        return _PARTS[call][number]
+        return LEFT[call][number]
     except KeyError as error:
         raise DataSettingsError(
             f"This data host has no datasets of the call {call} of a hook, which a loader of the trainers needs. If "

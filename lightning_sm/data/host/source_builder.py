@@ -7,9 +7,9 @@ import os
 import pickle
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,12 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _DatasetKind
 
-from lightning_sm.data.batch.arena import Arena
+from lightning_sm.data.batch.arena import ALIGNMENT, Arena
 from lightning_sm.data.batch.collate import collate_into
+from lightning_sm.data.batch.pickled import pickle_batch
 from lightning_sm.data.host.generators import HeldGenerators, reachable, seed_all
 from lightning_sm.data.host.source import WorkerSource
 from lightning_sm.data.host.trainer_view import TrainerView
-from lightning_sm.data.host.worker import Builder, UserCodeError, WorkerPlace, encode_batches
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import RankWorld
 from lightning_sm.data.protocol.fetch import FetchSpec
@@ -34,6 +34,22 @@ from lightning_sm.data.protocol.spec import StreamEnd
 _MAX_SHOWN = 2
 
 _BATCH_KEY = struct.Struct("<qqq")
+
+Builder: TypeAlias = "IndexedBuilder | StreamBuilder"
+
+
+class WorkerPlace(NamedTuple):
+    """A worker's place.
+
+    Attributes:
+        host: Name of the data host.
+        number: Number of the worker on its host.
+        num_workers: Workers on the host.
+    """
+
+    host: str
+    number: int
+    num_workers: int
 
 
 def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
@@ -85,11 +101,21 @@ class IndexedBuilder:
     def build(
         self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
     ) -> list[EncodedBatch] | StreamEnd:
-        """Build the batches of a request, each from its index."""
+        """Build the batches of a request, each from its index.
+
+        Args:
+            encoded_spec: The request.
+            memory: The slot for the batches.
+            notes: The notes of this process, which say at which sample it is.
+
+        Raises:
+            BatchTypeError: A batch cannot be sent.
+            BatchTooLargeError: The slot is too small.
+        """
         spec = FetchSpec.decode(encoded_spec)
         self._world.show(spec.rank, spec.world_size)
         builds = (partial(self._batch, spec, number, notes) for number in range(spec.num_batches))
-        batches = encode_batches(memory, builds)
+        batches = _encode_batches(memory, builds)
         if not self._has_searched_again:  # code may make its generators when it first needs them
             self._held.search_again()
             self._has_searched_again = True
@@ -97,37 +123,31 @@ class IndexedBuilder:
 
     def _batch(self, spec: FetchSpec, number: int, notes: WorkerNotes, arena: Arena) -> Any:
         source = self._source
+        notes.set_text("unpickling what the sampler yielded")
         index = pickle.loads(spec.indices[number])  # noqa: S301  # of a trainer that has proved the token
-        seed = _seed_of(spec, number)
+        # Of the rank, too: the ranks of a job often have the same base.
+        seed = _hash(_BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number))
         seed_all(seed)
         self._held.seed(seed)
         samples = self._samples(index, notes)
         notes.set_text(f"the collate function, for {_shown(index)}")
-        try:
-            return collate_into(source.collate_fn, samples, arena) if source.is_batched else source.collate_fn(samples)
-        except Exception as error:
-            raise UserCodeError(_shown(index)) from error
+        return collate_into(source.collate_fn, samples, arena) if source.is_batched else source.collate_fn(samples)
 
     def _samples(self, index: Any, notes: WorkerNotes) -> Any:
         """Return what is collated, as torch's ``_MapDatasetFetcher`` fetches it."""
         dataset = self._source.dataset
-        key = index
-        try:
-            if not self._source.is_batched:
-                notes.set_text(f"index {index!r}")
-                return dataset[index]
-            if getattr(dataset, "__getitems__", None):
-                notes.set_text(_shown(index))
-                return dataset.__getitems__(index)
-            samples = []
-            for key in index:
-                if type(key) is int:
-                    notes.set_index(key)
-                else:
-                    notes.set_text(f"index {key!r}")
-                samples.append(dataset[key])
-        except Exception as error:
-            raise UserCodeError(f"index {key!r}") from error
+        notes.set_text(_shown(index))
+        if not self._source.is_batched:
+            return dataset[index]
+        if getattr(dataset, "__getitems__", None):
+            return dataset.__getitems__(index)
+        samples = []
+        for key in index:
+            if type(key) is int:
+                notes.set_index(key)
+            else:
+                notes.set_text(f"index {key!r}")
+            samples.append(dataset[key])
         return samples
 
 
@@ -188,33 +208,49 @@ class StreamBuilder:
         while self._num_built < spec.first:
             if isinstance(self._next(notes), StreamEnd):
                 return StreamEnd(self._num_built)
-        return encode_batches(memory, self._builds(spec.num_batches, notes))
-
-    def _builds(self, num_batches: int, notes: WorkerNotes) -> Iterator[Callable[[Arena], Any]]:
-        return (lambda _: self._next(notes) for _ in range(num_batches))
+        return _encode_batches(memory, (lambda _: self._next(notes) for _ in range(spec.num_batches)))
 
     def _next(self, notes: WorkerNotes) -> Any:
-        where = f"batch {self._num_built} of worker {self._stream.number} of {self._stream.num_workers}"
-        notes.set_text(where)
+        notes.set_text(f"batch {self._num_built} of worker {self._stream.number} of {self._stream.num_workers}")
         if not self._has_ended:
             try:
                 batch = self._fetcher.fetch([None] * (self._source.batch_size or 0))
             except StopIteration:
                 self._has_ended = True
-            except Exception as error:
-                raise UserCodeError(where) from error
             else:
                 self._num_built += 1
                 return batch
         return StreamEnd(self._num_built)
 
 
-def _seed_of(spec: FetchSpec, number: int) -> int:
-    """Return the seed of a batch, an unsigned 64-bit number: the ranks of a job often have the same base."""
-    return _hash(_BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number))
+def _encode_batches(
+    memory: npt.NDArray[np.uint8], batches: Iterable[Callable[[Arena], Any]]
+) -> list[EncodedBatch] | StreamEnd:
+    """Build batches in a slot, one behind the other.
+
+    Args:
+        memory: The slot.
+        batches: Each builds a batch, perhaps in an arena, or returns a ``StreamEnd``, after which there is none.
+
+    Returns:
+        The batches, fewer than requested where a stream ends; its end if there are none.
+    """
+    encoded: list[EncodedBatch] = []
+    used = 0
+    for build in batches:
+        start = -(-used // ALIGNMENT) * ALIGNMENT
+        arena = Arena(memory[start:])
+        batch = build(arena)
+        if isinstance(batch, StreamEnd):
+            return encoded or batch
+        structure = pickle_batch(batch, arena)
+        encoded.append(EncodedBatch(start, arena.used, structure))
+        used = start + arena.used
+    return encoded
 
 
 def _hash(key: bytes) -> int:
+    """Return an unsigned 64-bit number."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from lightning_sm.data.host.hook_call import HookCall, HookCalls
 from lightning_sm.data.host.snapshot import load_from_trainers
 from lightning_sm.data.host.source import WorkerSource
-from lightning_sm.data.protocol.calls import Problem
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.openings import CallResult, Opening
 
 
@@ -17,18 +17,15 @@ class Sources:
 
     Attributes:
         openings: What workers are for, by name.
+        snapshots: Descriptors of the pickled sources, by digest, the newest last.
+        unpickled: Those that are open for forks, by digest.
     """
 
     def __init__(self) -> None:
-        self._snapshots: dict[str, int] = {}  # descriptors by digest
         self.openings: dict[str, Opening] = {}
-        self._sources: dict[str, WorkerSource] = {}
+        self.snapshots: dict[str, int] = {}
+        self.unpickled: dict[str, WorkerSource] = {}
         self._calls = HookCalls()
-
-    @property
-    def snapshots(self) -> list[str]:
-        """Digests of the sources that it has, pickled, the newest last."""
-        return list(self._snapshots)
 
     def take(self, digest: str, fd: int, kept: Sequence[str]) -> None:
         """Take a pickled source.
@@ -38,20 +35,12 @@ class Sources:
             fd: Its memory.
             kept: Digests of those that may still be requested.
         """
-        for old in [digest, *(self._snapshots.keys() - set(kept))]:
-            if old in self._snapshots:
-                os.close(self._snapshots.pop(old))
-        self._snapshots[digest] = fd
+        for old in [digest, *(self.snapshots.keys() - set(kept))]:
+            if old in self.snapshots:
+                os.close(self.snapshots.pop(old))
+        self.snapshots[digest] = fd
 
-    def source(self, digest: str) -> WorkerSource:
-        """Return a source that is open for forks."""
-        return self._sources[digest]
-
-    def snapshot(self, digest: str) -> int:
-        """Return the descriptor of a pickled source."""
-        return self._snapshots[digest]
-
-    def open(self, opening: Opening) -> Problem | CallResult | None:
+    def open(self, opening: Opening) -> Failure | CallResult | None:
         """Rebuild the source of an opening for forks, unless it is there; run the hook if it is the call of one.
 
         Returns:
@@ -62,14 +51,14 @@ class Sources:
         try:
             if opening.is_call:
                 where = "unpickling the DataModule"
-                call: HookCall = load_from_trainers(self._snapshots[opening.source], "the DataModule of rank 0")
+                call: HookCall = load_from_trainers(self.snapshots[opening.source], "the DataModule of rank 0")
                 where = str(call)
                 result = self._calls.run(opening.name, call)
-            elif not opening.is_spawned and opening.source not in self._sources:
-                memory = self._snapshots[opening.source]
-                self._sources[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
+            elif not opening.is_spawned and opening.source not in self.unpickled:
+                memory = self.snapshots[opening.source]
+                self.unpickled[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
         except Exception as error:  # noqa: BLE001  # of the user's code: sent to the trainers
-            return Problem.of(error, where)
+            return Failure.of(error, where)
         self.openings[opening.name] = opening
         return result
 
@@ -79,4 +68,4 @@ class Sources:
         self.openings = {name: opening for name, opening in self.openings.items() if name in kept}
         self._calls.keep(self.openings)
         needed = {opening.source for opening in self.openings.values()}
-        self._sources = {digest: source for digest, source in self._sources.items() if digest in needed}
+        self.unpickled = {digest: source for digest, source in self.unpickled.items() if digest in needed}

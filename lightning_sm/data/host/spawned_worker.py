@@ -14,8 +14,8 @@ from typing import cast
 
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.host.snapshot import load_from_trainers
-from lightning_sm.data.host.source_builder import builder_of
-from lightning_sm.data.host.worker import Builder, WorkerPlace, run_worker
+from lightning_sm.data.host.source_builder import Builder, WorkerPlace, builder_of
+from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import show_world_of_one
 from lightning_sm.data.ipc.messages import MessageSocket
@@ -51,8 +51,8 @@ def spawn_worker(
     return cast(int, process.pid), wait_for, MessageSocket(ours)
 
 
-def _load(snapshot: InheritedDescriptor, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
-    return builder_of(load_from_trainers(snapshot.fd, "a dataset of the trainers"), stream, place)
+def _load(snapshot: int, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
+    return builder_of(load_from_trainers(snapshot, "a dataset of the trainers"), stream, place)
 
 
 def _run(sock: socket.socket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes) -> None:

@@ -11,80 +11,25 @@ import contextlib
 import faulthandler
 import signal
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from lightning_sm._linux import kill_with_parent
-from lightning_sm.data.batch.arena import ALIGNMENT, Arena
-from lightning_sm.data.batch.pickled import pickle_batch
+from lightning_sm.data.host.source_builder import Builder
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.frames import EncodedBatch, pack_batches
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
-
-
-class UserCodeError(Exception):
-    """The user's dataset, transform or collate function failed; the cause is the user's exception.
-
-    Args:
-        where: The index that failed, or the batch of a stream.
-    """
-
-    def __init__(self, where: str) -> None:
-        super().__init__(where)
-        self.where = where
-
-
-class WorkerPlace(NamedTuple):
-    """A worker's place.
-
-    Attributes:
-        host: Name of the data host.
-        number: Number of the worker on its host.
-        num_workers: Workers on the host.
-    """
-
-    host: str
-    number: int
-    num_workers: int
-
 
 # A worker that hangs writes the stacks of its threads to the log of the data host: after so many seconds on a request,
 # and after this many times the longest one before. Native code may hang, too: faulthandler needs no Python to run.
 _LONG_S = 30.0
 _LONG_FACTOR = 2.0
-
-
-class Builder(Protocol):
-    """What builds the batches of a worker."""
-
-    def enter(self, notes: WorkerNotes) -> None:
-        """Prepare this process; run the user's ``worker_init_fn``."""
-
-    def build(
-        self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
-    ) -> list[EncodedBatch] | StreamEnd:
-        """Build the batches of a request.
-
-        Args:
-            encoded_spec: The request.
-            memory: The slot for the batches.
-            notes: The notes of this process, which say at which sample it is.
-
-        Raises:
-            UserCodeError: The user's code failed.
-            BatchTypeError: A batch cannot be sent.
-            BatchTooLargeError: The slot is too small.
-        """
 
 
 def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder], notes: WorkerNotes) -> None:
@@ -102,17 +47,14 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
     torch.set_num_threads(1)
-    builder: Builder | None = None
-    problem = Failure("", "")
+    builder: Builder | Failure
     longest_s = 0.0
-    where = "unpickling the dataset"
+    notes.set_text("unpickling the dataset")
     try:
-        loaded = load()
-        where = "worker_init_fn"
-        loaded.enter(notes)
-        builder = loaded
+        builder = load()
+        builder.enter(notes)
     except Exception as error:  # noqa: BLE001  # every request is answered with the error of the user's code
-        problem = Failure.of(error, where)
+        builder = Failure.of(error, notes.place())
     notes.clear()
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
@@ -120,8 +62,8 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
         while (request := requests.receive()) is not None:
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
-            if builder is None:
-                requests.send(BuildAnswer(request.slot, problem))
+            if isinstance(builder, Failure):
+                requests.send(BuildAnswer(request.slot, builder))
             else:
                 started = time.perf_counter()
                 faulthandler.dump_traceback_later(max(_LONG_S, _LONG_FACTOR * longest_s), file=2)
@@ -140,38 +82,9 @@ def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNote
         built = builder.build(request.encoded_spec, memory, notes)
         if isinstance(built, StreamEnd):
             return built
-    except UserCodeError as error:
-        return Failure.of(error.__cause__ or error, error.where)
     except (BatchTypeError, BatchTooLargeError) as error:
         return Failure(type(error).__name__, str(error))
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
-        return Failure.of(error)
+        return Failure.of(error, notes.place())
     used = max((one.start + one.num_bytes for one in built), default=0)
-    encoded_batches = pack_batches(built)
-    return BuiltRange(used, time.perf_counter() - started, encoded_batches)
-
-
-def encode_batches(
-    memory: npt.NDArray[np.uint8], batches: Iterable[Callable[[Arena], Any]]
-) -> list[EncodedBatch] | StreamEnd:
-    """Build batches in a slot, one behind the other.
-
-    Args:
-        memory: The slot.
-        batches: Each builds a batch, perhaps in an arena, or returns a ``StreamEnd``, after which there is none.
-
-    Returns:
-        The batches, fewer than requested where a stream ends; its end if there are none.
-    """
-    encoded: list[EncodedBatch] = []
-    used = 0
-    for build in batches:
-        start = -(-used // ALIGNMENT) * ALIGNMENT
-        arena = Arena(memory[start:])
-        batch = build(arena)
-        if isinstance(batch, StreamEnd):
-            return encoded or batch
-        structure = pickle_batch(batch, arena)
-        encoded.append(EncodedBatch(start, arena.used, structure))
-        used = start + arena.used
-    return encoded
+    return BuiltRange(used, time.perf_counter() - started, built)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_sm import errors
 from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest
+from lightning_sm.data.protocol.failures import error_class
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
+from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.protocol.openings import Opening
 from lightning_sm.data.settings import Credentials
+from lightning_sm.errors import DataServiceError
 
 # From the training process
 
@@ -134,9 +136,9 @@ class SourceOpened(Message, frozen=True):
     text: str = ""
     result: bytes = b""
 
-    def exception(self) -> Exception:
+    def exception(self) -> DataServiceError:
         """Return what the training process raises."""
-        return _exception(self.error, self.text)
+        return error_class(self.error)(self.text)
 
 
 class DeliveredRange(Message, frozen=True):
@@ -149,11 +151,8 @@ class DeliveredRange(Message, frozen=True):
         first_step: Step of the first batch.
         num_steps: Number of batches.
         num_bytes: Bytes of all batches.
-        queue_s: Seconds that the request waited for a worker.
-        produce_s: Seconds that the worker took for all batches.
-        transfer_s: Seconds from request to delivery, without these two.
-        num_ready: Batches that are buffered behind these.
-        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
+        figures: What one batch of it took, on average.
+        batches: Where they lie, and how they are rebuilt.
         wanted_until: The batch before which the indices of all are wanted now.
     """
 
@@ -163,22 +162,9 @@ class DeliveredRange(Message, frozen=True):
     first_step: int
     num_steps: int
     num_bytes: int
-    queue_s: float
-    produce_s: float
-    transfer_s: float
-    num_ready: int
-    encoded_batches: bytes
+    figures: BatchFigures
+    batches: list[EncodedBatch]
     wanted_until: int
-
-    def figures(self) -> BatchFigures:
-        """Return what one batch of it took, on average."""
-        return BatchFigures(
-            num_bytes=self.num_bytes // self.num_steps,
-            queue_s=self.queue_s / self.num_steps,
-            produce_s=self.produce_s / self.num_steps,
-            transfer_s=self.transfer_s / self.num_steps,
-            num_ready=self.num_ready,
-        )
 
 
 class EndOfPass(Message, frozen=True):
@@ -198,14 +184,9 @@ class Failed(Message, frozen=True):
     error: str
     text: str
 
-    def exception(self) -> Exception:
+    def exception(self) -> DataServiceError:
         """Return what the training process raises."""
-        return _exception(self.error, self.text)
-
-
-def _exception(error: str, text: str) -> Exception:
-    kind: type[Exception] = getattr(errors, error, errors.DataServiceError)
-    return kind(text)
+        return error_class(self.error)(self.text)
 
 
 class HostSnapshot(HostFigures, frozen=True):
@@ -214,12 +195,10 @@ class HostSnapshot(HostFigures, frozen=True):
     Attributes:
         in_flight: Requests of this rank that it has not answered.
         busy: Workers that build batches.
-        queued: Requests of all ranks that wait for a worker.
     """
 
     in_flight: int = 0
     busy: int = 0
-    queued: int = 0
 
 
 class PassSnapshot(Struct, frozen=True):

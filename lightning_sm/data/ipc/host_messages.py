@@ -6,8 +6,8 @@ from msgspec import field
 
 from lightning_sm._structs import Struct
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.data.settings import HostSettings
@@ -69,11 +69,10 @@ class StartWorkers(Message, frozen=True):
 
 
 class StartedWorkers(Message, frozen=True):
-    """The workers of an opening were started, or the call of a hook has ended; or neither was possible."""
+    """The workers of an opening were started, or the call of a hook has ended with a result; or why not."""
 
     name: str
-    problem: Problem | None = None
-    result: CallResult | None = None
+    outcome: Failure | CallResult | None = None
 
 
 class KeepOpenings(Message, frozen=True):
@@ -139,12 +138,12 @@ class BuiltRange(Struct, frozen=True, tag=True):
     Attributes:
         num_bytes: How many bytes of the slot are batches.
         produce_s: Seconds that the worker took.
-        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
+        batches: Where they lie, and how they are rebuilt.
     """
 
     num_bytes: int
     produce_s: float
-    encoded_batches: bytes
+    batches: list[EncodedBatch]
 
 
 class BuildAnswer(Message, frozen=True):

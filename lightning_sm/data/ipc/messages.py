@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import resource
@@ -115,16 +114,6 @@ class MessageSocket:
     def is_at_end(self) -> bool:
         """Whether the other end is closed, and everything that it sent was received."""
         return self._is_at_end and len(self._received) < _HEAD.size
-
-    def end(self) -> None:
-        """Send no more messages: the other end receives those that were sent, and then None."""
-        with contextlib.suppress(OSError):  # the other end was quicker
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def shutdown(self) -> None:
-        """Close the connection for both ends, also while another thread of this process receives from it."""
-        with contextlib.suppress(OSError):  # the other end was quicker
-            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from multiprocessing.reduction import DupFd
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,11 @@ import numpy as np
 _PAGE = mmap.PAGESIZE
 
 
-class InheritedDescriptor:
-    """A descriptor that a process inherits which multiprocessing spawns with it.
-
-    Args:
-        fd: The descriptor.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+class InheritedDescriptor(int):
+    """A descriptor that a process inherits which multiprocessing spawns with it, as its own int."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited, (DupFd(self.fd),)
-
-
-def _inherited(duplicate: Any) -> InheritedDescriptor:
-    return InheritedDescriptor(duplicate.detach())
+        return methodcaller("detach"), (DupFd(int(self)),)
 
 
 class Ring:
@@ -64,11 +54,7 @@ class Ring:
         return cls(fd, num_slots, slot_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Ring._inherited, (InheritedDescriptor(self.fd), self.num_slots, self.slot_bytes)
-
-    @classmethod
-    def _inherited(cls, memory: InheritedDescriptor, num_slots: int, slot_bytes: int) -> Ring:
-        return cls(memory.fd, num_slots, slot_bytes)
+        return Ring, (InheritedDescriptor(self.fd), self.num_slots, self.slot_bytes)
 
     def slot(self, index: int) -> np.ndarray:
         """Return a new array over a slot, uint8 of shape (slot_bytes,), page aligned.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import reprlib
 from typing import ClassVar, TypeVar
 
 from msgspec import field
 
-from lightning_sm import errors
 from lightning_sm._structs import Struct
 from lightning_sm.data.protocol.codec import Name, Natural, NumPlaces, Real, decode
-from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.errors import DataServiceError, WireError
 
 # Names, numbers, and what a rank wants open.
 _MAX_REQUEST_BYTES = 1 << 20
@@ -80,25 +76,6 @@ class FinishRequest(Request, frozen=True):
     NAME = "Finish"
 
     client: Name
-
-
-class Problem(Failure, frozen=True):
-    """The user's code failed, with an error of lightning_sm."""
-
-    def exception(self, host: str) -> DataServiceError:
-        """Return the error of the trainer.
-
-        Args:
-            host: Name of the data host.
-        """
-        kind: type[DataServiceError] = getattr(errors, self.error)
-        return kind(self.at(", ".join(filter(None, (f"data host {host}", self.where)))))
-
-    def check(self, what: str) -> None:
-        """Check that there is such an error."""
-        error = getattr(errors, self.error, None)
-        if not isinstance(error, type) or not issubclass(error, DataServiceError):
-            raise WireError(f"The {what} has an unknown error: {reprlib.repr(self.error)}.")
 
 
 class HostReport(Struct, frozen=True):

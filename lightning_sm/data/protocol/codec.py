@@ -28,8 +28,7 @@ Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 Real = Annotated[float, Meta(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
 # Of a rank, host, request or class.
 Name = Annotated[str, Meta(max_length=512)]
-# The place of something among others of its kind, and their number.
-Place = Annotated[int, Meta(ge=0, le=1 << 16)]
+# The number of things of a kind.
 NumPlaces = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
@@ -58,7 +57,6 @@ def decode(kind: type[_Struct], data: bytes, what: str, max_bytes: int = _MAX_BY
         message: _Struct = _decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"The {what} is malformed: {error}.") from error
-    message.check(what)
     return message
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import traceback
-from typing import TypeVar
 
+from lightning_sm import errors
 from lightning_sm._structs import Struct
-from lightning_sm.errors import DataSettingsError
+from lightning_sm.errors import DataServiceError, DataSettingsError
 
 # The names of failures of a worker that died: with a task, or before it was ready for one.
 LOST_WORKERS = ("WorkerLost", "WorkerNotStarted")
 # The names of exceptions in the user's code.
 USER_ERRORS = ("RemoteTransformError", "RemoteImportError")
-
-_Failure = TypeVar("_Failure", bound="Failure")
 
 
 class Failure(Struct, frozen=True, tag=True):
@@ -33,7 +31,7 @@ class Failure(Struct, frozen=True, tag=True):
     traceback: str = ""
 
     @classmethod
-    def of(cls: type[_Failure], error: BaseException, where: str = "") -> _Failure:
+    def of(cls, error: BaseException, where: str = "") -> Failure:
         """Describe an exception that the user's code raised, or that is about the user's settings."""
         if isinstance(error, DataSettingsError):
             return cls("DataSettingsError", str(error), where)
@@ -52,6 +50,12 @@ class Failure(Struct, frozen=True, tag=True):
             place: Data host, worker, hook or sample.
         """
         return f"{self.text.rstrip()}\non {place}\n{self.traceback}".rstrip()
+
+
+def error_class(name: str) -> type[DataServiceError]:
+    """Return the error of the data service with a name; the general one if none has it."""
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, DataServiceError) else DataServiceError
 
 
 def first_line(text: str) -> str:

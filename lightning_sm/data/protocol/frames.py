@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
-from lightning_sm.data.protocol.codec import decode
+import msgspec
+from msgspec import Meta
+
+from lightning_sm.data.protocol.codec import Natural, Real, decode
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 
-# A header contains the structure of batches, and their strings.
+# A header has a place for each large tensor or array of its batches.
 MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
-_HEADER = struct.Struct("<Qdd")
-_COUNT = struct.Struct("<I")
-_BATCH = struct.Struct("<QQI")
 FRAME_BYTES = _FRAME.size
-MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _HEADER.size
 
 # Where bytes go that nobody wants.
 _SCRATCH_BYTES = 256 << 10
@@ -191,85 +190,51 @@ class EncodedBatch(NamedTuple):
         structure: What ``pickle_batch`` returned.
     """
 
-    start: int
-    num_bytes: int
+    start: Natural
+    num_bytes: Natural
     structure: bytes
 
 
-def pack_batches(batches: Sequence[EncodedBatch]) -> bytes:
-    """Encode batches as a table of their places, and their structures.
-
-    All processes on the way pass ``encoded_batches`` on as they are; the training process unpacks them.
-    """
-    table = [_BATCH.pack(one.start, one.num_bytes, len(one.structure)) for one in batches]
-    return b"".join([_COUNT.pack(len(batches)), *table, *(batch.structure for batch in batches)])
-
-
-def unpack_batches(data: bytes, num_bytes: int) -> list[EncodedBatch]:
-    """Restore what ``pack_batches`` packed.
-
-    Args:
-        data: The encoded batches.
-        num_bytes: Bytes of all batches together.
-
-    Raises:
-        WireError: They do not fit into the bytes.
-    """
-    (num_batches,) = _COUNT.unpack_from(data)
-    position = _COUNT.size + num_batches * _BATCH.size
-    if len(data) < position:
-        raise WireError(f"{num_batches} batches are described in {len(data)} bytes.")
-    batches = []
-    for start, size, length in _BATCH.iter_unpack(memoryview(data)[_COUNT.size : position]):
-        if start + size > num_bytes:
-            raise WireError(f"A batch lies at bytes {start} to {start + size} of {num_bytes}.")
-        batches.append(EncodedBatch(start, size, data[position : position + length]))
-        position += length
-    if position != len(data):
-        raise WireError(f"The structures of {num_batches} batches have {position} bytes, but {len(data)} arrived.")
-    return batches
-
-
-@dataclass(frozen=True)
-class StepRangeHeader:
+class StepRangeHeader(msgspec.Struct, frozen=True, array_like=True):
     """The header of an answer, which precedes the bytes of a step range.
 
     Attributes:
         num_bytes: Bytes that follow in DATA frames.
         queue_s: Seconds that the request waited for a worker.
         produce_s: Seconds that the worker took.
-        encoded_batches: Result of ``pack_batches``.
+        batches: The batches: fewer than requested if a stream ends with them.
     """
 
-    num_bytes: int
-    queue_s: float
-    produce_s: float
-    encoded_batches: bytes
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches; fewer than requested if a stream ends with them."""
-        num_batches: int = _COUNT.unpack_from(self.encoded_batches)[0]
-        return num_batches
+    num_bytes: Natural
+    queue_s: Real
+    produce_s: Real
+    batches: Annotated[list[EncodedBatch], Meta(min_length=1, max_length=MAX_RANGE_LENGTH)]
 
     def encode(self) -> bytes:
         """Return the payload of a HEADER frame."""
-        return _HEADER.pack(self.num_bytes, self.queue_s, self.produce_s) + self.encoded_batches
+        return _ENCODER.encode(self)
 
     @classmethod
     def decode(cls, payload: memoryview) -> StepRangeHeader:
         """Parse the payload of a HEADER frame.
 
         Raises:
-            WireError: It is too short or too long.
+            WireError: It is malformed or too long, or a batch lies elsewhere than in the bytes.
         """
-        least = _HEADER.size + _COUNT.size
-        if not least <= len(payload) <= MAX_HEADER_BYTES:
-            raise WireError(
-                f"The header of batches has {len(payload)} bytes, not between {least} and {MAX_HEADER_BYTES}."
-            )
-        num_bytes, queue_s, produce_s = _HEADER.unpack_from(payload)
-        return cls(num_bytes, queue_s, produce_s, bytes(payload[_HEADER.size :]))
+        if len(payload) > MAX_HEADER_BYTES:
+            raise WireError(f"The header of batches has {len(payload)} bytes; {MAX_HEADER_BYTES} are allowed.")
+        try:
+            header = _DECODER.decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise WireError(f"The header of batches is malformed: {error}.") from error
+        stop = max(one.start + one.num_bytes for one in header.batches)
+        if stop > header.num_bytes:
+            raise WireError(f"A batch of {header.num_bytes} bytes ends at byte {stop}.")
+        return header
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(StepRangeHeader)
 
 
 def parse_failure(payload: memoryview) -> Failure:

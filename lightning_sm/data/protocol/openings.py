@@ -7,8 +7,9 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from lightning_sm._structs import Struct
-from lightning_sm.data.protocol.calls import Problem, Request
+from lightning_sm.data.protocol.calls import Request
 from lightning_sm.data.protocol.codec import AnyInt, Name, Natural, NumPlaces
+from lightning_sm.data.protocol.failures import Failure
 
 # Of one rank: its loaders, and the workers of its streams.
 _MAX_OPENINGS = 1 << 14
@@ -53,7 +54,7 @@ class Opening(Struct, frozen=True):
     is_spawned: bool = False
 
 
-class CallResult(Struct, frozen=True):
+class CallResult(Struct, frozen=True, tag=True):
     """The result of a call of a hook.
 
     Attributes:
@@ -93,10 +94,5 @@ class OpeningsReply(Struct, frozen=True):
 
     open: list[str]
     missing: list[str]
-    problems: dict[str, Problem] = field(default_factory=dict)
+    problems: dict[str, Failure] = field(default_factory=dict)
     results: dict[str, CallResult] = field(default_factory=dict)
-
-    def check(self, what: str) -> None:
-        """Check that each problem is an error of a data host."""
-        for problem in self.problems.values():
-            problem.check(what)

@@ -8,7 +8,7 @@ from itertools import chain, islice
 
 from lightning_sm.data.ipc.host_messages import KeepOpenings, StartedWorkers, StartWorkers
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import Problem
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.openings import CallResult, Opening, OpeningsReply, OpeningsRequest
 
 
@@ -30,14 +30,14 @@ class Openings:
         self._condition = threading.Condition()
         self._wanted: dict[str, dict[str, Opening]] = {}  # by rank and name
         self._running: set[str] = set()
-        self._opened: dict[str, Problem | None] = {}
-        self._results: dict[str, CallResult] = {}
+        self._opened: dict[str, Failure | CallResult | None] = {}
 
     @property
     def live(self) -> Collection[str]:
         """Names of the openings that have workers, or will have."""
         with self._condition:
-            return {*self._running, *(name for name, problem in self._opened.items() if problem is None)}
+            opened = {name for name, outcome in self._opened.items() if not isinstance(outcome, Failure)}
+            return self._running | opened
 
     @property
     def sources(self) -> set[str]:
@@ -70,22 +70,21 @@ class Openings:
                 self._running.add(name)
                 self._send(StartWorkers(opening))
             self._condition.wait_for(lambda: not self._running & wanted.keys(), timeout_s)
-            problems = {name: problem for name in wanted if (problem := self._opened.get(name)) is not None}
+            outcomes = {name: self._opened[name] for name in wanted if name in self._opened}
+            problems = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
             for name in problems:
-                self._opened.pop(name)
-            done = [name for name in wanted if name in self._opened]
-            results = {name: self._results[name] for name in request.results if name in self._results}
-            return OpeningsReply(done, sorted(set(missing)), problems, dict(islice(results.items(), 1)))
+                del self._opened[name], outcomes[name]
+            lacking = ((name, outcomes[name]) for name in request.results if name in outcomes)
+            results = {name: result for name, result in lacking if isinstance(result, CallResult)}
+            return OpeningsReply(list(outcomes), sorted(set(missing)), problems, dict(islice(results.items(), 1)))
 
     def take(self, message: StartedWorkers) -> None:
         """Take the answer of the main process."""
         with self._condition:
             self._running.discard(message.name)
-            self._opened[message.name] = message.problem
-            if message.result is not None:
-                self._results[message.name] = message.result
+            self._opened[message.name] = message.outcome
             self._condition.notify_all()
-        if message.problem is not None:
+        if isinstance(message.outcome, Failure):
             self._changed()
         self._close_unwanted()  # the rank may have left meanwhile
 
@@ -104,7 +103,6 @@ class Openings:
             unwanted = self._opened.keys() - wanted
             for name in unwanted:
                 del self._opened[name]
-                self._results.pop(name, None)
             if unwanted:
                 self._send(KeepOpenings(sorted(wanted)))
         if unwanted:

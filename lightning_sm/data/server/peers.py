@@ -6,7 +6,6 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
@@ -33,30 +32,17 @@ class TrustedPeers:
 
     Args:
         settings: Names, addresses and networks that the data host trusts, its name and its credentials.
-        look_up: Returns the addresses of a name; raises OSError if there are none.
-        own_addresses: Returns the addresses of this machine.
-        clock: Returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        settings: HostSettings,
-        look_up: Callable[[str], list[str]] | None = None,
-        own_addresses: Callable[[], list[str]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, settings: HostSettings) -> None:
         self._name = f"data host {settings.name}" if settings.name else "the data host"
         self._trusted = list(dict.fromkeys(settings.trusted))
-        self._has_unix_socket = settings.address.startswith("unix")
-        self._look_up = look_up or _look_up
-        self._own_addresses = own_addresses or _own_addresses
-        self._clock = clock
         self._lock = threading.Lock()
         self._found: dict[str, list[Network]] = {}
-        self._own = [_network(address) for address in self._own_addresses()]
+        self._own = [_network(address) for address in _own_addresses()]
         self._next_refresh = 0.0
         #: Whether trainers need no trusted address: they show a certificate, or are on this machine.
-        self.are_known_otherwise = settings.credentials.tls_authority is not None or self._has_unix_socket
+        self.are_known_otherwise = settings.credentials.tls_authority is not None or settings.address.startswith("unix")
 
     @property
     def networks(self) -> list[Network]:
@@ -71,15 +57,15 @@ class TrustedPeers:
     def refresh(self) -> None:
         """Look up all names, unless that has just been done. A name that does not resolve now keeps its addresses."""
         with self._lock:
-            began = self._clock()
+            began = time.monotonic()
             if began < self._next_refresh:
                 return
-            self._own = [_network(address) for address in self._own_addresses()]
+            self._own = [_network(address) for address in _own_addresses()]
             with ThreadPoolExecutor(_NUM_LOOKUPS) as pool:
                 for entry, found in zip(self._trusted, pool.map(self._networks_of, self._trusted), strict=True):
                     if found:
                         self._found = {**self._found, entry: found}
-            ended = self._clock()
+            ended = time.monotonic()
             self._next_refresh = ended + max(_LEAST_PERIOD_S, (ended - began) / _SHARE_OF_TIME)
 
     def admits(self, address: str) -> bool:
@@ -108,7 +94,7 @@ class TrustedPeers:
         except ValueError:
             pass  # it is a name
         try:
-            return [_network(address) for address in self._look_up(entry)]
+            return [_network(address) for address in _look_up(entry)]
         except OSError:
             return []
 

@@ -57,9 +57,7 @@ class ServerProcess:
     def __init__(self, main: MessageSocket, settings: HostSettings, snapshots: list[str]) -> None:
         self._main = main
         self._settings = settings
-        self._pool = WorkerPool(
-            lambda worker: self._send(host_messages.KillWorker(worker)),
-        )
+        self._pool = WorkerPool(lambda worker: self._send(host_messages.KillWorker(worker)))
         self._leases = Leases(
             settings.lease_s, settings.startup_timeout_s, time.monotonic(), may_restart=settings.may_restart
         )
@@ -75,7 +73,7 @@ class ServerProcess:
         self._handlers = {
             "OpenSources": grpc.unary_unary_rpc_method_handler(self._open_sources),
             "Load": grpc.stream_unary_rpc_method_handler(self._load),
-            "Fetch": self._fetch.handler(),
+            "Fetch": grpc.stream_stream_rpc_method_handler(self._fetch.serve),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Finish": grpc.unary_unary_rpc_method_handler(self._finish),

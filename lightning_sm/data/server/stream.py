@@ -13,7 +13,7 @@ import grpc
 from msgspec.structs import replace
 
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, StepRangeHeader, frame, frames
+from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, frames
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, StreamEnd
 from lightning_sm.data.server.worker_pool import Answer, ServedRange
 from lightning_sm.errors import WireError
@@ -42,16 +42,13 @@ class FetchMethod:
         self._start = start
         self._streams: set[_RankStream] = set()
 
-    def handler(self) -> Any:
-        """Return the handler for the gRPC server."""
-        return grpc.stream_stream_rpc_method_handler(self._serve)
-
     def close(self) -> None:
         """End all streams."""
         for stream in list(self._streams):
             stream.close()
 
-    def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Answer the requests of a rank, as they come, until it cancels the call."""
         stream = _RankStream(self._start)
         self._streams.add(stream)
         context.add_callback(stream.close)
@@ -93,7 +90,7 @@ class _RankStream:
             self._submit(request_id, bytes(payload))
         elif kind == FrameKind.CANCEL:
             with self._lock:
-                cancel = self._cancels.pop(request_id, nothing)
+                cancel = self._cancels.pop(request_id, lambda: None)
             cancel()
         else:
             raise WireError(f"a frame of kind {kind}")
@@ -150,13 +147,6 @@ class _RankStream:
     def _encode(self, request_id: int, answer: Answer) -> Iterator[bytes]:
         with self._lock:
             is_wanted = self._cancels.pop(request_id, None) is not None
-        if isinstance(answer, ServedRange) and len(answer.built.encoded_batches) > MAX_STRUCTURE_BYTES:
-            answer.release()
-            answer = Failure(
-                "BatchTooLargeError",
-                f"The strings and lists of a batch have {len(answer.built.encoded_batches)} bytes; "
-                f"{MAX_STRUCTURE_BYTES} are allowed. Send long strings as bytes or uint8 tensors.",
-            )
         if isinstance(answer, StreamEnd):
             yield frame(request_id, FrameKind.ENDED, value=answer.num_batches)
             return
@@ -172,13 +162,9 @@ class _RankStream:
             answer.release()
 
 
-def nothing() -> None:
-    """Cancel nothing."""
-
-
 def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
     data, built = served.data.data, served.built
-    header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, built.encoded_batches).encode()
+    header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, built.batches).encode()
     # The header travels with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
     for start in range(0, built.num_bytes, CHUNK_BYTES):

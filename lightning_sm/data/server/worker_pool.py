@@ -25,7 +25,8 @@ from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import StreamEnd
 
-# A worker hangs on a cancelled task if it takes this many times longer than the longest one before.
+# A worker hangs on a cancelled task after so many seconds, and after this many times the longest task before.
+_CANCEL_GRACE_S = 30.0
 _GRACE_FACTOR = 5.0
 
 
@@ -142,16 +143,10 @@ class WorkerPool:
 
     Args:
         kill: Called with the id of a worker that hangs on a cancelled task.
-        cancel_grace_s: Seconds that a worker may continue with a cancelled task; more, if earlier tasks took long.
     """
 
-    def __init__(
-        self,
-        kill: Callable[[int], None],
-        cancel_grace_s: float = 30.0,
-    ) -> None:
+    def __init__(self, kill: Callable[[int], None]) -> None:
         self._kill = kill
-        self._cancel_grace_s = cancel_grace_s
         self._lock = threading.RLock()
         self._workers: dict[int, _Worker] = {}
         self._queues: OrderedDict[object, deque[Task]] = OrderedDict()
@@ -191,7 +186,7 @@ class WorkerPool:
             for worker in self._workers.values():
                 if worker.task is task:
                     # A heavy batch is not a hanging worker, whose caches, open files and streams would be lost.
-                    grace_s = max(self._cancel_grace_s, _GRACE_FACTOR * self._longest_s)
+                    grace_s = max(_CANCEL_GRACE_S, _GRACE_FACTOR * self._longest_s)
                     self._scheduler.enter(grace_s, 0, self._kill_if_hanging, (worker, task))
                     self._wake()
 

@@ -76,7 +76,9 @@ class RemoteIterator(_BaseDataLoaderIter):
             self._num_yielded = begins_at.num_batches
         self._reports, self._is_step = source.reports(loader)
         self._workers: _StreamWorkers | None = None
-        self._batches: _Batches | _Turns | _FailedAtStart
+        self._batches: _Batches | _Turns | None = None
+        # Raised at the first batch: of an earlier one, Lightning's teardown makes another error, which hides this.
+        self._error: DataServiceError
         try:
             pickled = source.pickled(loader)
             if self._dataset_kind == _DatasetKind.Iterable:
@@ -85,7 +87,7 @@ class RemoteIterator(_BaseDataLoaderIter):
                 self._opening = source.open(pickled, self)
             self._start(loader, begins_at)
         except DataServiceError as error:
-            self._batches = _FailedAtStart(error)
+            self._batches, self._error = None, error
 
     @property
     def position(self) -> IteratorPosition:
@@ -96,7 +98,7 @@ class RemoteIterator(_BaseDataLoaderIter):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's own
         """Begin again: with ``persistent_workers``, ``DataLoader`` keeps its iterator."""
         super()._reset(loader, first_iter)
-        if isinstance(self._batches, _FailedAtStart):
+        if self._batches is None:
             return
         self._batches.close()
         self._num_resets += 1
@@ -124,29 +126,12 @@ class RemoteIterator(_BaseDataLoaderIter):
                 self._batches.supply(as_torch=True)  # it begins to fetch here: random samplers draw their order now
 
     def _next_data(self) -> Any:
+        if self._batches is None:
+            raise self._error
         batch = self._batches.next()
         if self._reports:
             self._source.connection.reporter.batch(self._source.trainer, self._batches.figures, is_step=self._is_step)
         return batch
-
-
-class _FailedAtStart:
-    """An iterator that could not begin.
-
-    It fails at the first batch: where one fails earlier, Lightning's teardown raises another error, which hides this.
-    """
-
-    figures: BatchFigures
-
-    def __init__(self, error: DataServiceError) -> None:
-        self._error = error
-
-    def next(self) -> Any:
-        """Raise the error."""
-        raise self._error
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class _FeederPass:
@@ -206,7 +191,7 @@ class _FeederPass:
                 raise StopIteration
             self._client.take(self.pass_id, message.first_step + message.num_steps)
             self.wanted_until = message.wanted_until
-            self._ready.extend([(message.figures(), self._ring.batches(message))] * message.num_steps)
+            self._ready.extend([(message.figures, self._ring.batches(message))] * message.num_steps)
         self.figures, batches = self._ready.popleft()
         return next(batches)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ from msgspec.structs import asdict
 
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.metrics import changes, logger_metrics
 from lightning_sm.data.trainer.verdict import trouble, verdict
 from lightning_sm.errors import DataServiceError
 from lightning_sm.record.events import DataService, Event
@@ -165,3 +164,40 @@ class Reporter:
 def _since(before: Sequence[HostFigures], after: Sequence[HostFigures]) -> list[HostFigures]:
     known = {host.name: host for host in before}
     return [host.since(known.get(host.name)) for host in after]
+
+
+def logger_metrics(figures: RankFigures, ready: int, hosts: Sequence[HostFigures]) -> dict[str, float]:
+    """Return the values for Lightning's loggers.
+
+    Args:
+        figures: What this rank has measured since the last time.
+        ready: Number of buffered batches when the last one was taken.
+        hosts: What the data hosts have done since the start.
+    """
+    seconds = figures.seconds
+    batches = max(1, figures.num_batches)
+    return {
+        "data/bytes_per_s": figures.num_bytes / seconds if seconds > 0 else 0.0,
+        "data/ready": float(ready),
+        "data/queue_ms": 1e3 * figures.queue_s / batches,
+        "data/produce_ms": 1e3 * figures.produce_s / batches,
+        "data/transfer_ms": 1e3 * figures.transfer_s / batches,
+        "data/retries": float(sum(host.num_retries for host in hosts)),
+        "data/hedges": float(sum(host.num_hedges for host in hosts)),
+    }
+
+
+def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iterator[tuple[str, str]]:
+    """Yield events of data hosts between two moments for the run's record, each as its kind and a text.
+
+    Args:
+        before: The hosts at the first moment; empty before the first one.
+        after: The hosts at the second.
+    """
+    known = {host.name: host.state for host in before}
+    for host in after:
+        was = known.get(host.name, "up")
+        if host.state == "down" and was != "down":
+            yield "host_lost", f"data host {host.name} is down{f': {host.why}' if host.why else ''}"
+        if host.state == "up" and was == "down":
+            yield "host_back", f"data host {host.name} is back"

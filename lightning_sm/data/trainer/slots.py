@@ -14,7 +14,6 @@ import torch
 from lightning_sm.data.batch.pickled import unpickle_batch
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
@@ -43,19 +42,11 @@ class SlotPool:
     """
 
     def __init__(
-        self,
-        client: FeederClient,
-        name: str,
-        window_batches: int,
-        max_batch_bytes: int,
-        *,
-        is_pinned: bool,
+        self, client: FeederClient, name: str, window_batches: int, max_batch_bytes: int, *, is_pinned: bool
     ) -> None:
-        self._is_pinned = is_pinned and torch.cuda.is_available()
-        self._num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if self._is_pinned else 0)
-        self._max_batch_bytes = max_batch_bytes
-        self._client = client
-        self._name = name
+        is_pinned = is_pinned and torch.cuda.is_available()
+        num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if is_pinned else 0)
+        self._make = partial(SlotRing, client, name, num_slots, max_batch_bytes, is_pinned=is_pinned)
         self._rings: list[SlotRing] = []
         self._unused: list[SlotRing] = []  # append and pop are atomic: finalizers give rings back
 
@@ -64,7 +55,7 @@ class SlotPool:
         try:
             return self._unused.pop()
         except IndexError:
-            ring = SlotRing(self._client, self._name, self._num_slots, self._max_batch_bytes, is_pinned=self._is_pinned)
+            ring = self._make()
             self._rings.append(ring)
             return ring
 
@@ -85,13 +76,7 @@ class SlotRing:
     """
 
     def __init__(
-        self,
-        client: FeederClient,
-        name: str,
-        num_slots: int,
-        max_batch_bytes: int,
-        *,
-        is_pinned: bool,
+        self, client: FeederClient, name: str, num_slots: int, max_batch_bytes: int, *, is_pinned: bool
     ) -> None:
         self._name = name
         self._ring = Ring.create(num_slots, max_batch_bytes)
@@ -109,15 +94,11 @@ class SlotRing:
         return self._pinned is not None and self._pinned.advance()
 
     def batches(self, delivery: DeliveredRange) -> Iterator[Any]:
-        """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots.
-
-        Raises:
-            WireError: The parts of the delivery do not fit together.
-        """
+        """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots."""
         if self._pinned is not None:
             self._pinned.wait()
-        places = unpack_batches(delivery.encoded_batches, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
+        places = delivery.batches
         return (unpickle_batch(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
 
     def _memory(self, slot: int, num_bytes: int) -> np.ndarray:

@@ -85,7 +85,7 @@ def wait_cause(
     if rank.wait_s < _MIN_SECONDS or rank.wait_fraction < _MIN_FRACTION:
         return None
     others_s = max((other.wait_s for key, other in ranks.items() if key != name), default=rank.wait_s)
-    who = f"{_capital(name)} waits" if rank.wait_s >= _SLOWER * others_s else "Training waits"
+    who = f"{name[:1].upper()}{name[1:]} waits" if rank.wait_s >= _SLOWER * others_s else "Training waits"
     who += f" {percent(rank.wait_fraction if share is None else share)} of the time"
     if rank.transfer_wait_s >= _TRANSFER_PART * rank.wait_s:
         # A batch whose host was lost arrives late, too.
@@ -189,7 +189,3 @@ def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:
     name = max(means, key=lambda name: means[name])
     others = median(value for other, value in means.items() if other != name)
     return (name, means[name], others) if means[name] >= _SLOWER * others else None
-
-
-def _capital(name: str) -> str:
-    return name[:1].upper() + name[1:]

@@ -12,10 +12,8 @@ import grpc
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_sm.data.protocol.calls import Problem
 from lightning_sm.data.protocol.fetch import FetchSpec
-from lightning_sm.data.protocol.frames import EncodedBatch, FrameKind, StepRangeHeader, frame, frames, pack_batches
-from lightning_sm.data.protocol.openings import OpeningsReply
+from lightning_sm.data.protocol.frames import EncodedBatch, FrameKind, StepRangeHeader, frame, frames
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 from tests.integration.data.cluster import remote
 from tests.integration.data.fakes import FakeHost, FakeTrainer
@@ -33,7 +31,7 @@ def framed(request_id, kind, payload, value=0):
 
 def header(request_id, num_bytes, structure=bytes(16)):
     """Return a frame that announces a batch."""
-    batches = pack_batches([EncodedBatch(0, num_bytes, structure)])
+    batches = [EncodedBatch(0, num_bytes, structure)]
     return framed(request_id, FrameKind.HEADER, StepRangeHeader(num_bytes, 0.0, 0.0, batches).encode())
 
 
@@ -95,7 +93,6 @@ REPLIES = {
     "nothing": b"{}",
     "too deep": b"[" * 100_000,
     "another kind": b'{"type": "Problem", "error": "SystemExit", "text": "", "where": ""}',
-    "an unknown error": OpeningsReply([], [], {"x": Problem("SystemExit", "")}).encode(),
 }
 CHEAP = {("heartbeat", "no JSON"), ("opened", "another kind")}
 

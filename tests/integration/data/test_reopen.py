@@ -33,7 +33,7 @@ class Owner:
     def link_opened_source(self, link, name, outcome):
         """No problem."""
 
-    def link_refused(self, error):
+    def fail(self, pass_id, error):
         raise error
 
     def link_frame(self, *_):

@@ -87,17 +87,6 @@ def test_late_unknown_and_closed_answers_are_refused():
     assert host_status(scheduler, "a").num_in_flight == 0
 
 
-def test_closed_pass_is_ignored():
-    """Whatever is said about a pass after it was closed does nothing."""
-    scheduler = make("a")
-    scheduler.close_pass(1)
-    scheduler.advance(1, 3)
-    scheduler.set_window(1, 3)
-    assert scheduler.set_stop(1, 3) == ()
-    assert scheduler.close_pass(1) == ()
-    assert scheduler.next_requests(0.0) == []
-
-
 def test_stop_found_later_cancels_what_is_beyond():
     """When the end of a pass becomes known, requests beyond it are returned and none is sent again."""
     scheduler = make("a", num_credits=3, window=6, stop=NO_END)

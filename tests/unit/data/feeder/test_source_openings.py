@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_sm.data.feeder.host_link import LinkState
 from lightning_sm.data.feeder.source_openings import SourceOpenings
-from lightning_sm.data.protocol.calls import Problem
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.openings import CallResult, Opening, StreamWorker
-from lightning_sm.errors import DataHostMismatchError, RemoteTransformError
+from lightning_sm.errors import DataHostMismatchError, DataServiceError, RemoteTransformError
 
 INDEXED = Opening("train", "digest")
 CALL = Opening("setup", "module", is_call=True)
-PROBLEM = Problem("RemoteTransformError", "KeyError: 3\nmore", "unpickling the dataset")
+PROBLEM = Failure("RemoteTransformError", "KeyError: 3\nmore", "unpickling the dataset")
 
 
 class Link:
@@ -156,6 +157,14 @@ def test_a_failure_counts_once_all_hosts_have_it(sources, links, told, caplog):
     sources.opened(links["a"], "train", PROBLEM)
     assert isinstance(told[-1].exception(), RemoteTransformError)
     assert "KeyError: 3\nmore\non data host a, unpickling the dataset" in told[-1].text
+
+
+@pytest.mark.parametrize("name", ["", "logging", "SystemExit", "LightningSMError"])
+def test_an_error_of_no_data_host_is_the_general_one(sources, links, told, name):
+    """A data host names classes of its own errors, and no other."""
+    sources.open(stream(0))
+    sources.opened(links["a"], "0/0", replace(PROBLEM, error=name))
+    assert type(told[0].exception()) is DataServiceError
 
 
 def test_the_failure_of_the_only_host_of_a_stream_counts(sources, links, told):

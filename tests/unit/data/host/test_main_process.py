@@ -1,16 +1,21 @@
 """When the main process of a data host gives its server process up; the test stands in for server processes."""
 
+import os
 import socket
+import subprocess
 
 import pytest
 
+from lightning_sm.data.host import main_process
 from lightning_sm.data.host.main_process import MainProcess
-from lightning_sm.data.ipc.host_messages import Listening
+from lightning_sm.data.ipc.host_messages import Listening, Serve
 from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.settings import Credentials, HostSettings
 
 CREDENTIALS = Credentials("job", "token")
 SIGKILL = -9
+TIMEOUT_S = 60.0
 
 
 class Main(MainProcess):
@@ -57,3 +62,22 @@ def test_a_server_that_has_listened_is_always_started_again(main):
     main.other_end.send(Listening("127.0.0.1:7"))
     main._on_server_messages()
     assert [main.end_server() for _ in range(20)] == [None] * 20
+
+
+def test_a_worker_that_was_reaped_is_not_killed():
+    """Multiprocessing waits for the workers that have exited when it spawns another, before their exit is handled."""
+    with subprocess.Popen(["true"]) as process:
+        pidfd = os.pidfd_open(process.pid)
+    main_process._kill(pidfd)
+    os.close(pidfd)
+
+
+def test_the_owners_lightning_is_imported_before_ours(tmp_path, monkeypatch):
+    """Ours derives from the one that is there: where both distributions are installed, it is not always the owner's."""
+    code = "import os, sys\nos._exit(40 + ('lightning_sm._lightning' in sys.modules))\n"
+    (tmp_path / "owners_lightning.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    process, owner = start_module("lightning_sm.data.host")
+    owner.send(Serve(HostSettings("127.0.0.1:0", 1, 1 << 20, None, None, "", CREDENTIALS), ["owners_lightning"]))
+    assert process.wait(TIMEOUT_S) == 40
+    owner.close()

@@ -14,9 +14,8 @@ import grpc
 import pytest
 
 from lightning_sm.data.protocol.probe import REFUSED, diagnose
-from lightning_sm.data.server import doorman
+from lightning_sm.data.server import doorman, peers
 from lightning_sm.data.server.listener import Listener
-from lightning_sm.data.server.peers import TrustedPeers
 from lightning_sm.data.settings import Credentials, HostSettings
 from lightning_sm.errors import DataSettingsError
 
@@ -30,14 +29,17 @@ HTTP2 = b"\0\0"
 def listening(*trusted, address="127.0.0.1:0", look_up=None, credentials=KNOWN):
     """Listen as the processes of a data host do, and yield the address."""
     settings = HostSettings(address, 1, 1, None, None, "algo-3", credentials, trusted=list(trusted))
-    peers = TrustedPeers(settings, look_up, lambda: ["127.0.0.1", "::1"])
     handler = grpc.unary_unary_rpc_method_handler(lambda _, context: context.peer().encode())
-    listener = Listener({"Status": handler}, settings, peers)
-    listener.start()
-    try:
-        yield listener.address
-    finally:
-        listener.stop(0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(peers, "_own_addresses", lambda: ["127.0.0.1", "::1"])
+        if look_up is not None:
+            patched.setattr(peers, "_look_up", look_up)
+        listener = Listener({"Status": handler}, settings, peers.TrustedPeers(settings))
+        listener.start()
+        try:
+            yield listener.address
+        finally:
+            listener.stop(0)
 
 
 def greeting(address, source=None):
@@ -135,7 +137,7 @@ def test_with_mutual_tls_any_address_may_connect(tmp_path):
     """The certificate decides, in the handshake."""
     mutual = Credentials("job", "token", *(str(tmp_path / name) for name in "abc"))
     settings = HostSettings("127.0.0.1:0", 1, 1, None, None, "algo-3", mutual)
-    assert TrustedPeers(settings).are_known_otherwise
+    assert peers.TrustedPeers(settings).are_known_otherwise
 
 
 def test_a_kernel_without_filters_leaves_the_port_open_and_says_so(monkeypatch, caplog):

@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from lightning_sm.data.ipc.host_messages import KeepOpenings, StartedWorkers, StartWorkers
-from lightning_sm.data.protocol.calls import Problem
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.openings import CallResult, Opening, OpeningsReply, OpeningsRequest
 from lightning_sm.data.server.openings import Openings
 
 TIMEOUT_S = 60.0
 TRAIN, VAL = Opening("train", "digest"), Opening("val", "digest")
-PROBLEM = Problem("RemoteTransformError", "KeyError: 3")
+PROBLEM = Failure("RemoteTransformError", "KeyError: 3")
 
 
 class Main:
@@ -40,9 +40,7 @@ class Main:
 
     def answer(self, name):
         """Answer a message."""
-        outcome = self.outcomes.get(name)
-        problem = outcome if isinstance(outcome, Problem) else None
-        message = StartedWorkers(name, problem, None if problem else outcome)
+        message = StartedWorkers(name, self.outcomes.get(name))
         thread = threading.Thread(target=self.openings.take, args=(message,))
         self._answering.append(thread)
         thread.start()  # this one may have the lock

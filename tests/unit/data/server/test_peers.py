@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.data.server.peers import TrustedPeers
+from lightning_sm.data.server import peers
 from lightning_sm.data.settings import Credentials, HostSettings
 
 OWN = ["127.0.0.1", "::1", "10.0.0.3", "fe80::1%eth0"]
@@ -13,8 +13,8 @@ OWN = ["127.0.0.1", "::1", "10.0.0.3", "fe80::1%eth0"]
 class Names:
     """A resolver that counts its lookups, and whose answers a test changes."""
 
-    def __init__(self, **known):
-        self.known, self.num_lookups, self.now = known, 0, 0.0
+    def __init__(self):
+        self.known, self.num_lookups, self.now = {}, 0, 0.0
 
     def look_up(self, name):
         self.num_lookups += 1
@@ -26,7 +26,20 @@ class Names:
         settings = HostSettings(
             address, 1, 1, None, None, "algo-3", Credentials("job", "", **credentials), trusted=list(trusted)
         )
-        return TrustedPeers(settings, self.look_up, lambda: OWN, lambda: self.now)
+        return peers.TrustedPeers(settings)
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """What stands in for the system: its resolver, its addresses, its clock."""
+    made = Names()
+    monkeypatch.setattr(peers, "_look_up", made.look_up)
+    monkeypatch.setattr(peers, "_own_addresses", lambda: OWN)
+    monkeypatch.setattr(peers, "time", made)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -45,53 +58,55 @@ class Names:
         ("fd00::13", False),
     ],
 )
-def test_own_addresses_hosts_of_the_job_and_the_users_networks_are_trusted(address, is_trusted):
+def test_own_addresses_hosts_of_the_job_and_the_users_networks_are_trusted(names, address, is_trusted):
     """Nobody else is, not even on the loopback interface."""
-    peers = Names(**{"algo-1": ["10.0.0.1", "fd00::12"]}).peers("algo-1", "192.168.7.0/24")
-    assert peers.admits(address) is is_trusted
+    names.known = {"algo-1": ["10.0.0.1", "fd00::12"]}
+    trusted = names.peers("algo-1", "192.168.7.0/24")
+    assert trusted.admits(address) is is_trusted
 
 
-def test_a_certificate_is_as_good_as_an_address_and_so_is_the_unix_socket_of_the_machine():
+def test_a_certificate_is_as_good_as_an_address_and_so_is_the_unix_socket_of_the_machine(names):
     """With mutual TLS gRPC has verified the certificate; the socket cannot be reached from elsewhere."""
     authority = {"tls_certificate": "c", "tls_key": "k", "tls_authority": "a"}
-    mutual, local = Names().peers(**authority), Names().peers(address="unix-abstract:x")
+    mutual, local = names.peers(**authority), names.peers(address="unix-abstract:x")
     assert mutual.are_known_otherwise
     assert local.are_known_otherwise
-    assert not Names().peers(tls_certificate="c", tls_key="k").are_known_otherwise
+    assert not names.peers(tls_certificate="c", tls_key="k").are_known_otherwise
 
 
-def test_the_refusal_names_the_address_the_hosts_and_the_setting():
+def test_the_refusal_names_the_address_the_hosts_and_the_setting(names):
     """The user sees which of the two is wrong."""
-    peers = Names(**{"algo-1": ["10.0.0.1"], "algo-2": ["10.0.0.2"]}).peers("algo-1", "algo-2", "10.0.0.4")
-    assert not peers.admits("10.9.9.9")
-    assert peers.refusal("10.9.9.9") == (
+    names.known = {"algo-1": ["10.0.0.1"], "algo-2": ["10.0.0.2"]}
+    trusted = names.peers("algo-1", "algo-2", "10.0.0.4")
+    assert not trusted.admits("10.9.9.9")
+    assert trusted.refusal("10.9.9.9") == (
         "data host algo-3 does not trust 10.9.9.9. It trusts its own machine, algo-1, algo-2, 10.0.0.4. If 10.9.9.9 is "
         "a trainer, add it to data_service.trust of the data hosts, or use mutual TLS (data_service.tls_authority)."
     )
 
 
-def test_a_name_that_resolves_late_or_moves_is_looked_up_when_an_unknown_address_calls():
+def test_a_name_that_resolves_late_or_moves_is_looked_up_when_an_unknown_address_calls(names):
     """Until all names resolve, a refusal is not final; a name that no longer resolves keeps its address."""
-    names = Names(**{"algo-1": ["10.0.0.1"]})
-    peers = names.peers("algo-1", "algo-2")
-    assert not peers.admits("10.0.0.2")
-    assert "These names do not resolve yet: algo-2." in peers.refusal("10.0.0.2")
+    names.known = {"algo-1": ["10.0.0.1"]}
+    trusted = names.peers("algo-1", "algo-2")
+    assert not trusted.admits("10.0.0.2")
+    assert "These names do not resolve yet: algo-2." in trusted.refusal("10.0.0.2")
     names.known = {"algo-2": ["10.0.0.2"]}
     names.now = 100.0
     for known in ("10.0.0.1", "10.0.0.2"):
-        assert peers.admits(known)
-    assert not peers.unresolved
+        assert trusted.admits(known)
+    assert not trusted.unresolved
     names.known = {"algo-1": ["10.0.0.9"], "algo-2": ["10.0.0.2"]}
     names.now = 200.0
-    assert peers.admits("10.0.0.9")
-    assert not peers.admits("10.0.0.1")
+    assert trusted.admits("10.0.0.9")
+    assert not trusted.admits("10.0.0.1")
 
 
-def test_strangers_do_not_make_a_data_host_look_up_names_without_end():
+def test_strangers_do_not_make_a_data_host_look_up_names_without_end(names):
     """However many call, names are looked up once a second."""
-    names = Names(**{"algo-1": ["10.0.0.1"]})
-    peers = names.peers("algo-1")
+    names.known = {"algo-1": ["10.0.0.1"]}
+    trusted = names.peers("algo-1")
     for _ in range(100):
         names.now += 0.1
-        assert not peers.admits("10.9.9.9")
+        assert not trusted.admits("10.9.9.9")
     assert names.num_lookups <= 11

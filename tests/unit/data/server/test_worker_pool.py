@@ -10,6 +10,8 @@ from lightning_sm.data.ipc.host_messages import BuildAnswer, BuiltRange, NewWork
 from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.frames import EncodedBatch
+from lightning_sm.data.server import worker_pool
 from lightning_sm.data.server.worker_pool import ServedRange, Task, WorkerPool, _Work
 
 TIMEOUT_S = 60.0
@@ -47,7 +49,7 @@ class FakeWorker:
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
         self.ring.slot(slot)[0] = value
-        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0, encoded_batches=b"header")))
+        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, produce_s=0.0, batches=[EncodedBatch(0, 1, b"")])))
 
     def is_idle(self):
         """Return whether it gets no request."""
@@ -69,9 +71,10 @@ def killed():
 
 
 @pytest.fixture
-def pool(killed):
+def pool(killed, monkeypatch):
     """A pool without workers that soon kills hanging ones."""
-    pool = WorkerPool(killed.put, cancel_grace_s=0.1)
+    monkeypatch.setattr(worker_pool, "_CANCEL_GRACE_S", 0.1)
+    pool = WorkerPool(killed.put)
     yield pool
     pool.close()
 
@@ -108,7 +111,7 @@ def test_a_batch_comes_from_the_slot(pool, worker):
     worker.done(slot, 42)
     answer = answers.get(timeout=TIMEOUT_S)
     assert isinstance(answer, ServedRange)
-    assert (answer.built.encoded_batches, answer.data[: answer.built.num_bytes].tolist()) == (b"header", [42])
+    assert (answer.built.batches, answer.data[: answer.built.num_bytes].tolist()) == ([EncodedBatch(0, 1, b"")], [42])
     answer.release()
 
 
@@ -198,9 +201,9 @@ def test_a_worker_that_hangs_on_a_cancelled_task_is_killed(pool, worker, killed)
     assert answers.empty()
 
 
-def test_a_worker_may_finish_a_cancelled_task(pool, worker, killed):
+def test_a_worker_may_finish_a_cancelled_task(pool, worker, killed, monkeypatch):
     """A worker that finishes in time is used again."""
-    pool._cancel_grace_s = TIMEOUT_S
+    monkeypatch.setattr(worker_pool, "_CANCEL_GRACE_S", TIMEOUT_S)
     task, answers = submit(pool, b"a")
     _, slot = worker.next_request()
     pool.cancel(task)
@@ -293,7 +296,7 @@ def test_state_counts_workers_and_tasks(pool, worker):
 
 def test_closing_a_pool_whose_thread_has_ended_already(monkeypatch):
     """A message from a worker can wake the thread, which then ends before ``close`` wakes it."""
-    pool = WorkerPool(print, print)
+    pool = WorkerPool(print)
     wake = pool._wake
 
     def wake_late():
