@@ -349,8 +349,7 @@ class PipelineParallelStrategy(DDPStrategy):
         self._stage = own
         self._steps = UserSteps(
             module,
-            network.module,
-            network.name,
+            network,
             self._replica,
             self._forward_everywhere,
             self._data_group,
