@@ -356,9 +356,7 @@ class PipelineParallelStrategy(DDPStrategy):
             are_everywhere=self._outputs == "all",
         )
         self._loss = StepLoss(module, self._steps, self._loss_kind)
-        self._runner = ScheduleRunner(
-            own, self._replica, self.root_device, self._schedule, self._loss, self._loss.try_out
-        )
+        self._runner = ScheduleRunner(own, self._replica, self.root_device, self._schedule, self._loss)
 
     def _parts(self, network: Network) -> list[range]:
         size = len(self._replica.ranks)
