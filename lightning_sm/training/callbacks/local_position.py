@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_sm._lightning import Callback, LightningModule, Trainer, rank_zero_only
+from lightning_sm._lightning import Callback, LightningModule, Trainer, rank_zero_only, sized_len
 from lightning_sm._random_state import RandomState
 from lightning_sm.data.trainer.remote_iterator import IteratorPosition
 from lightning_sm.data.trainer.remote_loader import RemoteDataLoader, begin_at, position_of
@@ -332,10 +332,7 @@ def _iterator_of(trainer: Any, loader: DataLoader[Any]) -> tuple[IteratorPositio
 
 def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
     """Return the number of batches since Lightning last restarted a loader that is shorter than another one."""
-    try:
-        length = len(loader)
-    except TypeError:  # a batch sampler without a length
-        return num_done
+    length = sized_len(loader)  # None: its batch sampler has none
     return (num_done - 1) % length + 1 if num_done and length else num_done
 
 

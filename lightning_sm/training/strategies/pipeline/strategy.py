@@ -20,6 +20,7 @@ from lightning_sm._lightning import (
     StochasticWeightAveraging,
     Trainer,
     WeightAveraging,
+    sized_len,
 )
 from lightning_sm._table import draw_table
 from lightning_sm.errors import StrategyError
@@ -221,11 +222,7 @@ class PipelineParallelStrategy(DDPStrategy):
             dataloader: A loader of the Trainer's.
         """
         # Prediction needs the loader on every rank, to tell writers of predictions which samples a batch has.
-        if self._fetches or self._module.trainer.predicting:
-            return dataloader
-        try:
-            len(dataloader)
-        except (TypeError, NotImplementedError):
+        if self._fetches or self._module.trainer.predicting or sized_len(dataloader) is None:
             return dataloader
         return FollowingLoader(dataloader)
 
