@@ -25,7 +25,7 @@ from lightning_sm._lightning import (
 from lightning_sm._table import draw_table
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
-from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint, synchronize
+from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.forward import evaluate
 from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average, total_norm
@@ -292,7 +292,9 @@ class PipelineParallelStrategy(DDPStrategy):
         return cast(LightningModule, module)
 
     def _setup_model(self, model: Any) -> Any:
-        synchronize(model, self._data_group, dist.get_process_group_ranks(self._data_group)[0])
+        # Seeds alone do not give the replicas of a stage the same weights.
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), group=self._data_group, group_src=0)
         self._tied.update_copies()
         return model
 
