@@ -168,10 +168,9 @@ class LocalPosition(Callback):
         """Restore the states of the loaders that a rank has saved, by default this one; return them."""
         self._loaders = _recorded(trainer)
         saved = iter(self._saved(trainer, rank).get("orders", ()))
-        has_streams = self._loaded is not None and "shares" in self._loaded  # unless it is of an earlier version
         states: list[dict[str, Any]] = []
         for _, order in self._loaders:
-            states.append(next(saved, {}) if order is not None or has_streams else {})
+            states.append(next(saved, {}))
             if order is not None and states[-1]:
                 order.restore(states[-1])
         return states
