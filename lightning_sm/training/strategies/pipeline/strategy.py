@@ -37,7 +37,7 @@ from lightning_sm.training.strategies.pipeline.random_state import random_state,
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows
 from lightning_sm.training.strategies.pipeline.schedules import ScheduleName, ScheduleRunner
 from lightning_sm.training.strategies.pipeline.steps import UserSteps, loss_of
-from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied, retie
+from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +343,6 @@ class PipelineParallelStrategy(DDPStrategy):
             if stage != self._replica.position:
                 network.remove(part)
         materialize(list(own.layers), self.root_device)
-        retie(module, tied)
         self._tied = TiedWeights(module, tied, self._replica)
         self._stage = own
         self._steps = UserSteps(
