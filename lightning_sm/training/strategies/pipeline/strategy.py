@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,7 +29,7 @@ from lightning_sm.training.strategies.pipeline.balance import balanced, explicit
 from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.forward import evaluate
-from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average, total_norm
+from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average
 from lightning_sm.training.strategies.pipeline.layers import Network, materialize
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 from lightning_sm.training.strategies.pipeline.loss import LossKind, StepLoss, is_checked
@@ -288,8 +289,7 @@ class PipelineParallelStrategy(DDPStrategy):
 
     @property
     def _module(self) -> LightningModule:
-        module: Any = self.lightning_module
-        return cast(LightningModule, module)
+        return cast(LightningModule, self.lightning_module)
 
     def _setup_model(self, model: Any) -> Any:
         # Seeds alone do not give the replicas of a stage the same weights.
@@ -518,8 +518,15 @@ class PipelineParallelStrategy(DDPStrategy):
             parameters: This rank's part of the parameters; None: all of the module's.
             norm_type: The p of the p-norm; may be infinite.
         """
-        counted = list(self._module.parameters() if parameters is None else parameters)
-        return total_norm(counted, self._replica.group, self.root_device, norm_type)
+        counted = self._module.parameters() if parameters is None else parameters
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(self.root_device)  # that of none is on the CPU
+        if math.isinf(norm_type):
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._replica.group)
+            return norm
+        powers = norm.pow(norm_type)
+        dist.all_reduce(powers, group=self._replica.group)
+        return powers.pow(1 / norm_type)
 
     # Checkpoints
 
