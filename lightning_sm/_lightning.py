@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning_fabric.utilities.data import _replace_dunder_methods as replace_dunder_methods
+    from lightning_fabric.utilities.data import sized_len
     from lightning_fabric.utilities.distributed import _destroy_dist_connection as destroy_dist_connection
     from lightning_fabric.utilities.distributed import _InfiniteBarrier as InfiniteBarrier
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
@@ -88,7 +89,7 @@ else:
         f"{DISTRIBUTION}.trainer.connectors": "data_connector",
         f"{DISTRIBUTION}.utilities": "CombinedLoader parsing rank_zero_only",
         _FABRIC: "Fabric",
-        f"{_FABRIC}.utilities.data": "_replace_dunder_methods",
+        f"{_FABRIC}.utilities.data": "_replace_dunder_methods sized_len",
         f"{_FABRIC}.utilities.distributed": "_InfiniteBarrier _destroy_dist_connection",
     }
     with pause_collector():

@@ -15,13 +15,14 @@ import torch
 class RandomState:
     """The random states of this process, and of a generator; those of CUDA and of the generator may be missing.
 
-    States are taken often and saved rarely, so they are converted only when they are saved.
+    States are taken often and saved rarely, so they are converted only when they are saved. Those of torch are arrays,
+    because pickling a tensor writes a file in memory.
     """
 
-    torch_state: torch.Tensor
+    torch_state: np.ndarray[Any, Any]
     numpy_state: Any
     python_state: Any
-    cuda_state: torch.Tensor | None
+    cuda_state: np.ndarray[Any, Any] | None
     generator_state: torch.Tensor | None
 
     @classmethod
@@ -29,10 +30,10 @@ class RandomState:
         """Return the states as they are."""
         has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
-            torch.get_rng_state(),
+            torch.get_rng_state().numpy(),
             np.random.get_state(),  # the global state, which users' code draws from
             random.getstate(),
-            torch.cuda.get_rng_state() if has_cuda else None,
+            torch.cuda.get_rng_state().numpy() if has_cuda else None,
             None if generator is None else generator.get_state(),
         )
 
@@ -41,10 +42,10 @@ class RandomState:
         name, keys, *rest = self.numpy_state
         version, numbers, gauss = self.python_state
         return {
-            "torch": self.torch_state,
+            "torch": torch.tensor(self.torch_state),
             "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
             "python": [version, torch.tensor(numbers), gauss],
-            "cuda": self.cuda_state,
+            "cuda": None if self.cuda_state is None else torch.tensor(self.cuda_state),
             "generator": self.generator_state,
         }
 
@@ -54,26 +55,24 @@ class RandomState:
         name, keys, *rest = saved["numpy"]
         version, numbers, gauss = saved["python"]
         return cls(
-            saved["torch"].cpu(),
+            saved["torch"].cpu().numpy(),
             (name, keys.cpu().numpy().astype(np.uint32), *rest),
             (version, tuple(numbers.tolist()), gauss),
-            None if saved["cuda"] is None else saved["cuda"].cpu(),
+            None if saved["cuda"] is None else saved["cuda"].cpu().numpy(),
             None if saved["generator"] is None else saved["generator"].cpu(),
         )
 
     def is_same(self, other: RandomState) -> bool:
         """Return whether another state of the CPU gives the same numbers."""
-        own, others = (
-            pickle.dumps((one.torch_state.numpy(), one.numpy_state, one.python_state)) for one in (self, other)
-        )
+        own, others = (pickle.dumps((one.torch_state, one.numpy_state, one.python_state)) for one in (self, other))
         return own == others
 
     def restore(self, generator: torch.Generator | None = None) -> None:
         """Set the states of this process, and of a generator."""
-        torch.set_rng_state(self.torch_state)
+        torch.set_rng_state(torch.tensor(self.torch_state, device="cpu"))
         np.random.set_state(self.numpy_state)
         random.setstate(self.python_state)
         if self.cuda_state is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda_state)
+            torch.cuda.set_rng_state(torch.tensor(self.cuda_state, device="cpu"))
         if self.generator_state is not None and generator is not None:
             generator.set_state(self.generator_state)

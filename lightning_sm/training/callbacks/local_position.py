@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_sm._lightning import Callback, LightningModule, Trainer, rank_zero_only
+from lightning_sm._lightning import Callback, LightningModule, Trainer, rank_zero_only, sized_len
 from lightning_sm._random_state import RandomState
 from lightning_sm.data.trainer.remote_iterator import IteratorPosition
 from lightning_sm.data.trainer.remote_loader import RemoteDataLoader, begin_at, position_of
@@ -168,10 +168,9 @@ class LocalPosition(Callback):
         """Restore the states of the loaders that a rank has saved, by default this one; return them."""
         self._loaders = _recorded(trainer)
         saved = iter(self._saved(trainer, rank).get("orders", ()))
-        has_streams = self._loaded is not None and "shares" in self._loaded  # unless it is of an earlier version
         states: list[dict[str, Any]] = []
         for _, order in self._loaders:
-            states.append(next(saved, {}) if order is not None or has_streams else {})
+            states.append(next(saved, {}))
             if order is not None and states[-1]:
                 order.restore(states[-1])
         return states
@@ -332,10 +331,7 @@ def _iterator_of(trainer: Any, loader: DataLoader[Any]) -> tuple[IteratorPositio
 
 def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
     """Return the number of batches since Lightning last restarted a loader that is shorter than another one."""
-    try:
-        length = len(loader)
-    except TypeError:  # a batch sampler without a length
-        return num_done
+    length = sized_len(loader)  # None: its batch sampler has none
     return (num_done - 1) % length + 1 if num_done and length else num_done
 
 

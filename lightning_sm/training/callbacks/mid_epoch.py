@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +133,7 @@ class MidEpoch(UnlistedCallback):
             on_advance_start()
             # Lightning takes a checkpoint of an epoch's last batch for one within the next epoch.
             is_same_epoch = loaded.get("epoch") == trainer.current_epoch
-            self._resume(trainer, loaded["callbacks"] if is_same_epoch else {}, own if is_same_epoch else {})
+            self._repeat_start(trainer, loaded["callbacks"] if is_same_epoch else {}, own if is_same_epoch else {})
             if is_same_epoch and trainer.is_global_zero:
                 logger.info("Training resumes within an epoch: its values and metrics cover the batches from here on.")
             restore_gradients(trainer, gradients)
@@ -158,18 +157,31 @@ class MidEpoch(UnlistedCallback):
         states = {one.state_key: one.state_dict() for one in callbacks if _is_to_repeat(one) and _is_users(one)}
         self._started = _EpochStart(trainer.current_epoch, RandomState.now(), deepcopy(states))
 
-    def _resume(self, trainer: Any, callbacks: dict[str, Any], own: dict[str, Any]) -> None:
-        """Repeat the start of the current epoch.
+    def _repeat_start(self, trainer: Any, states: dict[str, Any], own: dict[str, Any]) -> None:
+        """Call ``on_train_epoch_start`` of the LightningModule and the callbacks, as far as they are not restored.
 
         Args:
             trainer: The Trainer.
-            callbacks: States of the callbacks at the start of the epoch; those that are missing have their current one.
+            states: States of the callbacks at the start of the epoch; those that are missing have their current one.
             own: What this rank has saved in this epoch, if anything.
         """
-        now = RandomState.now()
+        model, now = trainer.lightning_module, RandomState.now()
         if own:
             RandomState.of(own["random"]).restore()
-        _repeat_hooks(trainer, callbacks, lambda: self.on_train_epoch_start(trainer, trainer.lightning_module))
+        callbacks = [one for one in trainer.callbacks if _is_to_repeat(one)]
+        with_state = [(one, deepcopy(one.state_dict())) for one in callbacks if one.state_key in states]
+        for callback, _ in with_state:
+            callback.load_state_dict(states[callback.state_key])
+        self.on_train_epoch_start(trainer, model)
+        if callbacks or _is_users(model):
+            with keep_checkpointed_state(trainer):
+                model._current_fx_name = _HOOK
+                for callback in callbacks:
+                    callback.on_train_epoch_start(trainer, model)
+                model._current_fx_name = None
+                call._call_lightning_module_hook(trainer, _HOOK)
+        for callback, state in with_state:
+            callback.load_state_dict(state)
         if own:
             now.restore()
 
@@ -193,31 +205,6 @@ def _restore_metrics(trainer: Any, saved: dict[str, Any]) -> None:
     """Restore ``trainer.callback_metrics``, such as those of the last validation, without computing the epoch's."""
     for name, value in saved.get("callback_metrics", {}).items():
         trainer._logger_connector._callback_metrics[name] = value.to(trainer.strategy.root_device, copy=True)
-
-
-def _repeat_hooks(trainer: Any, states: dict[str, Any], record: Callable[[], None]) -> None:
-    """Call ``on_train_epoch_start`` of the LightningModule and the callbacks, as far as they are not restored.
-
-    Args:
-        trainer: The Trainer.
-        states: States of callbacks for the time of the call.
-        record: Called before the hooks.
-    """
-    model = trainer.lightning_module
-    callbacks = [one for one in trainer.callbacks if _is_to_repeat(one)]
-    with_state = [(one, deepcopy(one.state_dict())) for one in callbacks if one.state_key in states]
-    for callback, _ in with_state:
-        callback.load_state_dict(states[callback.state_key])
-    record()
-    if callbacks or _is_users(model):
-        with keep_checkpointed_state(trainer):
-            model._current_fx_name = _HOOK
-            for callback in callbacks:
-                callback.on_train_epoch_start(trainer, model)
-            model._current_fx_name = None
-            call._call_lightning_module_hook(trainer, _HOOK)
-    for callback, state in with_state:
-        callback.load_state_dict(state)
 
 
 def _is_to_repeat(callback: Callback) -> bool:

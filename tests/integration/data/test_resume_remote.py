@@ -270,19 +270,6 @@ def test_an_order_of_other_ranks_is_an_error(tmp_path, changes, text):
     assert len(fit(tmp_path, make, ckpt=tmp_path / f"{NUM_STEPS}.ckpt").seen) == NUM_STEPS
 
 
-def test_checkpoints_of_earlier_versions_resume(tmp_path):
-    """They have the orders of indexed datasets alone."""
-    make = LOADERS["no workers of its own"]
-    whole = fit(tmp_path, make, save_at=(5,))
-    checkpoint = torch.load(path := tmp_path / "5.ckpt", weights_only=True)
-    states = checkpoint["lightning_sm.random_states"]
-    del states["shares"]
-    for name in ("iterator", "begun_at"):
-        del states["ranks"][0]["orders"][0][name]
-    torch.save(checkpoint, path)
-    assert fit(tmp_path, make, ckpt=path).seen == after(whole.seen, 5)
-
-
 class Noise(Dataset):
     """The points of a model with noise."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_sm._lightning import LightningModule
@@ -140,18 +138,6 @@ class LogicalCheckpoint:
     def _joined(self, parts: Sequence[list[list[str]]]) -> list[list[str]]:
         """Return the names in each of the optimizer's groups, of all stages."""
         return [sorted(_flat(part[i] for part in parts), key=self._order.__getitem__) for i in range(len(parts[0]))]
-
-
-def synchronize(module: nn.Module, group: dist.ProcessGroup, source: int) -> None:
-    """Give the replicas of a stage the weights of the first: seeds alone do not make them equal.
-
-    Args:
-        module: The module with this rank's stages.
-        group: The ranks with the same stages.
-        source: The global rank of the first of them.
-    """
-    for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), source, group=group)
 
 
 def _flat(groups: Iterable[Iterable[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a step leaves behind on the rank of the last stage, for the other ranks of its replica."""
+"""What a step does on the rank of the last stage, done again on all ranks of its replica."""
 
 from __future__ import annotations
 
@@ -23,32 +23,17 @@ class _MetricValue(NamedTuple):
     batch_value: Any
 
 
-class StepEffects(NamedTuple):
-    """The effects of a step.
+class StepEffects:
+    """The effects of the user's steps, which the rank of the last stage alone runs to their end.
 
-    Attributes:
-        result: The numbers that the step returns.
-        calls: Those of ``self.log`` and ``self.print``, in order: name, arguments, keywords.
-        buffers: The buffers around the network, by name.
-        random_state: The state of the default generators after it.
-    """
-
-    result: Any
-    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
-    buffers: dict[str, Tensor]
-    random_state: bytes
-
-
-class EffectRecorder:
-    """Records the effects of the user's steps on one rank, and repeats them on others, which have no outputs.
-
-    Effects are calls of ``self.log`` and ``self.print``, and buffers around the network. Attributes of the module stay
-    on the rank that records, and so do the states of metrics, whose ``compute`` gives all ranks their value.
+    Effects are calls of ``self.log`` and ``self.print``, which are recorded in a step and made after it, on all ranks,
+    and buffers around the network. Attributes of the module stay on the last rank, and so do the states of metrics,
+    whose ``compute`` gives all ranks their value.
 
     Args:
         module: The LightningModule.
         network: Its network, which is not looked at: ranks have different layers.
-        replica: The ranks of this replica, of which the last records.
+        replica: The ranks of this replica.
     """
 
     def __init__(self, module: LightningModule, network: nn.Module, replica: Replica) -> None:
@@ -57,6 +42,7 @@ class EffectRecorder:
         inner = {id(child) for child in network.modules()}
         self._parts = {name: child for name, child in module.named_modules() if id(child) not in inner}
         self._metrics = {name: part for name, part in self._parts.items() if isinstance(part, Metric)}
+        # Name, arguments, keywords.
         self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._is_alone = False
         for metric in self._metrics.values():
@@ -64,77 +50,59 @@ class EffectRecorder:
 
     @contextmanager
     def recorded(self, step: str) -> Iterator[None]:
-        """Record the calls of a step.
+        """Record the calls of a step, of which those of the last rank count, and let metrics compute on this rank only.
 
         Args:
             step: Name of the user's method.
         """
         module: Any = self._module
         trainer, loggers = module.trainer, module.trainer.loggers
-        own_log, own_print = module.log, module.print
         names = {id(metric): name for name, metric in self._metrics.items()}
         self._calls = []
 
         def log(name: str, value: Any, *arguments: Any, **keywords: Any) -> None:
-            own_log(name, value, *arguments, **keywords)
-            pickle.dumps((arguments, keywords))  # here, an error is one of the step, and is raised on all ranks
             kept: Any = value
-            if isinstance(value, Metric):
+            if id(value) in names:
                 kept = _MetricValue(names[id(value)], value._forward_cache)
             elif isinstance(value, Tensor):
                 kept = value.detach().clone()
+            # Here, an error is one of the step, and is raised on all ranks.
+            pickle.dumps((value if kept is value else None, arguments, keywords))
             self._calls.append(("log", (name, kept, *arguments), keywords))
 
         def print_(*values: Any, **keywords: Any) -> None:
-            own_print(*values, **keywords)
             self._calls.append(("print", tuple(map(str, values)), keywords))
 
-        trainer.loggers = [_NoLogger(step) for _ in loggers]
-        try:
-            with self._calling(log, print_):
-                yield
-        finally:
-            trainer.loggers = loggers
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Ignore the calls of a step on a rank that leaves it at the network's call."""
-        with self._calling(_ignore, _ignore):
-            yield
-
-    @contextmanager
-    def _calling(self, log: Callable[..., None], print_: Callable[..., None]) -> Iterator[None]:
-        """Let a step of the module call functions in place of its own, and its metrics compute on this rank only."""
-        module: Any = self._module
         module.log, module.print = log, print_
+        trainer.loggers = [_NoLogger(step) for _ in loggers]
         self._is_alone = True
         try:
             yield
         finally:
             self._is_alone = False
+            trainer.loggers = loggers
             del module.log, module.print
 
-    def of_step(self, result: Any) -> StepEffects:
-        """Return the effects of the step that was recorded.
+    def share(self, result: Any) -> Any:
+        """Give all ranks the effects of the last rank's step; a collective call of the replica.
 
         Args:
-            result: What it returned.
-        """
-        return StepEffects(_numbers_of(result), self._calls, self._buffers(), random_state())
+            result: What the step returned; used on the last rank.
 
-    def repeat(self, effects: StepEffects) -> Any:
-        """Repeat the effects of a step on this rank; return its result.
-
-        Args:
-            effects: Those of the rank of the last stage.
+        Returns:
+            The result on the last rank, and its numbers on the others.
         """
+        effects: Any = None
+        if self._replica.is_last:
+            effects = (_numbers_of(result), self._calls, self._buffers(), random_state())
+        numbers, calls, buffers, state = self._replica.broadcast(effects, self._replica.last)
         own = self._buffers()
-        for name, buffer in effects.buffers.items():
+        for name, buffer in buffers.items():
             own[name].copy_(buffer)
-        for name, arguments, keywords in effects.calls:
+        for name, arguments, keywords in calls:
             getattr(self._module, name)(*(self._argument(value) for value in arguments), **keywords)
-        take_random_state(effects.random_state)
-        return effects.result
+        take_random_state(state)
+        return result if self._replica.is_last else numbers
 
     def _argument(self, value: Any) -> Any:
         if not isinstance(value, _MetricValue):
@@ -183,10 +151,6 @@ class _NoLogger:
             f"{self._step} uses self.logger.{name}. Only the ranks of the last stage run it, and the logger of rank 0 "
             "alone writes. Log with self.log, or set outputs: all of the strategy."
         )
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _numbers_of(result: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Replica:
     Args:
         group: The group for tensors.
         objects: The group for structures: the same ranks on Gloo.
-        ranks: Its global ranks, by position in the pipeline.
+        ranks: Its global ranks, by position in the pipeline, in ascending order.
         device: This rank's device.
     """
 
@@ -56,20 +57,18 @@ class Replica:
             value: Anything; only that of the given position is used.
             position: The position in the pipeline.
         """
-        source = self.ranks[position]
         tensors: list[Tensor] = []
         around = [self._without_tensors(value, tensors) if self.position == position else None]
-        dist.broadcast_object_list(around, source, group=self._objects)
-        return self._with_tensors(around[0], tensors, lambda tensor: dist.broadcast(tensor, source, group=self.group))
+        dist.broadcast_object_list(around, group=self._objects, group_src=position)
+        return self._with_tensors(around[0], tensors, partial(dist.broadcast, group=self.group, group_src=position))
 
     def send(self, value: Any, position: int) -> None:
         """Send a value to a position, which calls ``receive``."""
-        target = self.ranks[position]
         tensors: list[Tensor] = []
         around = [self._without_tensors(value, tensors)]
-        dist.send_object_list(around, target, group=self._objects)
+        dist.send_object_list(around, group=self._objects, group_dst=position)
         for tensor in tensors:
-            dist.send(tensor, target, group=self.group)
+            dist.send(tensor, group=self.group, group_dst=position)
 
     def receive(self, position: int, *, to_host: bool = False) -> Any:
         """Return the value that a position sends.
@@ -78,13 +77,9 @@ class Replica:
             position: The position in the pipeline.
             to_host: Whether to move each tensor to main memory before the next one arrives.
         """
-        source = self.ranks[position]
         around: list[Any] = [None]
-        dist.recv_object_list(around, source, group=self._objects)
-
-        def transfer(tensor: Tensor) -> None:
-            dist.recv(tensor, source, group=self.group)
-
+        dist.recv_object_list(around, group=self._objects, group_src=position)
+        transfer = partial(dist.recv, group=self.group, group_src=position)
         return self._with_tensors(around[0], [], transfer, to_host=to_host)
 
     def gather(self, value: Any) -> list[Any] | None:

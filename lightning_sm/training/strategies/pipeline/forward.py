@@ -39,7 +39,7 @@ def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microba
     number = num_microbatches(rows.pop(), most_microbatches) if len(rows) == 1 and 0 not in rows else 1
     split = [value.chunk(number) if isinstance(value, Tensor) and value.ndim else [value] * number for value in inputs]
     with stage_stream(replica.position), torch.no_grad():
-        outputs, _ = _run(stage, replica, list(zip(*split, strict=True)))
+        outputs = _run(stage, replica, list(zip(*split, strict=True)))
     if not replica.is_last:
         return None
     joined = tuple(torch.cat(parts) if number > 1 else parts[0] for parts in zip(*outputs, strict=True))
@@ -59,20 +59,25 @@ def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Ca
         loss: Called on the last rank with the network's output.
     """
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+    shapes: list[StageShapes] = []
+
+    def watched(*own: Any) -> Any:
+        output = functional_call(stage, buffers, own)
+        shapes.append(StageShapes(_without_data(own), _without_data(as_tuple(output))))
+        if replica.is_last:
+            loss(output)
+        return output
+
     with preserve_random_state(), torch.enable_grad():
-        _, shapes = _run(lambda *own: functional_call(stage, buffers, own), replica, [inputs], loss)
-    return shapes
+        _run(watched, replica, [inputs])
+    return shapes[0]
 
 
 def _run(
-    stage: Callable[..., Any],
-    replica: Replica,
-    microbatches: Sequence[tuple[Any, ...]],
-    then: Callable[[Any], Any] | None = None,
-) -> tuple[list[tuple[Tensor, ...]], StageShapes]:
-    """Return the outputs of microbatches on the last rank, and the shapes of this stage."""
+    stage: Callable[..., Any], replica: Replica, microbatches: Sequence[tuple[Any, ...]]
+) -> list[tuple[Tensor, ...]]:
+    """Return the outputs of microbatches on the last rank."""
     outputs: list[tuple[Tensor, ...]] = []
-    shapes = StageShapes((), ())
     error: Exception | None = None
     for microbatch in microbatches:
         # None after an error.
@@ -80,11 +85,7 @@ def _run(
         made: tuple[Tensor, ...] | None = None
         if inputs is not None and error is None:
             try:
-                output = stage(*inputs)
-                if then is not None and replica.is_last:
-                    then(output)
-                made = as_tuple(output)
-                shapes = StageShapes(_without_data(inputs), _without_data(made))
+                made = as_tuple(stage(*inputs))
             except Exception as raised:  # noqa: BLE001  # raised on all ranks below
                 error = raised
         if not replica.is_last:
@@ -92,7 +93,7 @@ def _run(
         elif made is not None:
             outputs.append(made)
     replica.raise_together(error)
-    return outputs, shapes
+    return outputs
 
 
 def _without_data(values: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -77,24 +76,3 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, size: 
         sent.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
     for work in sent:
         work.wait()
-
-
-def total_norm(
-    parameters: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, norm_type: float = 2.0
-) -> Tensor:
-    """Return the norm of the gradients of all stages, a scalar; a collective call of the replica.
-
-    Args:
-        parameters: This rank's parameters; each parameter of the model must be one rank's only.
-        group: The ranks of the replica.
-        device: This rank's device.
-        norm_type: The p of the p-norm; may be infinite.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(device)  # that of none is on the CPU
-    if math.isinf(norm_type):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-        return norm
-    powers = norm.pow(norm_type)
-    dist.all_reduce(powers, group=group)
-    return powers.pow(1 / norm_type)

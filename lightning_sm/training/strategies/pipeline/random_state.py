@@ -21,10 +21,7 @@ from lightning_sm._random_state import RandomState
 
 def random_state() -> bytes:
     """Return the state of the default generators, to be compared, or sent to another rank."""
-    now = RandomState.now()
-    cuda = None if now.cuda_state is None else now.cuda_state.numpy()
-    # Pickled as arrays: torch would write a file in memory for each tensor.
-    return pickle.dumps((now.torch_state.numpy(), now.numpy_state, now.python_state, cuda))
+    return pickle.dumps(RandomState.now())
 
 
 @contextmanager
@@ -43,9 +40,8 @@ def take_random_state(sent: bytes) -> None:
     Args:
         sent: What ``random_state`` has returned there.
     """
-    torch_state, numpy_state, python_state, cuda = pickle.loads(sent)  # noqa: S301 - a rank's own
-    cuda_state = None if cuda is None else torch.from_numpy(cuda)
-    RandomState(torch.from_numpy(torch_state), numpy_state, python_state, cuda_state, None).restore()
+    state: RandomState = pickle.loads(sent)  # noqa: S301 - a rank's own
+    state.restore()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.forward import StageShapes, try_out
+from lightning_sm.training.strategies.pipeline.loss import StepLoss
 from lightning_sm.training.strategies.pipeline.stage import Stage
 
+# The names in torch.distributed.pipelining, in small letters.
 ScheduleName = Literal["gpipe", "1f1b"]
-# Names in torch.distributed.pipelining.
-SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 
 
 class ScheduleRunner:
@@ -25,26 +25,17 @@ class ScheduleRunner:
         replica: The ranks of this replica.
         device: This rank's device.
         name: The schedule.
-        loss: Called on the rank of the last stage with the output of a microbatch and its number; returns its share of
-            the batch's loss.
-        try_loss: Called there before the first step of its shapes, with an output; raises what is wrong with the loss.
+        loss: The loss of a step, used on the rank of the last stage.
     """
 
-    def __init__(  # noqa: PLR0917  # what a step needs
-        self,
-        stage: Stage,
-        replica: Replica,
-        device: torch.device,
-        name: ScheduleName,
-        loss: Callable[[Any, int], Tensor],
-        try_loss: Callable[[Any], Any],
+    def __init__(
+        self, stage: Stage, replica: Replica, device: torch.device, name: ScheduleName, loss: StepLoss
     ) -> None:
         self._stage = stage
         self._replica = replica
         self._device = device
         self._name = name
         self._loss = loss
-        self._try_loss = try_loss
         self._shapes: dict[Hashable, StageShapes] = {}
         # The last one, with the buffers of its shapes. Another one is made of known shapes without a forward pass.
         self._schedule: Any = None
@@ -65,7 +56,7 @@ class ScheduleRunner:
         key = (microbatches, *((tuple(value.shape), value.dtype) for value in inputs))
         if key not in self._shapes:
             first = tuple(value[: len(value) // microbatches] for value in inputs)
-            self._shapes[key] = try_out(self._stage, self._replica, first, self._try_loss)
+            self._shapes[key] = try_out(self._stage, self._replica, first, self._loss.try_out)
         if key != self._key:
             self._schedule, self._key = self._make(microbatches, self._shapes[key]), key
         # The schedule splits only tensors. Give it the microbatches' numbers, by which the loss finds its rows.
@@ -92,6 +83,6 @@ class ScheduleRunner:
         )
         # 1F1B needs a microbatch for each stage.
         name = self._name if microbatches >= num_stages else "gpipe"
-        return get_schedule_class(SCHEDULES[name])(
+        return get_schedule_class(name)(
             stage, microbatches, loss_fn=lambda output, i: self._loss(output, int(i)), scale_grads=False
         )

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.effects import EffectRecorder
+from lightning_sm.training.strategies.pipeline.effects import StepEffects
 from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.layers import Network
 from lightning_sm.training.strategies.pipeline.random_state import random_state
 
 # Attributes of these classes are copied item by item.
@@ -33,24 +34,25 @@ class UserSteps:
 
     The LightningModule is left as the user wrote it. Each rank of a replica runs a step up to the network's call, in
     which all of them run their stages. The last one has the output, and goes on to the end of the step. The others
-    leave it, and repeat its effects (see ``EffectRecorder``). While the stages run a training step, the last rank also
-    runs ``training_step`` for each microbatch, to get the loss, on a copy of the module.
+    leave it, and get its effects (see ``StepEffects``). While the stages run a training step, the last rank also runs
+    ``training_step`` for each microbatch, to get the loss, on a copy of the module.
 
     Args:
         module: The LightningModule.
         network: Its network.
-        name: The network's name.
         replica: The ranks of this replica.
         everywhere: Called with the inputs of a call outside of steps; returns the output on all ranks.
         group: The ranks over which metrics are reduced: the replicas.
         are_everywhere: Whether all ranks go on to the end of steps.
+
+    Attributes:
+        where: The name of ``training_step`` for messages.
     """
 
-    def __init__(  # noqa: PLR0917  # what a step needs
+    def __init__(
         self,
         module: LightningModule,
-        network: nn.Module,
-        name: str,
+        network: Network,
         replica: Replica,
         everywhere: Callable[..., Any],
         group: dist.ProcessGroup,
@@ -59,16 +61,17 @@ class UserSteps:
     ) -> None:
         self._module = module
         # What copies of the module share with it.
-        self._shared = {id(one): one for one in (*network.modules(), *module.parameters(), group)}
-        self._name = name
+        self._shared = {id(one): one for one in (*network.module.modules(), *module.parameters(), group)}
+        self._name = network.name
+        self.where = f"{type(module).__name__}.training_step"
         self._replica = replica
         self._forward = everywhere
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.process_group = group
-        self._effects = None if are_everywhere else EffectRecorder(module, network, replica)
+        self._effects = None if are_everywhere else StepEffects(module, network.module, replica)
         # On the instance, so that the user's forward hooks still run.
-        network.forward = self._call
+        network.module.forward = self._call
 
     def run(self, name: str, step: Callable[[], Any], forward: Callable[[tuple[Any, ...]], Any]) -> Any:
         """Run a step of the user's; a collective call of the replica.
@@ -81,8 +84,8 @@ class UserSteps:
         Returns:
             What ``step`` returns; on ranks that do not go on, the numbers of that.
         """
-        recorder = self._effects
-        goes_on = recorder is None or self._replica.is_last
+        effects = self._effects
+        goes_on = effects is None or self._replica.is_last
 
         def call(*inputs: Any) -> Any:
             output = forward(inputs)
@@ -90,23 +93,11 @@ class UserSteps:
                 raise _LeftError
             return output
 
-        watch: Any = nullcontext()
-        if recorder is not None:
-            watch = recorder.recorded(name) if goes_on else recorder.muted()
+        recorded: Any = nullcontext() if effects is None else effects.recorded(name)
         result: Any = None
-        effects: Any = None
-        with self._replica.together():
-            try:
-                with torch.no_grad(), watch:
-                    result = self._with_network(call, self._where(name), step)
-                if recorder is not None:
-                    effects = recorder.of_step(result)
-            except _LeftError:
-                pass
-        if recorder is None:
-            return result
-        effects = self._replica.broadcast(effects, self._replica.last)
-        return result if goes_on else recorder.repeat(effects)
+        with self._replica.together(), suppress(_LeftError), torch.no_grad(), recorded:
+            result = self._with_network(call, f"{type(self._module).__name__}.{name}", step)
+        return result if effects is None else effects.share(result)
 
     def check_inputs(self, inputs: tuple[Any, ...], rows: int, before: bytes) -> None:
         """Check the inputs with which ``training_step`` calls the network.
@@ -144,14 +135,6 @@ class UserSteps:
         module = self._copy()
         result = self._with_network(lambda *_: output, self.where, lambda: module.training_step(*arguments))
         return loss_of(result, self.where)
-
-    @property
-    def where(self) -> str:
-        """The name of ``training_step`` for messages."""
-        return self._where("training_step")
-
-    def _where(self, step: str) -> str:
-        return f"{type(self._module).__name__}.{step}"
 
     def _call(self, *inputs: Any, **keywords: Any) -> Any:
         if keywords:

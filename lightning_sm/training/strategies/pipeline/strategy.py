@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,14 +21,15 @@ from lightning_sm._lightning import (
     StochasticWeightAveraging,
     Trainer,
     WeightAveraging,
+    sized_len,
 )
 from lightning_sm._table import draw_table
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
-from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint, synchronize
+from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.forward import evaluate
-from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average, total_norm
+from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average
 from lightning_sm.training.strategies.pipeline.layers import Network, materialize
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 from lightning_sm.training.strategies.pipeline.loss import LossKind, StepLoss, is_checked
@@ -36,7 +38,7 @@ from lightning_sm.training.strategies.pipeline.random_state import random_state,
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows
 from lightning_sm.training.strategies.pipeline.schedules import ScheduleName, ScheduleRunner
 from lightning_sm.training.strategies.pipeline.steps import UserSteps, loss_of
-from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied, retie
+from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied
 
 logger = logging.getLogger(__name__)
 
@@ -221,11 +223,7 @@ class PipelineParallelStrategy(DDPStrategy):
             dataloader: A loader of the Trainer's.
         """
         # Prediction needs the loader on every rank, to tell writers of predictions which samples a batch has.
-        if self._fetches or self._module.trainer.predicting:
-            return dataloader
-        try:
-            len(dataloader)
-        except (TypeError, NotImplementedError):
+        if self._fetches or self._module.trainer.predicting or sized_len(dataloader) is None:
             return dataloader
         return FollowingLoader(dataloader)
 
@@ -291,11 +289,12 @@ class PipelineParallelStrategy(DDPStrategy):
 
     @property
     def _module(self) -> LightningModule:
-        module: Any = self.lightning_module
-        return cast(LightningModule, module)
+        return cast(LightningModule, self.lightning_module)
 
     def _setup_model(self, model: Any) -> Any:
-        synchronize(model, self._data_group, dist.get_process_group_ranks(self._data_group)[0])
+        # Seeds alone do not give the replicas of a stage the same weights.
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), group=self._data_group, group_src=0)
         self._tied.update_copies()
         return model
 
@@ -344,22 +343,18 @@ class PipelineParallelStrategy(DDPStrategy):
             if stage != self._replica.position:
                 network.remove(part)
         materialize(list(own.layers), self.root_device)
-        retie(module, tied)
         self._tied = TiedWeights(module, tied, self._replica)
         self._stage = own
         self._steps = UserSteps(
             module,
-            network.module,
-            network.name,
+            network,
             self._replica,
             self._forward_everywhere,
             self._data_group,
             are_everywhere=self._outputs == "all",
         )
         self._loss = StepLoss(module, self._steps, self._loss_kind)
-        self._runner = ScheduleRunner(
-            own, self._replica, self.root_device, self._schedule, self._loss, self._loss.try_out
-        )
+        self._runner = ScheduleRunner(own, self._replica, self.root_device, self._schedule, self._loss)
 
     def _parts(self, network: Network) -> list[range]:
         size = len(self._replica.ranks)
@@ -523,8 +518,15 @@ class PipelineParallelStrategy(DDPStrategy):
             parameters: This rank's part of the parameters; None: all of the module's.
             norm_type: The p of the p-norm; may be infinite.
         """
-        counted = list(self._module.parameters() if parameters is None else parameters)
-        return total_norm(counted, self._replica.group, self.root_device, norm_type)
+        counted = self._module.parameters() if parameters is None else parameters
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(self.root_device)  # that of none is on the CPU
+        if math.isinf(norm_type):
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._replica.group)
+            return norm
+        powers = norm.pow(norm_type)
+        dist.all_reduce(powers, group=self._replica.group)
+        return powers.pow(1 / norm_type)
 
     # Checkpoints
 

@@ -40,26 +40,12 @@ def find_tied(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> list[
     return [TiedNames(names[one], held) for one, held in holders.items() if len(names[one]) > 1]
 
 
-def retie(module: nn.Module, tied: Iterable[TiedNames]) -> None:
-    """Make the names of each tied parameter that this rank has one parameter again, which materializing them undoes.
-
-    Args:
-        module: The LightningModule with this rank's layers.
-        tied: The tied parameters.
-    """
-    there = dict(module.named_parameters(remove_duplicate=False))
-    for one in tied:
-        first, *others = [name for name in one.names if name in there] or [""]
-        for name in others:
-            parent, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(parent), attribute, there[first])
-
-
 class TiedWeights:
-    """The tied parameters whose layers are on several ranks.
+    """The parameters that layers share, on this rank and on several.
 
-    The first of these ranks owns the parameter: it gets the sum of the gradients, and its optimizer alone has it. The
-    others have a copy, which gets the new values after each step.
+    The layers of this rank share them again, which making layers of the meta device has undone. Of several ranks, the
+    first owns the parameter: it gets the sum of the gradients, and its optimizer alone has it. The others have a copy,
+    which gets the new values after each step.
 
     Args:
         module: The LightningModule with this rank's layers.
@@ -70,11 +56,14 @@ class TiedWeights:
     def __init__(self, module: nn.Module, tied: Sequence[TiedNames], replica: Replica) -> None:
         self._replica = replica
         there = dict(module.named_parameters(remove_duplicate=False))
-        self._shared = [
-            (next(there[name] for name in one.names if name in there), one.stages)
-            for one in tied
-            if len(one.stages) > 1 and replica.position in one.stages
-        ]
+        self._shared: list[tuple[nn.Parameter, list[int]]] = []
+        for one in tied:
+            found = [name for name in one.names if name in there]
+            for name in found[1:]:
+                parent, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(parent), attribute, there[found[0]])
+            if len(one.stages) > 1 and replica.position in one.stages:
+                self._shared.append((there[found[0]], one.stages))
         copies = [parameter for parameter, (owner, *_) in self._shared if owner != replica.position]
         self._copies = set(map(id, copies))
 

@@ -1,4 +1,4 @@
-"""What a step leaves behind, repeated on a rank that has not run it."""
+"""What a step does on one rank, done again on a rank that has not run it."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.effects import EffectRecorder
+from lightning_sm.training.strategies.pipeline.effects import StepEffects
 
 PREDICTED = torch.tensor([0.9, 0.2, 0.8, 0.7])
 LABELS = torch.tensor([1, 1, 0, 1])
@@ -68,19 +68,20 @@ class Ranks:
         return value
 
 
-def recorder_of(model, is_last=True, sent=None):
-    """The recorder of a rank."""
-    return EffectRecorder(model, model.network, Ranks(is_last, [] if sent is None else sent))
+def effects_of(model, is_last=True, sent=None):
+    """The effects of steps on a rank."""
+    return StepEffects(model, model.network, Ranks(is_last, [] if sent is None else sent))
 
 
 def run(step, steps=1):
-    """Run steps on one module, and repeat their effects on another; returns both, and the result there."""
+    """Run steps on one module, and have their effects on another, too; returns both, and the result there."""
     first, second, sent = Model(step), Model(step), []
-    recorder, repeater = recorder_of(first, True, sent), recorder_of(second, False, sent)
+    ran, others = effects_of(first, True, sent), effects_of(second, False, sent)
     for _ in range(steps):
-        with recorder.recorded("training_step"):
+        with ran.recorded("training_step"):
             returned = step(first)
-        result = repeater.repeat(copy.deepcopy(recorder.of_step(returned)))
+        assert ran.share(returned) is returned
+        result = others.share(None)
     return first, second, result
 
 
@@ -108,8 +109,8 @@ def test_metrics_and_buffers_are_those_of_the_rank_that_ran_the_step(steps):
     assert second.network.num_batches_tracked == 0
 
 
-def test_calls_of_log_and_print_are_repeated_in_order():
-    """A metric by its name, with the value of its last batch; texts as the recording rank shows them."""
+def test_calls_of_log_and_print_are_made_on_all_ranks_in_order():
+    """A metric by its name, with the value of its last batch; texts as the rank that runs the step shows them."""
 
     def step(model):
         model.log("loss", torch.tensor(2.0), prog_bar=True)
@@ -121,31 +122,30 @@ def test_calls_of_log_and_print_are_repeated_in_order():
 
     first, second, result = run(step)
     assert result == 2
-    assert second.trainer.calls == [
-        (("loss", torch.tensor(2.0)), {"prog_bar": True}),
-        (("batch", "7"), {}),
-        (("first", second.mean), {}),
-        (("mean", second.mean), {"on_step": True}),
-    ]
-    assert second.mean._forward_cache == first.mean._forward_cache == PREDICTED.mean()
-    assert len(first.trainer.calls) == 4
+    for model in (first, second):
+        assert model.trainer.calls == [
+            (("loss", torch.tensor(2.0)), {"prog_bar": True}),
+            (("batch", "7"), {}),
+            (("first", model.mean), {}),
+            (("mean", model.mean), {"on_step": True}),
+        ]
+        assert model.mean._forward_cache == PREDICTED.mean()
 
 
-@pytest.mark.parametrize("context", [lambda recorder: recorder.recorded("training_step"), EffectRecorder.muted])
-def test_log_and_loggers_are_back_after_an_error(context):
+def test_log_and_loggers_are_back_after_an_error():
     """Those of the module and the Trainer."""
     model = Model(None)
     loggers = model.trainer.loggers
-    with pytest.raises(ZeroDivisionError), context(recorder_of(model)):
+    with pytest.raises(ZeroDivisionError), effects_of(model).recorded("training_step"):
         _ = 1 / 0
     assert model.trainer.loggers is loggers
     assert not {"log", "print"} & vars(model).keys()
 
 
-def test_a_rank_that_leaves_the_step_logs_nothing():
-    """Its log is repeated later."""
+def test_within_a_step_nothing_is_logged():
+    """On any rank: what the last one logs is logged after the step, on all of them."""
     model = Model(None)
-    with recorder_of(model).muted():
+    with effects_of(model, is_last=False).recorded("training_step"):
         model.log("x", 1.0)
     assert model.trainer.calls == []
 
@@ -167,13 +167,25 @@ def test_within_a_step_metrics_compute_on_their_rank():
     """The other ranks have left the step, and do not wait for a value."""
     sent = []
     model = Model(None)
-    with recorder_of(model, True, sent).recorded("validation_step"):
+    with effects_of(model, True, sent).recorded("validation_step"):
         model.mean.update(PREDICTED)
         assert model.mean.compute() == PREDICTED.mean()
     assert sent == []
 
 
-def test_what_cannot_be_sent_is_an_error_of_the_step():
+@pytest.mark.parametrize("unsent", [{"value": lambda: 1.0}, {"value": 1.0, "reduce_fx": lambda values: values}])
+def test_what_cannot_be_sent_is_an_error_of_the_step(unsent):
     """It is raised on all ranks, as any other."""
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        run(lambda model: model.log("x", 1.0, reduce_fx=lambda values: values))
+    model = Model(None)
+    with (
+        effects_of(model).recorded("training_step"),
+        pytest.raises((AttributeError, pickle.PicklingError), match="lambda"),
+    ):
+        model.log("x", **unsent)
+
+
+def test_a_metric_that_the_module_does_not_have_is_logged_as_it_is():
+    """Lightning's error says what is wrong."""
+    other = MeanMetric()
+    first, _, _ = run(lambda model: model.log("x", other))
+    assert first.trainer.calls == [(("x", other), {})]

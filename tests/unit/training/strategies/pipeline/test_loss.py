@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.layers import Network
 from lightning_sm.training.strategies.pipeline.loss import StepLoss, is_checked
 from lightning_sm.training.strategies.pipeline.steps import UserSteps
 
@@ -57,7 +58,7 @@ def labels_of(lengths: list[int]) -> Tensor:
 def steps_of(model: Model) -> UserSteps:
     """The steps of a model, whose other ranks play no part."""
     others: Any = None
-    return UserSteps(model, model.network, "network", others, lambda *_: None, others, are_everywhere=True)
+    return UserSteps(model, Network(model, "network"), others, lambda *_: None, others, are_everywhere=True)
 
 
 def run(model: Model, output: Any, labels: Tensor, kind: str = "mean", microbatches: int = 4, pair: int = 0) -> Any:

@@ -1,12 +1,14 @@
-"""The schedules of torch by the names that they have here."""
+"""The schedules have the names that they have in torch."""
+
+from typing import get_args
 
 import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from lightning_sm.training.strategies.pipeline.schedules import SCHEDULES
+from lightning_sm.training.strategies.pipeline.schedules import ScheduleName
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", get_args(ScheduleName))
 def test_torch_has_the_schedule(name):
     """With one stage on each rank."""
-    assert issubclass(get_schedule_class(SCHEDULES[name]), PipelineScheduleSingle)
+    assert issubclass(get_schedule_class(name), PipelineScheduleSingle)

@@ -18,7 +18,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.effects import StepEffects
+from lightning_sm.training.strategies.pipeline.layers import Network
 from lightning_sm.training.strategies.pipeline.random_state import random_state
 from lightning_sm.training.strategies.pipeline.steps import UserSteps
 
@@ -67,7 +67,7 @@ class Ranks:
         if self.is_last:
             return value
         calls = [("log", ("of last", 0.0), {})]
-        return StepEffects({"loss": torch.ones(())}, calls, {}, random_state())
+        return {"loss": torch.ones(())}, calls, {}, random_state()
 
 
 def steps_of(model: Model, is_last: bool = True, are_everywhere: bool = False) -> UserSteps:
@@ -75,7 +75,7 @@ def steps_of(model: Model, is_last: bool = True, are_everywhere: bool = False) -
     everywhere = lambda *_: "evaluated"  # noqa: E731
     ranks: Any = Ranks(is_last)
     group: Any = "group"
-    return UserSteps(model, model.network, "network", ranks, everywhere, group, are_everywhere=are_everywhere)
+    return UserSteps(model, Network(model, "network"), ranks, everywhere, group, are_everywhere=are_everywhere)
 
 
 def run(model: Model, forward: Callable[..., Any], is_last: bool = True, are_everywhere: bool = False) -> Any:

@@ -10,7 +10,7 @@ from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 
 from lightning_sm.training.strategies.pipeline.layers import materialize
-from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied, retie
+from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tied
 
 
 def tied_module() -> LightningModule:
@@ -38,7 +38,7 @@ def test_layers_that_are_made_are_tied_again():
     tied = find_tied(module, [list(module.network)])
     materialize(list(module.network), torch.device("cpu"))
     assert module.network[0].weight is not module.network[2].weight
-    retie(module, tied)
+    TiedWeights(module, tied, Rank(0, deque()))
     assert module.network[0].weight is module.network[2].weight
 
 
