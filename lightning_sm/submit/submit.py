@@ -113,7 +113,7 @@ def run_locally(job: Job) -> int:
         job: The content of the job file.
 
     Returns:
-        0 if every host ended with 0, else the exit code of the one that failed first; 124 after ``max_run_s``.
+        0 if every host ended with 0, else the exit code of the one that failed first.
 
     Raises:
         ContainerError: Docker is missing, does not have the image, or cannot build it.
