@@ -52,6 +52,9 @@ class ScriptArgumentParser(LightningArgumentParser):
     ``LightningCLI`` can read, too, and an error about an option that has been replaced names its replacement.
     """
 
+    subcommand_names: tuple[str, ...] = ()
+    """The subcommands of this parser, in the order of its help; empty for the parser of one of them."""
+
     def dump(self, cfg: Namespace, *args: Any, **kwargs: Any) -> str:
         """Return a configuration as text, without the settings of the data service if all are defaults."""
         with warnings.catch_warnings():
@@ -66,11 +69,11 @@ class ScriptArgumentParser(LightningArgumentParser):
         hints = [
             f"{name} is not an option here. Use {new}." for name, new in REPLACED_OPTIONS.items() if _has(message, name)
         ]
-        # Empty for the parser of a subcommand.
-        subcommands = list(self._subcommands_action.choices or ()) if self._subcommands_action else []
-        if is_unknown and subcommands and getattr(ex, "subcommand_parser", None) is None:
-            names = ", ".join(subcommands)
-            hints.insert(0, f"Options come after a subcommand ({names}): {self.prog} {subcommands[0]} --OPTION ...")
+        if is_unknown and self.subcommand_names and getattr(ex, "subcommand_parser", None) is None:
+            names = ", ".join(self.subcommand_names)
+            hints.insert(
+                0, f"Options come after a subcommand ({names}): {self.prog} {self.subcommand_names[0]} --OPTION ..."
+            )
         super().error("\n".join([message, *hints]), ex)
 
 

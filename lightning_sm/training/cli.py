@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import sys
+from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -133,6 +134,18 @@ class SageMakerCLI(LightningCLI):
             self._adapt_to_job(self.job, parser, explicit)
         self._take_data_service_settings()
 
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Set up the parsers, with the settings of the data service after all other options."""
+        super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+        of_subcommands = getattr(self, "_subcommand_parsers", {})
+        if isinstance(self.parser, ScriptArgumentParser):
+            self.parser.subcommand_names = tuple(of_subcommands)
+        for parser in of_subcommands.values() or [self.parser]:
+            parser._actions.sort(key=_is_data_service)
+            parser._action_groups.sort(key=lambda group: any(map(_is_data_service, group._group_actions)))
+
     def _defaults(self, parser: LightningArgumentParser) -> Namespace:
         """Return the defaults, with those of the subcommand that was parsed."""
         defaults: Namespace = parser.get_defaults(skip_validation=True)
@@ -141,9 +154,9 @@ class SageMakerCLI(LightningCLI):
             defaults[subcommand] = self._subcommand_parsers[subcommand].get_defaults(skip_validation=True)
         return defaults
 
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the settings of the data service, of which a script's own hooks may then set defaults."""
-        super().add_core_arguments_to_parser(parser)
+        super().add_default_arguments_to_parser(parser)
         parser.add_class_arguments(DataServiceSettings, DATA_SERVICE)
 
     def instantiate_classes(self) -> None:
@@ -242,6 +255,10 @@ class SageMakerCLI(LightningCLI):
         self.data_service = DataServiceSettings(**vars(values))
         if self.data_service != DataServiceSettings():
             config[DATA_SERVICE] = values
+
+
+def _is_data_service(action: Action) -> bool:
+    return action.dest.partition(".")[0] == DATA_SERVICE
 
 
 @contextmanager
