@@ -221,14 +221,20 @@ class _HostLauncher:
         known = self._state.restart
         if restart is not None and (known is None or restart.number > known.number):
             self._on_restart(restart)
+        news: list[lifecycle.News] = []
         if job is not None and self._state.job is None:
             self._record.on_job_outcome(job)
-            self._tell(lifecycle.JobEnded(job))
-        # After the end of the job, to which a stop may be the response of the service.
+            news.append(lifecycle.JobEnded(job))
         stopped_by = self._child.stopped_by
         if stopped_by is not None and stopped_by != self._state.stopped_by:
             self._record.on_stop(stopped_by)
-            self._tell(lifecycle.HostStopped(stopped_by))
+            news.append(lifecycle.HostStopped(stopped_by))
+        # A stop may be the response of the service to the end of the job. If another host has exited because all were
+        # stopped, the stop comes first: this host keeps its whole schedule.
+        if job is not None and job.kind is OutcomeKind.INTERRUPTION:
+            news.reverse()
+        for event in news:
+            self._tell(event)
 
     def _on_restart(self, restart: Restart) -> None:
         start = "the latest valid checkpoint"
