@@ -235,6 +235,8 @@ class ChildProcess:
                 self._groups.add(process.pid)
         except OSError as error:
             self._send(signal.SIGKILL)  # to those that have started
+            for process in self._processes:
+                process.wait()
             pipe.close()
             raise ScriptError(f"{shlex.join(shown_arguments(command))} cannot be started: {error}.") from error
         finally:

@@ -36,6 +36,7 @@ class HookCall:
         arguments: Its arguments, by name.
         datamodule: The DataModule, with the first call; None: the data host has it.
         values: Attributes that were set on rank 0 since the last call.
+        removed: Names of those that were deleted there.
         trainer: The Trainer; None: there is none.
         random_state: That of rank 0.
         by_name: Whether classes and functions of the script go by name.
@@ -46,6 +47,7 @@ class HookCall:
     arguments: dict[str, Any]
     datamodule: Any
     values: dict[str, Any]
+    removed: list[str]
     trainer: TrainerView | None
     random_state: RandomState
     by_name: bool
@@ -94,8 +96,10 @@ class HookCalls:
         datamodule = call.datamodule
         if datamodule is None:
             datamodule = self._datamodules[call.run]
+        for removed in call.removed:
+            vars(datamodule).pop(removed, None)
         for attribute, value in call.values.items():
-            setattr(datamodule, attribute, value)
+            set_attribute(datamodule, attribute, value)
         before = Attributes(datamodule, (TRAINER,), by_name=call.by_name)
         returned = self._returned(datamodule, call)
         states = RandomState.now()
@@ -154,6 +158,21 @@ class HookCalls:
             del self._runs[name], LEFT[name]
         needed = set(self._runs.values())
         self._datamodules = {run: each for run, each in self._datamodules.items() if run in needed}
+
+
+def set_attribute(datamodule: Any, name: str, value: Any) -> None:
+    """Set an attribute to what it was changed to in another process.
+
+    A list, dict or set is changed in place: a dataset may share it.
+    """
+    own = vars(datamodule).get(name)
+    if isinstance(value, list) and type(own) is type(value):
+        own[:] = value
+    elif isinstance(value, (dict, set)) and type(own) is type(value):
+        own.clear()
+        own.update(value)
+    else:
+        setattr(datamodule, name, value)
 
 
 def loaders_in(returned: Any) -> list[DataLoader[Any]]:

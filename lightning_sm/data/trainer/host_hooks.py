@@ -18,6 +18,7 @@ from lightning_sm.data.host.hook_call import (
     HookResult,
     distributed_samplers,
     loaders_in,
+    set_attribute,
 )
 from lightning_sm.data.host.parts import REMEDIES, ResultUnpickler
 from lightning_sm.data.host.pickler import Attributes, PickledObject, pickle_object
@@ -225,14 +226,16 @@ class _HostHooks:
         self._run = self._run or secrets.token_hex(8)
         before = RandomState.now()
         changed: dict[str, Any] = {}
+        own = self._attributes()
         if self._known is not None:
-            changed = {name: value for name, (value, _) in self._attributes().changed(self._known).items()}
+            changed = {name: value for name, (value, _) in own.changed(self._known).items()}
         call = HookCall(
             run=self._run,
             hook=hook,
             arguments=arguments,
             datamodule=datamodule if self._known is None else None,
             values=changed,
+            removed=sorted((self._known or own).keys() - own.keys()),
             trainer=None if trainer is None else TrainerView.of(trainer),
             random_state=before,
             by_name=by_name,
@@ -296,7 +299,7 @@ class _HostHooks:
         for name in result.missing:
             vars(datamodule).pop(name, None)  # it must not look as if the hook had not run
         for name, value in result.attributes.items():
-            setattr(datamodule, name, value)
+            set_attribute(datamodule, name, value)
         # A rank with random numbers of its own keeps them.
         if before.is_same(RandomState.now()):
             result.random_state.restore()
