@@ -166,7 +166,7 @@ class HostSettings:
     """Settings of the processes of one data host.
 
     Attributes:
-        address: Where to listen, ``host:port`` or ``unix:path``; with port 0, the system chooses one.
+        address: Where to listen, ``host:port``; with port 0, the system chooses one.
         workers: Number of worker processes.
         max_batch_bytes: Maximum size of a batch in bytes.
         lease_s: The host exits after this many seconds without a heartbeat from any trainer; None: never.

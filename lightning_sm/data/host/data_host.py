@@ -53,7 +53,7 @@ class DataHost:
     process starts, find it. A training in another terminal needs the same ``LIGHTNING_SM_JOB_SECRET``.
 
     Args:
-        address: Where to listen: ``host:port`` (port 0: any free port), or ``unix:path``.
+        address: Where to listen: ``host:port``; with port 0, the system chooses one.
         workers: Worker processes.
         settings: Limits, credentials.
         job: Name of the job; trainers must use the same name.

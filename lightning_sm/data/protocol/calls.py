@@ -54,7 +54,6 @@ class HeartbeatRequest(Request, frozen=True):
         world_size: Number of ranks of its training.
         figures: What the rank has measured, once it trains.
         wants_figures: Whether the answer is to have the figures of all ranks.
-        host: Its host, for those who look.
     """
 
     NAME = "Heartbeat"
@@ -63,7 +62,6 @@ class HeartbeatRequest(Request, frozen=True):
     world_size: NumPlaces
     figures: RankFigures | None = None
     wants_figures: bool = False
-    host: Name = ""
 
 
 class FinishRequest(Request, frozen=True):
@@ -91,7 +89,6 @@ class HostReport(Struct, frozen=True):
         built: Requests that they have done.
         built_s: Seconds that these took.
         figures: The figures of each rank, by its name, if they are wanted.
-        hosts: The trainer host of each rank, by the rank's name; in answers to Status only.
         channels: Names of its input channels; in answers to Status only.
     """
 
@@ -104,7 +101,6 @@ class HostReport(Struct, frozen=True):
     built: Natural = 0
     built_s: Real = 0.0
     figures: dict[str, RankFigures] = field(default_factory=dict)
-    hosts: dict[str, str] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
 
     @classmethod

@@ -60,9 +60,9 @@ class GrpcChannel:
     """The connection to a data host: made at the first call, and again at the next one after it was lost.
 
     Args:
-        address: ``host:port``, ``unix:path`` or ``unix-abstract:name``.
+        address: ``host:port``.
         credentials: Job, token and TLS files. The certificate of the data host must be for the name or address in
-            ``address`` (a SubjectAlternativeName); for Unix sockets that is ``localhost``.
+            ``address`` (a SubjectAlternativeName).
         context: What another channel has read from the TLS files; None: read them.
 
     Raises:
@@ -134,9 +134,8 @@ class GrpcChannel:
 
     def _headers(self, name: str, nonce: str, timeout_s: float | None) -> list[tuple[str, str]]:
         """Return the headers of a call (PROTOCOL-HTTP2.md, "Request-Headers")."""
-        host = "localhost" if self._address.startswith("unix") else self._address
         scheme = "http" if self.context is None else "https"
-        headers = [(":method", "POST"), (":scheme", scheme), (":path", method(name)), (":authority", host)]
+        headers = [(":method", "POST"), (":scheme", scheme), (":path", method(name)), (":authority", self._address)]
         headers += [("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "grpc-lightning-sm")]
         if timeout_s is not None:  # at most 8 digits
             headers.append(("grpc-timeout", f"{min(99_999_999, max(1, int(1000 * timeout_s)))}m"))

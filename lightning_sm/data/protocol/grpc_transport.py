@@ -180,7 +180,7 @@ def bind(server: Any, address: str, credentials: Credentials) -> str:
 
     Args:
         server: The gRPC server.
-        address: ``host:port`` (port 0: any free port), or ``unix:path``.
+        address: ``host:port``; with port 0, the system chooses one.
         credentials: TLS files, if any.
 
     Raises:
@@ -200,7 +200,7 @@ def bind(server: Any, address: str, credentials: Credentials) -> str:
             port = server.add_secure_port(address, tls)
     except RuntimeError as error:
         raise cannot_listen(address, error) from error
-    return address if address.startswith("unix") else f"{address.rpartition(':')[0]}:{port}"
+    return f"{address.rpartition(':')[0]}:{port}"
 
 
 def cannot_listen(address: str, error: Exception) -> DataSettingsError:

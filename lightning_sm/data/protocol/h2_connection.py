@@ -55,7 +55,7 @@ class Http2Connection:
     """A connection and its thread.
 
     Args:
-        address: ``host:port``, ``unix:path`` or ``unix-abstract:name``.
+        address: ``host:port``.
         context: TLS; None: without.
         call: The first call.
 

@@ -29,11 +29,9 @@ def diagnose(address: str, credentials: Credentials) -> str:
     A host that is shutting down may look like one that refuses the trainer's certificate: ask twice, seconds apart.
 
     Args:
-        address: ``host:port``. Nothing is diagnosed for Unix sockets, whose two ends have the same settings.
+        address: ``host:port``.
         credentials: TLS files of this trainer, if any.
     """
-    if address.startswith("unix"):
-        return ""
     try:
         first, own_address = _first_bytes(address)
         if first:

@@ -15,8 +15,6 @@ _READ_AHEAD_BYTES = 4 << 10
 # The thread sleeps until this much has arrived, or what is missing: a wake-up costs as much as reading 30 KB. Not with
 # TLS: OpenSSL may have a part of what is missing, so that no more arrives than the rest.
 _WAKEUP_BYTES = 256 << 10
-# Bytes of the pipe by which other threads wake this one; those that are left end the next wait.
-_WAKEUPS = 4096
 _SEND_BYTES = 256 << 10
 _CONNECT_TIMEOUT_S = 10.0
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -26,7 +24,7 @@ class Wire:
     """A connection to a server, which ``connect`` makes.
 
     Args:
-        address: ``host:port``, ``unix:path`` or ``unix-abstract:name``.
+        address: ``host:port``.
         context: TLS; None: without.
 
     Attributes:
@@ -42,9 +40,7 @@ class Wire:
         self._ahead = self._buffer[:0]  # bytes that were read ahead
         self._low_water = 1
         self._waking = threading.Lock()
-        self._wakeup, self._to_wake = os.pipe()  # not an eventfd: ``top`` runs on macOS, too
-        os.set_blocking(self._wakeup, False)
-        os.set_blocking(self._to_wake, False)
+        self._wakeup = os.eventfd(0)
         self._closing = contextlib.ExitStack()
         self._socket: socket.socket
 
@@ -54,17 +50,10 @@ class Wire:
         Raises:
             OSError: The server cannot be reached, or its certificate is not right.
         """
-        kind, _, path = self._address.partition(":")
-        if kind in ("unix", "unix-abstract"):
-            host = "localhost"
-            sock = self._closing.enter_context(socket.socket(socket.AF_UNIX))
-            sock.settimeout(_CONNECT_TIMEOUT_S)
-            sock.connect(path if kind == "unix" else f"\0{path}")
-        else:
-            name, _, port = self._address.rpartition(":")
-            host = name.strip("[]")
-            sock = self._closing.enter_context(socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        name, _, port = self._address.rpartition(":")
+        host = name.strip("[]")
+        sock = self._closing.enter_context(socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._context is not None:
             secured = self._closing.enter_context(self._context.wrap_socket(sock, server_hostname=host))
             if secured.selected_alpn_protocol() != "h2":  # RFC 9113, 3.2
@@ -78,16 +67,14 @@ class Wire:
     def wake(self) -> None:
         """End a ``wait`` of the thread; from any thread."""
         with self._waking:
-            if self._to_wake >= 0:
-                with contextlib.suppress(BlockingIOError):  # it is full: the thread will wake up
-                    os.write(self._to_wake, b"\0")
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
         """Close the connection, if there is one."""
         with self._waking:
             os.close(self._wakeup)
-            os.close(self._to_wake)
-            self._to_wake = -1
+            self._wakeup = -1
         self._closing.close()
 
     def receive_into(self, target: memoryview) -> int:
@@ -172,5 +159,5 @@ class Wire:
         self._poll.modify(self._socket, events | select.POLLOUT if self.outbox else events)
         ready = dict(self._poll.poll(max(0.0, 1000 * timeout_s)))
         if self._wakeup in ready:
-            os.read(self._wakeup, _WAKEUPS)
+            os.eventfd_read(self._wakeup)
         return bool(ready.get(self._socket.fileno(), 0) & ~select.POLLOUT)

@@ -68,7 +68,6 @@ class ServerProcess:
         self._openings = Openings(self._send, lambda digest: digest in self._snapshots, self._keep_workers)
         self._fetch = FetchMethod(self._start)
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
-        self._hosts: dict[str, str] = {}  # by trainer rank
         self._peers = TrustedPeers(settings)
         self._handlers = {
             "OpenSources": grpc.unary_unary_rpc_method_handler(self._open_sources),
@@ -182,7 +181,6 @@ class ServerProcess:
         try:
             with self._leasing:
                 self._leases.heartbeat(beat.client, beat.world_size, time.monotonic())
-                self._hosts[beat.client] = beat.host
                 if beat.figures is not None:
                     self._figures[beat.client] = beat.figures
                 figures = dict(self._figures) if beat.wants_figures else {}
@@ -193,9 +191,7 @@ class ServerProcess:
 
     def _status(self, _request: bytes, _context: Any) -> bytes:
         """Answer a call that only looks: it needs no lease, and grants none."""
-        with self._leasing:
-            figures, hosts = dict(self._figures), dict(self._hosts)
-        return structs.replace(self._report(figures), hosts=hosts, channels=self._settings.channels).encode()
+        return structs.replace(self._report({}), channels=self._settings.channels).encode()
 
     def _report(self, figures: dict[str, RankFigures]) -> calls.HostReport:
         # As many workers as configured: the first heartbeat comes before any is forked, and trainers decide by it how
@@ -214,7 +210,6 @@ class ServerProcess:
                 )
             self._leases.finish(client, time.monotonic())
             self._figures.pop(client, None)
-            self._hosts.pop(client, None)
         return b"{}"
 
 

@@ -164,8 +164,8 @@ class ServiceConnection:
         if self._feeder is not None:
             return
         rank, self._num_ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-        host = socket.gethostname()
-        client = HeartbeatRequest(f"rank {rank} on {host}", self._num_ranks, wants_figures=rank == 0, host=host)
+        name = f"rank {rank} on {socket.gethostname()}"
+        client = HeartbeatRequest(name, self._num_ranks, wants_figures=rank == 0)
         credentials = Credentials.of(self.settings, self.job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = trainer is not None and trainer.local_rank != 0

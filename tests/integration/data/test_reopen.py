@@ -1,5 +1,6 @@
 """What is opened again, and what stays as it is."""
 
+import contextlib
 import json
 import os
 import threading
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.protocol.calls import HeartbeatRequest
 from lightning_sm.data.protocol.openings import Opening
+from tests.fakes.reserved_job import reserve_job
 from tests.integration.data.cluster import remote
 from tests.integration.data.fakes import FakeHost, credentials
 from tests.integration.emulators import until
@@ -54,11 +56,13 @@ class Asked(FakeHost):
         return super().open(request)
 
 
-def test_a_host_that_comes_back_opens_what_is_in_use_and_not_what_was(tmp_path):
+def test_a_host_that_comes_back_opens_what_is_in_use_and_not_what_was():
     """Sources of earlier iterators stay closed."""
-    host, owner, address = Asked(), Owner(), f"unix:{tmp_path}/socket"
+    _, topology, ports = reserve_job({"trainer": ["algo-1"], "data": ["algo-2"]})
+    host, owner, address = Asked(), Owner(), f"127.0.0.1:{topology.data_port}"
     link = HostLink(address, credentials(), HeartbeatRequest("rank 0", 1), owner)
-    try:
+    with ports, contextlib.ExitStack() as stack:
+        stack.callback(link.finish)
         with host.serving(where=address):
             link.join()
             for number in range(5):
@@ -72,8 +76,6 @@ def test_a_host_that_comes_back_opens_what_is_in_use_and_not_what_was(tmp_path):
         with host.serving(where=address):
             assert owner.ups.acquire(timeout=30)
             until(lambda: host.asked, "the host to open what is wanted", 30.0)
-    finally:
-        link.finish()
     assert host.asked[0] == ["source 1", "source 3"]
 
 

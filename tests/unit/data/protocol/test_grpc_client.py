@@ -110,13 +110,12 @@ def stream(channel, name, requests):
 
 
 @pytest.mark.parametrize("how", ["without TLS", "TLS", "mutual TLS"])
-@pytest.mark.parametrize("where", ["127.0.0.1:0", "[::1]:0", "unix", "unix-abstract"])
-def test_messages_of_all_sizes_go_both_ways(tls, tmp_path, how, where):
+@pytest.mark.parametrize("where", ["127.0.0.1:0", "[::1]:0"])
+def test_messages_of_all_sizes_go_both_ways(tls, how, where):
     """From none to 20 MiB, each as it was sent."""
     known = tls[how]
-    address = f"{where}:{tmp_path}/socket" if where.startswith("unix") else where
     messages = [bytes([size % 251]) * size for size in (0, 1, 4095, 4096, 16_384, 300_000, 3 * MIB + 1, 20 * MIB)]
-    with serving(known, address, List=echo) as bound, channel_to(bound, known) as channel:
+    with serving(known, where, List=echo) as bound, channel_to(bound, known) as channel:
         assert stream(channel, "List", messages) == b"".join(messages)
         for message in messages:
             assert channel.unary("List", message, TIMEOUT_S) == message
