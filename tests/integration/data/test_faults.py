@@ -1048,7 +1048,7 @@ def launchers(tmp_path, request):
 @pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize("row", params(LAUNCHER_ROWS))
 def test_a_data_host_that_dies_is_restarted_and_one_that_fails_is_not(launchers, row):
-    """Trainers find a restarted host by themselves. They fail with the user's own error, and say on which host it was."""
+    """Trainers find a restarted host by themselves. They fail with the user's own error, and name its host."""
     launchers.fit((TRAINER, DATA), row.how, row.place)
     codes = str(launchers.code(TRAINER)), launchers.code(DATA)
     trainer_log, data_log = launchers.log(TRAINER), launchers.log(DATA)
