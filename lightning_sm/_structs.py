@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Union
 
 import msgspec
 
-# Held while a decoder is made. msgspec stores what it knows of a type before it is complete, and crashes the process if
-# another thread makes a decoder of the type meanwhile (seen with msgspec 0.22).
-MAKING_DECODER = threading.Lock()
+# msgspec stores what it knows of a type before it is complete, and crashes the process if another thread makes a
+# decoder of the type meanwhile (seen with msgspec 0.22).
+_MAKING_DECODER = threading.Lock()
 
 _JSON = msgspec.json.Encoder()
 
@@ -38,6 +40,13 @@ def encode(message: msgspec.Struct, encoder: msgspec.json.Encoder | msgspec.msgp
         return encoder.encode(message)
     except UnicodeEncodeError:
         return encoder.encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+@cache
+def decoder(make: Callable[[Any], Any], *kinds: Any) -> Any:
+    """Return the decoder of some kinds of messages; ``make`` is msgspec's class of decoders."""
+    with _MAKING_DECODER:
+        return make(Union[kinds])  # noqa: UP007
 
 
 def _escaped(value: Any) -> Any:

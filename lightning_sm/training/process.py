@@ -232,6 +232,9 @@ def rank_of_several(environment: SageMakerEnvironment) -> int | None:
 
 def _report(environment: SageMakerEnvironment, devices: int) -> None:
     start, job, topology = environment.start, environment.job, environment.topology
+    launcher, host, rank = start.launcher.value, job.current_host, environment.node_rank()
+    if rank != topology.node_rank and environment.local_rank() == 0:
+        logger.info("%s orders the hosts differently from the table: host %s has node rank %d.", launcher, host, rank)
     if environment.global_rank() != 0:
         return
     if job.num_gpus:
@@ -243,7 +246,7 @@ def _report(environment: SageMakerEnvironment, devices: int) -> None:
         "%s\njob %s, %s, main address %s:%d, interface %s\nlightning_sm %s, %s %s, torch %s, python %s",
         topology.table(devices, is_short=True),
         job.name or "(no name)",
-        start.launcher.value,
+        launcher,
         start.main_address or environment.main_host,
         environment.main_port,
         interface or "(none)",

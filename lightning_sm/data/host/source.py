@@ -28,8 +28,8 @@ class WorkerSource:
         is_batched: Whether samples are collated into batches; if not, each sample is a batch.
         batch_size: Samples of a batch of an iterable dataset.
         drop_last: Whether an iterable dataset's last batch is dropped if it is incomplete.
-        is_spawned: Whether workers are no forks, as with ``multiprocessing_context="spawn"``; where hooks have made
-            it on the data hosts, they are.
+        is_spawned: Whether workers are spawned, as with ``multiprocessing_context="spawn"``. Loaders that hooks have
+            made on the data hosts have forked ones.
         trainer: The Trainer, as a dataset sees it that is there.
     """
 

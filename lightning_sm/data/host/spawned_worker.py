@@ -1,7 +1,7 @@
-"""Workers that are no forks, for loaders with ``multiprocessing_context="spawn"`` or ``"forkserver"``.
+"""Spawned workers, for loaders with ``multiprocessing_context="spawn"`` or ``"forkserver"``.
 
 multiprocessing starts them: each is a new interpreter, imports the user's script as ``__mp_main__`` and unpickles the
-source itself. What a library has started in the script or in the dataset of the main process is not missing there.
+source itself. So threads that a library starts while either is loaded run in the worker, too; a fork has none of them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.worker_notes import WorkerNotes
 from lightning_sm.data.host.world import show_world_of_one
 from lightning_sm.data.ipc.messages import MessageSocket
-from lightning_sm.data.ipc.processes import run_and_exit
-from lightning_sm.data.ipc.ring import InheritedDescriptor, Ring
+from lightning_sm.data.ipc.processes import InheritedDescriptor, run_and_exit
+from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.openings import StreamWorker
 
 

@@ -11,13 +11,12 @@ import struct
 import threading
 from collections import deque
 from enum import IntEnum
-from functools import cache
-from typing import ClassVar, Union
+from typing import ClassVar
 
 import msgspec
 from msgspec.structs import force_setattr
 
-from lightning_sm._structs import MAKING_DECODER, Struct, encode
+from lightning_sm._structs import Struct, decoder, encode
 
 logger = logging.getLogger(__name__)
 
@@ -148,25 +147,19 @@ class MessageSocket:
         if len(self._received) < _HEAD.size:
             return None
         num_bytes, num_fds = _HEAD.unpack_from(self._received)
-        stop = _HEAD.size + num_bytes
-        if len(self._received) < stop:
+        end = _HEAD.size + num_bytes
+        if len(self._received) < end:
             return None
         with memoryview(self._received) as view:
-            message = _decoder(len(Message._kinds)).decode(view[_HEAD.size : stop])
+            # Of more kinds when another module of messages has been imported.
+            message: Message = decoder(msgspec.msgpack.Decoder, *Message._kinds.values()).decode(view[_HEAD.size : end])
         if num_fds:
             force_setattr(message, "fds", tuple(self._fds.popleft()))  # in place of the sender's
-        del self._received[:stop]
+        del self._received[:end]
         return message
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-
-
-@cache
-def _decoder(num_kinds: int) -> msgspec.msgpack.Decoder[Message]:
-    """Return a decoder of all kinds of messages, of which there are more when a module of messages is imported."""
-    with MAKING_DECODER:
-        return msgspec.msgpack.Decoder(Union[tuple(Message._kinds.values())])  # noqa: UP007
 
 
 # A ``Released``, the number of the ring or of the pass, and the slot or step. Writes up to PIPE_BUF bytes are atomic.

@@ -13,6 +13,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing.reduction import DupFd
+from operator import methodcaller
 from typing import Any, NoReturn
 
 from lightning_sm._linux import require_linux
@@ -75,6 +77,13 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         for parameter, value in _MALLOPT:
             mallopt(parameter, value)
+
+
+class InheritedDescriptor(int):
+    """A descriptor that a process inherits which multiprocessing spawns with it, as its own int."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return methodcaller("detach"), (DupFd(int(self)),)
 
 
 def describe_exit(status: int) -> str:

@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
-from multiprocessing.reduction import DupFd
-from operator import methodcaller
 from typing import Any
 
 import numpy as np
 
+from lightning_sm.data.ipc.processes import InheritedDescriptor
+
 _PAGE = mmap.PAGESIZE
-
-
-class InheritedDescriptor(int):
-    """A descriptor that a process inherits which multiprocessing spawns with it, as its own int."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return methodcaller("detach"), (DupFd(int(self)),)
 
 
 class Ring:

@@ -6,13 +6,12 @@ version, so unknown fields and values are errors.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from lightning_sm._structs import MAKING_DECODER, Struct
+from lightning_sm._structs import Struct, decoder
 from lightning_sm.errors import WireError
 
 # The result of a hook has what its samplers hold. A list takes 20 times its bytes once it is parsed.
@@ -54,13 +53,7 @@ def decode(kind: type[_Struct], data: bytes, what: str, max_bytes: int = _MAX_BY
             f"{_MAX_CONTAINERS} are allowed."
         )
     try:
-        message: _Struct = _decoder(kind).decode(data)
+        message: _Struct = decoder(msgspec.json.Decoder, kind).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"The {what} is malformed: {error}.") from error
     return message
-
-
-@cache
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    with MAKING_DECODER:
-        return msgspec.json.Decoder(kind)

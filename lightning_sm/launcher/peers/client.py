@@ -40,12 +40,7 @@ class Client(Peers):
         self._key = key
         self._was_reached = False
         self._unreached_at = time.monotonic() + timings.unreached_s
-        self._lost_at = self._gives_up_at = math.inf
-
-    def report(self, outcome: Outcome, attempt: int = 0) -> None:
-        """Report the outcome of this host's script to the other hosts."""
-        super().report(outcome, attempt)
-        self._gives_up_at = time.monotonic() + self._timings.peers_timeout_s
+        self._lost_at = math.inf
 
     def _communicate(self) -> None:
         while not self._closing.is_set():
@@ -91,7 +86,7 @@ class Client(Peers):
         elif now >= self._lost_at:
             self.job_outcome = self.job_outcome or JobOutcome.lost(self._main_host, why)
             self.is_decided = self.is_done = True
-        elif not self._was_reached and now >= self._gives_up_at:
+        elif not self._was_reached and now >= self._reported_at + self._timings.peers_timeout_s:
             self.is_done = True
         elif not self._was_reached and now >= self._unreached_at:
             self._unreached_at = math.inf

@@ -6,7 +6,9 @@ A thread talks to them: on the main host that of the ``Hub``, on all others that
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Sequence
 
 from lightning_sm.job.stopping import JobOutcome, Outcome
@@ -44,6 +46,7 @@ class Peers:
         self._own = own
         self._timings = timings
         self._report: tuple[int, Outcome] | None = None
+        self._reported_at = math.inf
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
 
@@ -55,7 +58,7 @@ class Peers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def report(self, outcome: Outcome, attempt: int = 0) -> None:
+    def report(self, outcome: Outcome, attempt: int) -> None:
         """Report the outcome of this host's script to the other hosts.
 
         Only the first report of each attempt counts, unless this host is told to stop while it waits for a restart.
@@ -64,7 +67,7 @@ class Peers:
             outcome: The outcome.
             attempt: After how many restarts of the job the script was started.
         """
-        self._report = attempt, outcome
+        self._report, self._reported_at = (attempt, outcome), time.monotonic()
 
     def close(self) -> None:
         """Send the last report, if there is a connection; then release the port and all connections."""

@@ -54,19 +54,21 @@ def train(addresses):
     batches = iter(loader)
     next(batches)
     ask("cut all")
+    say_error(batches)
+    module.close()
+
+
+def refused(address):
+    say_error(RemoteDataModule(Data(make), [address]).train_dataloader())
+
+
+def say_error(batches):
+    """Take batches until an error comes, and say after how many seconds that was."""
     began = time.monotonic()
     try:
         list(batches)
     except DataServiceError as error:
         say(f"{type(error).__name__} after {time.monotonic() - began:.1f}: {' '.join(str(error).split())}")
-    module.close()
-
-
-def refused(address):
-    try:
-        next(iter(RemoteDataModule(Data(make), [address]).train_dataloader()))
-    except DataServiceError as error:
-        say(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def last_host(module):

@@ -183,12 +183,13 @@ def test_other_ranks_print_no_table(caplog):
     assert caplog.messages == []
 
 
-def test_where_rank_0_is_is_told(caplog):
-    """Also where torchrun orders the hosts differently from the table."""
+def test_an_order_of_torchrun_that_differs_from_the_table_is_told(caplog):
+    """By each host whose node rank the table has wrong; the table's last line says where rank 0 is."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     _prepared("algo-2", variables={**torchrun(0), "LOCAL_RANK": "0"}).set_world_size(4)
-    (message,) = caplog.messages
-    assert "torchrun, main address algo-2:7777" in message
+    first, second = caplog.messages
+    assert first == "torchrun orders the hosts differently from the table: host algo-2 has node rank 0."
+    assert "torchrun, main address algo-2:7777" in second
 
 
 def _ranks():

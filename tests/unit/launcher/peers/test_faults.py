@@ -39,7 +39,7 @@ _LOST = JobOutcome(OutcomeKind.LOST, "algo-3", 1, Reason("Lost host algo-3"))
 def _end_well(*launchers):
     """All hosts succeed, whatever came before."""
     for peers in launchers:
-        peers.report(_SUCCESS)
+        peers.report(_SUCCESS, 0)
     assert end_outcomes(*launchers) == {_FINISHED}
 
 
@@ -70,7 +70,7 @@ def test_a_hub_that_is_killed_or_falls_silent_is_noticed(exits, monkeypatch, sig
     for peers in others:
         outcome = outcome_of(peers)
         assert (outcome.kind, outcome.host, outcome.exit_code) == (OutcomeKind.LOST, MAIN, 1)
-        peers.report(Outcome.of_exit_code(143))
+        peers.report(Outcome.of_exit_code(143), 0)
     assert {outcome.host for outcome in end_outcomes(*others)} == {MAIN}
 
 
@@ -180,7 +180,7 @@ def test_an_impostor_of_the_hub_is_told_nothing(exits):
     with socket.create_server((job.bind, job.port)) as server:
         server.settimeout(TIMEOUT_S)
         peers = job.start("algo-2", peers_timeout_s=TIMEOUT_S)
-        peers.report(BROKEN)
+        peers.report(BROKEN, 0)
         with server.accept()[0] as connection, connection.makefile("rb") as lines:
             connection.sendall(b"random\n")
             request = lines.readline()
@@ -240,7 +240,7 @@ def test_main_host_waits_only_so_long_for_those_that_do_not_ask(exits):
     silent = job.connect()
     assert silent.ask("algo-2", job.key, outcome=_SUCCESS) == Answer(is_known=True)
     started = time.monotonic()
-    hub.report(_SUCCESS)
+    hub.report(_SUCCESS, 0)
     assert end_outcomes(hub) == {_FINISHED}
     assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
 
@@ -251,7 +251,7 @@ def test_launcher_that_has_left_is_not_waited_for(exits):
     hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
     host = job.connect()
     host.ask("algo-2", job.key, outcome=_SUCCESS)
-    hub.report(_SUCCESS)
+    hub.report(_SUCCESS, 0)
     assert outcome_of(hub) == _FINISHED
     host.lines.close()
     host.sock.close()
@@ -314,5 +314,5 @@ def test_name_that_does_not_resolve_is_waited_for(exits):
     address = "algo-1.invalid", job.port
     peers = Client("algo-2", main_host=MAIN, address=address, key=job.key, timings=Timings(**FAST))
     with peers:
-        peers.report(_SUCCESS)
+        peers.report(_SUCCESS, 0)
         assert end_outcomes(peers) == {None}

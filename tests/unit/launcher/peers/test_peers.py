@@ -35,12 +35,12 @@ def test_failure_reaches_all_hosts(exits):
     """All hosts learn of the first failure at once, with host, exit code and reason; later ones change nothing."""
     launchers = Job(exits, 3, 1).start_all()
     started = time.monotonic()
-    launchers["algo-3"].report(BROKEN)
+    launchers["algo-3"].report(BROKEN, 0)
     expected = JobOutcome(OutcomeKind.FAILURE, "algo-3", 3, Reason("ValueError: broken"))
     assert {outcome_of(peers) for peers in launchers.values()} == {expected}
     assert time.monotonic() - started < TIMEOUT_S / 2
-    launchers["algo-2"].report(_ENDED)
-    launchers[MAIN].report(Outcome.of_exit_code(1, "another"))
+    launchers["algo-2"].report(_ENDED, 0)
+    launchers[MAIN].report(Outcome.of_exit_code(1, "another"), 0)
     del launchers[DATA]
     assert end_outcomes(*launchers.values()) == {expected}
     assert expected.is_failure
@@ -50,7 +50,7 @@ def test_with_the_timings_of_a_cluster_a_failure_is_known_within_about_a_second(
     """A request takes twice a second, whatever else happens."""
     job, timings = Job(exits, 3), Timings()
     launchers = job.start_all(poll_s=timings.poll_s)
-    launchers["algo-3"].report(BROKEN)
+    launchers["algo-3"].report(BROKEN, 0)
     assert until(lambda: all(peers.job_outcome for peers in launchers.values())) < 3 * timings.poll_s + 1
 
 
@@ -59,10 +59,10 @@ def test_nobody_leaves_before_the_last_trainer(exits):
     launchers = Job(exits, 3, 1).start_all()
     early = [launchers[host] for host in (MAIN, "algo-2", DATA)]
     for peers in early:
-        peers.report(_SUCCESS)
+        peers.report(_SUCCESS, 0)
     assert stays(lambda: not any(peers.is_done for peers in early), 1.5 * FAST["peers_timeout_s"])
     assert launchers[MAIN].awaited == ["algo-3"]
-    launchers["algo-3"].report(_SUCCESS)
+    launchers["algo-3"].report(_SUCCESS, 0)
     assert end_outcomes(*launchers.values()) == {_FINISHED}
     assert not _FINISHED.is_failure
 
@@ -72,7 +72,7 @@ def test_data_host_learns_of_the_end_while_it_serves(exits):
     launchers = Job(exits, 2, 1).start_all()
     data = launchers.pop(DATA)
     for peers in launchers.values():
-        peers.report(_SUCCESS)
+        peers.report(_SUCCESS, 0)
     assert end_outcomes(*launchers.values()) == {_FINISHED}
     assert outcome_of(data) == _FINISHED
 
@@ -81,13 +81,13 @@ def test_failed_data_host_ends_nothing(exits, lines):
     """A data host that fails is named in the log; training continues without it, and without one that vanishes."""
     job = Job(exits, 1, 3)
     launchers = job.start_all(lost_s=0.3)
-    launchers["data-1"].report(BROKEN)
+    launchers["data-1"].report(BROKEN, 0)
     lines.wait_for(
         "The script on data host data-1 failed with exit code 3. Training continues without it. Cause: ValueError"
     )
     launchers["data-2"].close()
     assert stays(lambda: launchers[MAIN].job_outcome is None, 1.0)
-    launchers[MAIN].report(_SUCCESS)
+    launchers[MAIN].report(_SUCCESS, 0)
     assert end_outcomes(launchers[MAIN], launchers["data-1"]) == {_FINISHED}
 
 
@@ -95,11 +95,11 @@ def test_failure_before_anything_else_frees_the_data_hosts(exits):
     """A script's failure at its first import reaches all hosts, in whatever order they connect."""
     job = Job(exits, 2, 1)
     data, other = job.start(DATA, peers_timeout_s=TIMEOUT_S), job.start("algo-2", peers_timeout_s=TIMEOUT_S)
-    other.report(BROKEN)
+    other.report(BROKEN, 0)
     hub = job.start(MAIN)
     expected = JobOutcome(OutcomeKind.FAILURE, "algo-2", 3, Reason("ValueError: broken"))
     assert outcome_of(data) == expected
-    hub.report(_ENDED)
+    hub.report(_ENDED, 0)
     assert end_outcomes(other, hub) == {expected}
 
 
@@ -108,12 +108,12 @@ def test_late_host_is_notified_at_once(exits):
     job = Job(exits, 3)
     hub, other = job.start(MAIN, peers_timeout_s=TIMEOUT_S, after_failure_s=2 * TIMEOUT_S), job.start("algo-2")
     connected(other)
-    other.report(BROKEN)
+    other.report(BROKEN, 0)
     assert outcome_of(hub).host == "algo-2"
-    hub.report(_ENDED)
+    hub.report(_ENDED, 0)
     late = job.start("algo-3")
     assert outcome_of(late).host == "algo-2"
-    late.report(_ENDED)
+    late.report(_ENDED, 0)
     assert {outcome.host for outcome in end_outcomes(hub, other, late)} == {"algo-2"}
 
 
@@ -121,7 +121,7 @@ def test_main_host_that_fails_first_stays_until_all_have_come(exits):
     """A host that starts when the main host's script has failed already learns why, though that host leaves then."""
     job = Job(exits, 2, 1)
     hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
-    hub.report(BROKEN)
+    hub.report(BROKEN, 0)
     assert outcome_of(hub).host == MAIN
     other = job.start("algo-2")
     assert outcome_of(other).host == MAIN
@@ -137,7 +137,7 @@ def test_a_host_that_fails_stays_until_all_know_it(exits):
     job = Job(exits, 3)
     launchers = {host: job.start(host, poll_s=0.02 if host != "algo-3" else 1.0) for host in job.trainers}
     connected(launchers["algo-2"], launchers["algo-3"])
-    launchers["algo-2"].report(BROKEN)
+    launchers["algo-2"].report(BROKEN, 0)
     until(lambda: launchers["algo-2"].is_decided)
     assert [peers.job_outcome is not None for peers in launchers.values()] == [True, True, True]
 
@@ -145,7 +145,7 @@ def test_a_host_that_fails_stays_until_all_know_it(exits):
 def test_main_host_that_fails_waits_only_so_long_for_hosts_that_never_come(exits):
     """Hosts without a launcher of ours do not keep a failed job."""
     hub = Job(exits).start(MAIN)
-    hub.report(BROKEN)
+    hub.report(BROKEN, 0)
     outcome_of(hub)
     assert FAST["peers_timeout_s"] / 2 <= until(lambda: hub.is_decided) < TIMEOUT_S / 2
 
@@ -154,7 +154,7 @@ def test_main_host_waits_only_so_long_for_hosts_that_never_came(exits):
     """Hosts without a launcher of ours are no error: the main host waits peers_timeout_s and calls the job finished."""
     hub = Job(exits, 3, 1).start(MAIN)
     started = time.monotonic()
-    hub.report(_SUCCESS)
+    hub.report(_SUCCESS, 0)
     assert end_outcomes(hub) == {_FINISHED}
     assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
 
@@ -163,7 +163,7 @@ def test_other_host_waits_only_so_long_for_the_main_host(exits):
     """Where the main host has no launcher of ours, a host ends as it would alone, peers_timeout_s later."""
     peers = Job(exits).start("algo-2")
     started = time.monotonic()
-    peers.report(_SUCCESS)
+    peers.report(_SUCCESS, 0)
     assert end_outcomes(peers) == {None}
     assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
 
@@ -173,14 +173,14 @@ def test_a_host_without_others_waits_for_nobody():
     threads = threading.active_count()
     with Peers(MAIN, Timings()) as peers:
         assert threading.active_count() == threads
-        peers.report(Outcome.of_exit_code(1))
+        peers.report(Outcome.of_exit_code(1), 0)
         assert (peers.is_alone, peers.is_done, peers.job_outcome) == (True, True, None)
 
 
 def test_interruption_counts_as_failure(exits):
     """A host that SIGTERM ended counts as failed, with exit code 143."""
     launchers = Job(exits).start_all()
-    launchers[MAIN].report(Outcome.of_exit_code(143, "killed by SIGTERM"))
+    launchers[MAIN].report(Outcome.of_exit_code(143, "killed by SIGTERM"), 0)
     expected = JobOutcome(OutcomeKind.INTERRUPTION, MAIN, 143, Reason("killed by SIGTERM"))
     assert outcome_of(launchers["algo-2"]) == expected
 
@@ -189,7 +189,7 @@ def test_interruption_counts_as_failure(exits):
 def test_any_reason_arrives(exits, character):
     """A reason of 1024 characters fits into a line, whatever its characters; longer ones are cut."""
     launchers = Job(exits).start_all()
-    launchers["algo-2"].report(Outcome.of_exit_code(1, character * 5000))
+    launchers["algo-2"].report(Outcome.of_exit_code(1, character * 5000), 0)
     reason = outcome_of(launchers[MAIN]).reason.text
     assert reason == (character.replace("\ud800", r"\ud800") * 1024)[:1024]
     assert outcome_of(launchers["algo-2"]).reason.text == reason
@@ -203,8 +203,8 @@ def test_brief_interruption_of_a_connection_loses_nobody(exits):
         connected(before)
     again = job.start("algo-2")
     connected(again)
-    hub.report(_SUCCESS)
-    again.report(_SUCCESS)
+    hub.report(_SUCCESS, 0)
+    again.report(_SUCCESS, 0)
     assert end_outcomes(hub, again) == {_FINISHED}
 
 
@@ -216,7 +216,7 @@ def test_a_lost_main_host_is_news_only_before_the_job_has_failed(exits, lines, h
     with job.make(MAIN) as hub:
         connected(other)
         if has_failed:
-            hub.report(BROKEN)
+            hub.report(BROKEN, 0)
             assert outcome_of(other).host == MAIN
     until(lambda: not other.is_main_host_there)
     job.start(MAIN)
@@ -230,11 +230,11 @@ def test_restarted_hub_learns_everything_again(exits):
     others = [job.start(host, lost_s=TIMEOUT_S) for host in ("algo-2", "algo-3")]
     with job.make(MAIN):
         connected(*others)
-        others[0].report(_SUCCESS)
+        others[0].report(_SUCCESS, 0)
     hub = job.start(MAIN)
     until(lambda: hub.awaited == [MAIN, "algo-3"])
     for peers in (others[1], hub):
-        peers.report(_SUCCESS)
+        peers.report(_SUCCESS, 0)
     assert end_outcomes(*others, hub) == {_FINISHED}
 
 
@@ -242,11 +242,11 @@ def test_fifty_hosts(exits):
     """A failure on one of fifty hosts reaches all others soon, and all can end."""
     launchers = Job(exits, 51).start_all(poll_s=0.2)
     started = time.monotonic()
-    launchers["algo-50"].report(BROKEN)
+    launchers["algo-50"].report(BROKEN, 0)
     assert {outcome_of(peers).host for peers in launchers.values()} == {"algo-50"}
     assert time.monotonic() - started < TIMEOUT_S / 2
     for peers in launchers.values():
-        peers.report(_ENDED)
+        peers.report(_ENDED, 0)
     assert {outcome.host for outcome in end_outcomes(*launchers.values())} == {"algo-50"}
 
 
@@ -255,7 +255,7 @@ def test_other_hosts_can_leave_after_the_main_host(exits):
     launchers = Job(exits).start_all()
     hub, other = launchers[MAIN], launchers["algo-2"]
     assert not hub.is_main_host_there  # is itself the main host
-    hub.report(BROKEN)
+    hub.report(BROKEN, 0)
     assert outcome_of(other).host == MAIN
     assert stays(lambda: other.is_main_host_there, 0.3)
     hub.close()
@@ -291,7 +291,7 @@ def test_report_is_sent_before_close(exits):
     hub = job.start(MAIN)
     with job.make("algo-2", poll_s=1.0) as other:
         connected(other)
-        other.report(BROKEN)
+        other.report(BROKEN, 0)
     expected = JobOutcome(OutcomeKind.FAILURE, "algo-2", 3, Reason("ValueError: broken"))
     assert outcome_of(hub) == expected
 
@@ -302,7 +302,7 @@ def test_a_main_host_that_closes_tells_the_others_first(exits):
     other = job.start("algo-2", poll_s=0.5)
     with job.make(MAIN) as hub:
         connected(other)
-        hub.report(BROKEN)
+        hub.report(BROKEN, 0)
     assert outcome_of(other).host == MAIN
 
 
@@ -324,7 +324,7 @@ def test_all_survivors_agree(exits, seed):
             launchers[host].close()
             killed.add(host)
         else:
-            launchers[host].report(_SUCCESS if step == "succeed" else Outcome.of_exit_code(int(host[-1]), host))
+            launchers[host].report(_SUCCESS if step == "succeed" else Outcome.of_exit_code(int(host[-1]), host), 0)
         time.sleep(chance.choice([0.0, 0.01, 0.1, 0.5]))
     survivors = {host: peers for host, peers in launchers.items() if host not in killed}
     outcomes = end_outcomes(*survivors.values()) - {None}

@@ -33,10 +33,10 @@ def _start(*launchers, attempt=1):
 def _restart(launchers, failing):
     """One host fails, and all others end their scripts; returns when all have started again."""
     others = [peers for host, peers in launchers.items() if host not in (failing, DATA)]
-    launchers[failing].report(BROKEN)
+    launchers[failing].report(BROKEN, 0)
     for peers in others:
         _ordered(peers)
-        peers.report(ENDED)
+        peers.report(ENDED, 0)
     assert launchers[failing].job_outcome is None
     _start(launchers[failing], *others)
 
@@ -58,10 +58,10 @@ def test_all_trainer_hosts_start_again_together(exits, failing):
 def test_nobody_starts_before_all_scripts_have_exited(exits):
     """The host that failed, too, waits for the others."""
     launchers = Job(exits).start_all(max_restarts=1)
-    launchers["algo-2"].report(BROKEN)
+    launchers["algo-2"].report(BROKEN, 0)
     assert not _ordered(launchers[MAIN]).may_start
     assert _next_attempts(launchers.values()) == {None}
-    launchers[MAIN].report(ENDED)
+    launchers[MAIN].report(ENDED, 0)
     _start(*launchers.values())
 
 
@@ -78,8 +78,8 @@ def test_after_the_last_restart_the_job_fails(exits):
 def test_a_host_that_had_finished_is_told_to_start_again(exits):
     """It waits for the others, and learns of the order."""
     launchers = Job(exits).start_all(max_restarts=1)
-    launchers[MAIN].report(Outcome.of_exit_code(0))
-    launchers["algo-2"].report(BROKEN)
+    launchers[MAIN].report(Outcome.of_exit_code(0), 0)
+    launchers["algo-2"].report(BROKEN, 0)
     assert _ordered(launchers[MAIN]).number == 1
     _start(*launchers.values())
 
@@ -87,10 +87,10 @@ def test_a_host_that_had_finished_is_told_to_start_again(exits):
 def test_a_host_that_is_stopped_ends_the_wait_of_all(exits):
     """A stop during the pause: nobody starts, and all learn that the host was interrupted."""
     launchers = Job(exits, 3).start_all(max_restarts=5)
-    launchers["algo-2"].report(BROKEN)
+    launchers["algo-2"].report(BROKEN, 0)
     _ordered(launchers[MAIN])
-    launchers[MAIN].report(ENDED)  # algo-3 still ends its script, so that nobody may start yet
-    launchers["algo-2"].report(Outcome.of_exit_code(143, "stopped"))
+    launchers[MAIN].report(ENDED, 0)  # algo-3 still ends its script, so that nobody may start yet
+    launchers["algo-2"].report(Outcome.of_exit_code(143, "stopped"), 0)
     assert outcome_of(launchers[MAIN]).kind is OutcomeKind.INTERRUPTION
     assert _next_attempts([launchers[MAIN]]) == {None}
 
@@ -100,12 +100,12 @@ def test_a_host_that_comes_late_takes_part_in_a_restart(exits):
     job = Job(exits, 3)
     hub, other = (job.start(host, max_restarts=1, peers_timeout_s=TIMEOUT_S) for host in (MAIN, "algo-2"))
     connected(other)
-    other.report(BROKEN)
+    other.report(BROKEN, 0)
     _ordered(hub)
-    hub.report(ENDED)
+    hub.report(ENDED, 0)
     late = job.start("algo-3")
     _ordered(late)
-    late.report(ENDED)
+    late.report(ENDED, 0)
     _start(hub, other, late)
 
 
@@ -113,9 +113,9 @@ def test_a_host_that_is_slow_to_start_takes_part_in_the_next_restart(exits):
     """The others may have failed again before it has started: it starts nothing, and reports for that attempt, too."""
     launchers = Job(exits).start_all(max_restarts=2)
     main, slow = launchers[MAIN], launchers["algo-2"]
-    main.report(BROKEN)
+    main.report(BROKEN, 0)
     _ordered(slow)
-    slow.report(ENDED)
+    slow.report(ENDED, 0)
     _start(main)
     main.report(BROKEN, 1)
     assert _ordered(slow, 2).next_attempt(0) == 1
@@ -130,7 +130,7 @@ def test_the_only_host_restarts_without_a_port(exits):
     other = job.start(MAIN)  # would take the port, if there were one
     peers = job.start(MAIN, max_restarts=1)
     assert (peers.is_alone, other.is_alone) == (True, True)
-    peers.report(BROKEN)
+    peers.report(BROKEN, 0)
     _start(peers)
     peers.report(BROKEN, 1)
     assert outcome_of(peers).reason.text.startswith("ValueError: broken\nThe job was restarted once")
@@ -164,5 +164,5 @@ def test_hosts_that_never_come_are_named_by_the_main_host(exits, lines):
     connected(job.start("algo-2"))
     lines.wait_for("For 1.5 s, no launcher has connected from: algo-3, data-1. ")
     assert hub.job_outcome is None
-    hub.report(BROKEN)
+    hub.report(BROKEN, 0)
     assert len([line for line in lines.seen if "no launcher has connected" in line]) == 1
