@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from lightning_sm._log import command_logger
@@ -27,9 +28,6 @@ _LOG = command_logger(__name__)
 _MAX_EXCEPTION_CHARS = 700
 # argparse exits with it, and so does jsonargparse.
 _USAGE_EXIT_CODE = 2
-# A process that signal n killed has exit code 128 + n.
-_SIGNALS = 128
-
 # Python's exit code for an uncaught exception.
 EXCEPTION_EXIT_CODE = 1
 # Those of argparse and jsonargparse, and of a script that was told to exit.
@@ -207,7 +205,7 @@ def ending_of(exit_code: int) -> str:
         exit_code: Its exit code; 128 + n if signal n killed it.
     """
     try:
-        return f"killed by {signal.Signals(exit_code - _SIGNALS).name} (exit code {exit_code})"
+        return f"killed by {signal.Signals(exit_code - 128).name} (exit code {exit_code})"
     except ValueError:
         return f"exit code {exit_code}"
 
@@ -215,12 +213,9 @@ def ending_of(exit_code: int) -> str:
 def _usage_message(lines: Sequence[str]) -> str:
     """Return the last usage error, and what explains it, which jsonargparse separates by an empty line."""
     errors = [index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)]
-    message = [*lines[errors[-1] : errors[-1] + 1]] if errors else []
-    for line in lines[errors[-1] + 1 :] if errors else ():
-        if _USAGE.match(line) or START.search(line):
-            break
-        message += [line] if line else []
-    return "\n".join(message)
+    rest = lines[errors[-1] :] if errors else ()
+    said = takewhile(lambda line: not (_USAGE.match(line) or START.search(line)), rest)
+    return "\n".join(line for line in said if line)
 
 
 def _where(place: Place | None, ending: str, verb: str = "on") -> str:
