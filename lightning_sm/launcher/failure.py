@@ -130,8 +130,12 @@ def _printed_reason(
     """Return the reason as far as stderr tells it, and the exception that is the reason, if there is one."""
     if exit_code == _USAGE_EXIT_CODE and (message := _usage_message(lines)):
         return Reason(f"{shortened(message, _MAX_EXCEPTION_CHARS)}\n{_where(place, ending)}"), None
-    # Python exits with this code for an exception, and with no other.
-    printed = exception_that_ended(lines) if may_raise and exit_code == EXCEPTION_EXIT_CODE else None
+    is_exception = may_raise and exit_code == EXCEPTION_EXIT_CODE  # Python has no other reason for this code
+    # A rank that has only lost its connection may print before the cause, or after it.
+    ranks = [rank for rank in dict.fromkeys(map(rank_of, lines)) if rank is not None]
+    texts = [[line for line in lines if rank_of(line) in (None, rank)] for rank in ranks] or [list(lines)]
+    found = filter(None, map(exception_that_ended, texts if is_exception else ()))
+    printed = min(found, key=lambda one: is_lost_peer(one.lines[0]), default=None)
     if printed is not None:
         if place is not None and printed.rank is not None:
             place = replace(place, rank=printed.rank)
@@ -247,11 +251,7 @@ def _with_frames(reason: str, frames: Sequence[str]) -> str:
 
 def _with_last_lines(written: list[str], ending: str) -> Reason:
     reason = f"{ending}; last lines of stderr:"
-    room = MAX_REASON_CHARS - len(reason)
-    kept: list[str] = []
-    for line in reversed(written):
-        room -= len(line) + 1
-        if room < 0 and kept:
-            break
-        kept.insert(0, line)
+    kept = written[-MAX_REASON_CHARS:]
+    while len(kept) > 1 and len("\n".join([reason, *kept])) > MAX_REASON_CHARS:
+        del kept[0]
     return Reason(shortened("\n".join([reason, *kept]), MAX_REASON_CHARS), f"{reason} {written[-1]}")
