@@ -4,6 +4,9 @@ The process writes it from its exception hook, where the exception is an object:
 from the exit of another process, and whether it would recur. The launcher reads it when the script has failed. An empty
 file is a promise: this process would say why it dies. If it dies and the file is still empty, a signal killed it, or it
 called ``sys.exit`` or ``os._exit``.
+
+The file has the format of ``torch.distributed.elastic``. A rank that torchrun has started writes it for torchrun, too,
+where ``TORCHELASTIC_ERROR_FILE`` says: torchrun then shows the exception with which the job failed.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -29,10 +32,11 @@ from lightning_sm.job.traceback_text import START, frame, last_exception, lines_
 from lightning_sm.job.variables import CONTROL_DIR
 
 PREFIX, SUFFIX = "failure-", ".json"
+# torchrun sets it for each rank. It is empty if torchrun keeps no files.
+_TORCHS = "TORCHELASTIC_ERROR_FILE"
 # The launcher shows 1024 characters in all.
 _MAX_LINES = 40
 _MAX_LINE_CHARS = 2000
-_MAX_FRAMES = 40
 # Our own errors that name a contradiction in the job. The others name a host, a port or a file, and so may pass.
 _CONTRADICTIONS = (ValueError, ImportError, errors.NeedsLinuxError)
 # Raised where another process has exited, or has told this one to: by name, because this module does not import torch.
@@ -59,6 +63,7 @@ class ProcessFailure(Struct, frozen=True):
         is_passed_on: Whether it was raised on a data host, which is named in ``lines``.
         dead_children: Children that had exited before: process id, and exit code (-n for signal n). Once this process
             has waited for them, as it does when it exits, nobody else can know.
+        message: The exception as torchrun reads it.
     """
 
     rank: int
@@ -69,6 +74,7 @@ class ProcessFailure(Struct, frozen=True):
     is_permanent: bool = False
     is_passed_on: bool = False
     dead_children: tuple[tuple[int, int], ...] = ()
+    message: Mapping[str, object] = {}
 
     @classmethod
     def of(cls, error: BaseException, rank: int = -1) -> ProcessFailure:
@@ -76,15 +82,26 @@ class ProcessFailure(Struct, frozen=True):
         chain = _chain(error)
         cause = next((one for one in chain if not followed_from_another(one)), error)
         lines, frames = _described(cause)
+        is_consequence = followed_from_another(cause)
+        # torchrun takes the failure of the earliest second for the cause, then that of the lowest rank.
+        at = str(int(time.time()) + is_consequence)
         return cls(
             rank=rank,
             at=time.monotonic(),
             lines=tuple(line[:_MAX_LINE_CHARS] for line in lines[:_MAX_LINES]),
-            frames=tuple(frames[-_MAX_FRAMES:]),
-            is_consequence=followed_from_another(cause),
+            frames=tuple(frames[-_MAX_LINES:]),
+            is_consequence=is_consequence,
             is_permanent=would_recur(cause),
             is_passed_on=isinstance(cause, errors.RemoteTransformError),
-            dead_children=tuple(_dead_children()),
+            dead_children=tuple(
+                (child.pid, code)
+                for child in psutil.Process().children()
+                if (code := exit_code_of_zombie(child.pid)) is not None
+            ),
+            message={
+                "message": "\n".join(lines),
+                "extraInfo": {"py_callstack": "".join(traceback.format_exception(cause)), "timestamp": at},
+            },
         )
 
 
@@ -107,13 +124,6 @@ def followed_from_another(error: BaseException) -> bool:
 def is_lost_peer(text: str) -> bool:
     """Return whether a message of torch says that another rank has closed its connection."""
     return _LOST_PEER.search(text) is not None
-
-
-def _dead_children() -> Iterator[tuple[int, int]]:
-    for child in psutil.Process().children():
-        exit_code = exit_code_of_zombie(child.pid)
-        if exit_code is not None:
-            yield child.pid, exit_code
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -149,20 +159,21 @@ def _described(error: BaseException) -> tuple[list[str], list[str]]:
 
 
 class FailureReporter:
-    """The exception hook of this process: writes its failure file, then calls the hook that was there before.
+    """The exception hook of this process: writes its failure files, then calls the hook that was there before.
 
     Args:
-        folder: The control folder.
+        own: Its file in the control folder; None without a launcher.
+        torchs: Its file for torchrun; None without torchrun.
 
     Attributes:
         rank: Returns the global rank; None if it is not known.
         on_failure: Called when an exception ends this process, before handlers at exit run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, own: Path | None, torchs: Path | None) -> None:
         self.rank: Callable[[], int | None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
-        self._folder = folder
+        self._own, self._torchs = own, torchs
         self._pid = os.getpid()
         self._hook = sys.excepthook
         self._reported: BaseException | None = None
@@ -195,7 +206,7 @@ class FailureReporter:
 
     def close(self) -> None:
         """Report nothing from now on. Where another hook has wrapped this one, it stays in place."""
-        _reporters.pop((self._pid, self._folder), None)
+        _reporters.pop((self._pid, self._own, self._torchs), None)
         atexit.unregister(self._at_exit)
         self._pid = 0
         if sys.excepthook is self:
@@ -214,21 +225,22 @@ class FailureReporter:
             self.report(error)
 
     def _write(self, failure: ProcessFailure | None) -> None:
-        path = self._folder / f"{PREFIX}{self._pid}{SUFFIX}"
-        new = path.with_suffix(".new")
-        try:
-            new.write_bytes(b"" if failure is None else failure.encode())
-            os.replace(new, path)
-        except FileNotFoundError:  # the launcher has gone, and its folder with it
-            return
-        except OSError as error:  # a full disk, perhaps the reason of this failure; raised here, it would replace it
-            for file in (new, path):
+        for path in filter(None, (self._own, self._torchs)):
+            new = path.with_suffix(".new")
+            try:
+                new.write_bytes(b"" if failure is None else failure.encode())
+                os.replace(new, path)
+                if failure is None and path == self._torchs:
+                    path.unlink()  # torchrun fails on an empty file
+            except FileNotFoundError:  # who reads it has gone, and its folder with it
+                continue
+            except OSError as error:  # a full disk, perhaps the reason of this failure, which it must not replace
                 with contextlib.suppress(OSError):
-                    file.unlink()  # the launcher then takes the reason from stderr
-            sys.stderr.write(f"lightning-sm: {new} cannot be written: {error}.\n")
+                    path.unlink()  # the launcher then takes the reason from stderr
+                sys.stderr.write(f"lightning-sm: {new} cannot be written: {error}.\n")
 
 
-_reporters: dict[tuple[int, Path], FailureReporter] = {}  # by process and folder
+_reporters: dict[tuple[int, Path | None, Path | None], FailureReporter] = {}  # by process and files
 
 
 def report_failures(env: Mapping[str, str] = os.environ) -> FailureReporter | None:
@@ -238,15 +250,14 @@ def report_failures(env: Mapping[str, str] = os.environ) -> FailureReporter | No
         env: Environment variables.
 
     Returns:
-        The reporter, the same in every call; None without a launcher.
+        The reporter, the same in every call; None without a launcher and torchrun.
     """
-    folder = CONTROL_DIR.read(env)
-    if folder is None or not folder.is_dir():
-        return None
-    key = os.getpid(), folder
-    if key not in _reporters:
-        _reporters[key] = FailureReporter(folder)
-    return _reporters[key]
+    folder, pid = CONTROL_DIR.read(env), os.getpid()
+    own = folder / f"{PREFIX}{pid}{SUFFIX}" if folder is not None and folder.is_dir() else None
+    torchs = Path(env[_TORCHS]) if env.get(_TORCHS) else None
+    if (pid, own, torchs) not in _reporters and (own or torchs):
+        _reporters[pid, own, torchs] = FailureReporter(own, torchs)
+    return _reporters.get((pid, own, torchs))
 
 
 def read_failures(folder: Path) -> dict[int, ProcessFailure | None]:

@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from lightning_sm._log import command_logger
@@ -27,9 +28,6 @@ _LOG = command_logger(__name__)
 _MAX_EXCEPTION_CHARS = 700
 # argparse exits with it, and so does jsonargparse.
 _USAGE_EXIT_CODE = 2
-# A process that signal n killed has exit code 128 + n.
-_SIGNALS = 128
-
 # Python's exit code for an uncaught exception.
 EXCEPTION_EXIT_CODE = 1
 # Those of argparse and jsonargparse, and of a script that was told to exit.
@@ -132,8 +130,12 @@ def _printed_reason(
     """Return the reason as far as stderr tells it, and the exception that is the reason, if there is one."""
     if exit_code == _USAGE_EXIT_CODE and (message := _usage_message(lines)):
         return Reason(f"{shortened(message, _MAX_EXCEPTION_CHARS)}\n{_where(place, ending)}"), None
-    # Python exits with this code for an exception, and with no other.
-    printed = exception_that_ended(lines) if may_raise and exit_code == EXCEPTION_EXIT_CODE else None
+    is_exception = may_raise and exit_code == EXCEPTION_EXIT_CODE  # Python has no other reason for this code
+    # A rank that has only lost its connection may print before the cause, or after it.
+    ranks = [rank for rank in dict.fromkeys(map(rank_of, lines)) if rank is not None]
+    texts = [[line for line in lines if rank_of(line) in (None, rank)] for rank in ranks] or [list(lines)]
+    found = filter(None, map(exception_that_ended, texts if is_exception else ()))
+    printed = min(found, key=lambda one: is_lost_peer(one.lines[0]), default=None)
     if printed is not None:
         if place is not None and printed.rank is not None:
             place = replace(place, rank=printed.rank)
@@ -207,7 +209,7 @@ def ending_of(exit_code: int) -> str:
         exit_code: Its exit code; 128 + n if signal n killed it.
     """
     try:
-        return f"killed by {signal.Signals(exit_code - _SIGNALS).name} (exit code {exit_code})"
+        return f"killed by {signal.Signals(exit_code - 128).name} (exit code {exit_code})"
     except ValueError:
         return f"exit code {exit_code}"
 
@@ -215,12 +217,9 @@ def ending_of(exit_code: int) -> str:
 def _usage_message(lines: Sequence[str]) -> str:
     """Return the last usage error, and what explains it, which jsonargparse separates by an empty line."""
     errors = [index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)]
-    message = [*lines[errors[-1] : errors[-1] + 1]] if errors else []
-    for line in lines[errors[-1] + 1 :] if errors else ():
-        if _USAGE.match(line) or START.search(line):
-            break
-        message += [line] if line else []
-    return "\n".join(message)
+    rest = lines[errors[-1] :] if errors else ()
+    said = takewhile(lambda line: not (_USAGE.match(line) or START.search(line)), rest)
+    return "\n".join(line for line in said if line)
 
 
 def _where(place: Place | None, ending: str, verb: str = "on") -> str:
@@ -252,11 +251,7 @@ def _with_frames(reason: str, frames: Sequence[str]) -> str:
 
 def _with_last_lines(written: list[str], ending: str) -> Reason:
     reason = f"{ending}; last lines of stderr:"
-    room = MAX_REASON_CHARS - len(reason)
-    kept: list[str] = []
-    for line in reversed(written):
-        room -= len(line) + 1
-        if room < 0 and kept:
-            break
-        kept.insert(0, line)
+    kept = written[-MAX_REASON_CHARS:]
+    while len(kept) > 1 and len("\n".join([reason, *kept])) > MAX_REASON_CHARS:
+        del kept[0]
     return Reason(shortened("\n".join([reason, *kept]), MAX_REASON_CHARS), f"{reason} {written[-1]}")

@@ -47,7 +47,7 @@ def first_failure(
         script: The process id of the script; None if several ranks run it, which the launcher has started.
         only_exceptions: Whether an exit without an exception counts for the script only: the others were told to exit.
     """
-    reported = [process.failure for process in processes if process.failure is not None]
+    reported = [(one.failure.at, one) for one in processes if one.failure is not None]
     failed = [one for one in processes if one.exit_code != 0 and one.exited_at is not None]
     first_rank = min((one for one in failed if one.pid != script), key=lambda one: one.exited_at or 0.0, default=None)
     causes: list[tuple[float, EndedProcess]] = []
@@ -63,12 +63,9 @@ def first_failure(
             is_messenger = is_script and not process.has_reporter and bool(reported or first_rank)
             if not is_cleanup and not is_messenger:
                 causes.append((process.exited_at, process))
-    if causes:
-        return min(causes, key=lambda cause: cause[0])[1]
-    vanished = [one for one in processes if one.exited_at is not None and one.exit_code is None and not one.failure]
-    consequences = [(one.failure.at, one) for one in processes if one.failure is not None]
-    if vanished and not only_exceptions:
-        return vanished[0]
-    if consequences:
-        return min(consequences, key=lambda consequence: consequence[0])[1]
+    vanished = [(one.exited_at or 0.0, one) for one in failed if one.exit_code is None and not one.failure]
+    # Without a cause: one that only its parent has seen exit, then the first of the consequences.
+    for found in (causes, [] if only_exceptions else vanished, reported):
+        if found:
+            return min(found, key=lambda one: one[0])[1]
     return next((process for process in processes if process.pid == script), first_rank or processes[0])

@@ -100,13 +100,14 @@ def described(beats: Sequence[Beat], now: float) -> str:
     return "; ".join(stands)
 
 
-def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> list[Path]:
+def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path, limit_s: float) -> list[Path]:
     """Write the stacks of all threads of some processes into files.
 
     Args:
         control: The folder into which faulthandler writes the stacks.
         beats: The last beats of the processes.
         folder: Where to save the files.
+        limit_s: How long the processes may take, in seconds.
 
     Returns:
         The files of those that know the signal, ``stacks-rank<rank>.txt``.
@@ -117,7 +118,7 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> 
     for pid in before:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)
-    deadline = time.monotonic() + timeline.STACKS_S
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and any(control.stacks(pid) == text for pid, text in before.items()):
         time.sleep(_POLL_S)  # faulthandler only writes, and announces nothing
     time.sleep(_POLL_S)  # for the rest of a text that has begun
@@ -128,7 +129,7 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> 
         text = (control.stacks(beat.pid) or "")[len(before[beat.pid]) :]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            nothing = f"Process {beat.pid} did not answer within {timeline.STACKS_S:g} s.\n"
+            nothing = f"Process {beat.pid} did not answer within {limit_s:.3g} s.\n"
             path.write_text(text or nothing, encoding="utf-8")
         except OSError as error:
             _LOG.warning("cannot write %s: %s", path, error)

@@ -454,7 +454,9 @@ class _HostLauncher:
     def _where(self, beats: Sequence[Beat] | None = None) -> tuple[str, str]:
         """Save stacks; return where the script's processes stand, and a sentence with the files."""
         beats, now = self._child.announced() if beats is None else beats, time.monotonic()
-        stacks = save_stacks(self._control, beats, self._job.host_output_dir)
+        # A process that is frozen must not delay its SIGKILL.
+        limit_s = min(timeline.STACKS_S, max(0.0, self._leave_at() - now) if self._is_stopped() else math.inf)
+        stacks = save_stacks(self._control, beats, self._job.host_output_dir, limit_s)
         sentence = f" Stacks: {', '.join(map(str, stacks))}." if stacks else ""
         return described(beats, now), sentence
 

@@ -47,11 +47,7 @@ class TrainerSetup:
         self._outputs = JobOutputs(job)
         # Heartbeat reports the end of an epoch before the user's callbacks, which may take any time there.
         self._first: list[Callback] = [FailingRank(), Heartbeat(), MidEpoch()]
-        self._callbacks: list[Callback] = [
-            LocalPosition(),
-            StepTimes(job),
-            self._outputs,
-        ]
+        self._callbacks: list[Callback] = [LocalPosition(), StepTimes(job), self._outputs]
 
     def arguments(
         self, given: Mapping[str, Any], callbacks: Iterable[Callback], config: str | None = None

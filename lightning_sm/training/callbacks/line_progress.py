@@ -51,11 +51,11 @@ class LineProgress(UnlistedProgressBar):
         self._began: tuple[float, int] | None = None  # when the first batch ended, and batches until then
 
     def enable(self) -> None:
-        """Log lines (Lightning calls it on rank 0)."""
-        self.is_enabled = True
+        """Log lines on rank 0 (Lightning calls it on all ranks after a search for a learning rate or batch size)."""
+        self.is_enabled = self.trainer.is_global_zero
 
     def disable(self) -> None:
-        """Log no lines (Lightning calls it on all other ranks)."""
+        """Log no lines (Lightning calls it on all ranks but 0, and on all before such a search)."""
         self.is_enabled = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,8 +1,8 @@
 """Which of a script's fits a checkpoint is from, so that a script with several Trainers resumes each from its own.
 
 A restarted script need not make the Trainers that it made before: it may skip one whose result it finds. So a Trainer
-is known by the place in the script that makes it, with the variables of the ``for`` loops around; only Trainers that
-share both are numbered.
+is known by the place in the script that makes it, with the variables of the ``for`` loops and comprehensions around;
+only Trainers that share both are numbered.
 """
 
 from __future__ import annotations
@@ -124,15 +124,16 @@ def _loop_variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _loops(file: str) -> list[tuple[int, int, list[str]]]:
-    """Return the first line, the last line and the variables of each loop in a file."""
+    """Return the first line, the last line and the variables of each loop and comprehension in a file."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):  # compiled, typed in, or deleted since
         return []
     loops = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.For):
-            names = [one.id for one in ast.walk(node.target) if isinstance(one, ast.Name)]
+        if isinstance(node, (ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            targets = [one.target for one in getattr(node, "generators", [node])]
+            names = [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
             loops.append((node.lineno, node.end_lineno or node.lineno, names))
     return loops
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.integration.launching import failure, train
@@ -142,3 +145,29 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_exception(alone, work
     ended = train(alone, work, "train.py")
     assert ended.returncode == 1
     assert failure(alone).startswith("ZeroDivisionError: division by zero\n")
+
+
+_RANKS_OF_TORCHRUN = f"""
+import os, signal, time
+{_REPORTS}
+if os.environ["RANK"] == "1":
+    os.mkfifo("own")
+    os.replace("own", "pipe")
+    open("pipe").close()
+    raise ValueError("NaN")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which may be faster
+while not os.path.exists("pipe"):
+    time.sleep(0.01)
+open("pipe", "w").close()
+raise ConnectionResetError("Connection reset by peer")
+"""
+
+
+def test_torchrun_shows_the_exception_of_the_rank_that_failed_first(work):
+    """Also without our launcher, as in AWS's images; rank 0 fails in the same second, because of rank 1."""
+    (work / "train.py").write_text(_RANKS_OF_TORCHRUN)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    ended = subprocess.run(torchrun, cwd=work, capture_output=True, text=True, check=False, timeout=90)
+    cause = ended.stderr.partition("Root Cause")[2]
+    assert "rank      : 1 " in cause, ended.stderr
+    assert "\n  ValueError: NaN\n" in cause

@@ -208,6 +208,13 @@ for stage, epochs in enumerate([4, 3]):
         train(make(stage, max_epochs=epochs), model := Net())
         torch.save(model.state_dict(), result(stage))
 """
+IN_A_COMPREHENSION = """
+def run(stage):
+    train(make(stage, max_epochs=4 - stage), model := Net())
+    torch.save(model.state_dict(), result(stage))
+
+[run(stage) for stage in (0, 1) if not result(stage).exists()]
+"""
 ALL_AGAIN = """
 for stage in (0, 1):
     train(make(stage, max_epochs=3), Net())
@@ -242,7 +249,9 @@ class TestSeveralTrainers:
 
         return attempt
 
-    @pytest.mark.parametrize("script", [ON_TWO_LINES, IN_A_LOOP], ids=["on two lines", "in a loop"])
+    @pytest.mark.parametrize(
+        "script", [ON_TWO_LINES, IN_A_LOOP, IN_A_COMPREHENSION], ids=["on two lines", "in a loop", "in a comprehension"]
+    )
     def test_a_stage_that_is_skipped(self, attempt, tmp_path, script):
         """A restart that skips the first stage resumes the second one, never from the first one's checkpoints."""
         assert attempt(script, interrupted=1) == [0, 0]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 from lightning_sm import errors
-from lightning_sm.job.failure_file import ProcessFailure, followed_from_another, read_failures, would_recur
+from lightning_sm.job.failure_file import (
+    ProcessFailure,
+    followed_from_another,
+    read_failures,
+    report_failures,
+    would_recur,
+)
 from lightning_sm.job.variables import CONTROL_DIR
 
 
@@ -68,6 +75,19 @@ def test_without_an_exception_that_ends_it_a_process_says_nothing(tmp_path, sour
     ended, failure = died(tmp_path / "control", source)
     assert ended.returncode != 0
     assert failure is None
+
+
+def test_torchruns_file_is_there_only_for_an_exception_that_ends_the_process(tmp_path):
+    """An empty file makes torchrun fail, and it takes any other for the reason."""
+    file = tmp_path / "error.json"
+    reporter = report_failures({"TORCHELASTIC_ERROR_FILE": str(file)})
+    assert not file.exists()
+    reporter.report(ValueError("caught"))
+    assert json.loads(file.read_bytes())["message"]["message"] == "ValueError: caught"
+    reporter.withdraw()
+    reporter.close()
+    assert list(tmp_path.iterdir()) == []
+    assert report_failures({"TORCHELASTIC_ERROR_FILE": ""}) is None
 
 
 def test_on_a_full_disk_the_traceback_is_the_reason(tmp_path):

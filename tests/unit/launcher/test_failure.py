@@ -152,13 +152,22 @@ def test_rank_prefixes_and_progress_bars_do_not_hide_a_traceback():
 
 
 def test_interleaved_ranks_are_told_apart_by_their_prefix():
-    """Two ranks that print line by line in turn give the frames of the last one only."""
+    """Two ranks that print line by line in turn give the frames of the first one only."""
     first = [f"[rank0]: {line}" for line in _VALUE_ERROR.splitlines()]
     second = [f"[rank1]: {line.replace('/code', '/other')}" for line in _VALUE_ERROR.splitlines()]
     tail = "\n".join(line for pair in zip(first, second, strict=True) for line in pair)
     reason = failure_reason(tail, 1)
-    assert reason.startswith("ValueError: bad shape\non trainer host algo-2, rank 1 (")
-    assert "/code" not in reason
+    assert reason.startswith("ValueError: bad shape\non trainer host algo-2, rank 0 (")
+    assert "/other" not in reason
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["before the cause", "after the cause"])
+def test_a_rank_that_lost_its_connection_hides_no_cause(order):
+    """Whichever prints first: of a script that does not use lightning_sm, nothing else tells."""
+    texts = [_PEER, _VALUE_ERROR]
+    tail = "".join(f"[rank{rank}]: {line}\n" for rank in order for line in texts[rank].splitlines())
+    assert failure_reason(tail, 1).startswith("ValueError: bad shape\non trainer host algo-2, rank 1 (")
+    assert not of_script(tail, 1).is_consequence
 
 
 def test_last_exception_of_a_chain_is_the_reason():

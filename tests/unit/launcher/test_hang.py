@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from lightning_sm.job.control_folder import Beat, ControlFolder, Phase
 from lightning_sm.job.variables import CONTROL_DIR
+from lightning_sm.launcher import timeline
 from lightning_sm.launcher.hang import Watchdog, described, save_stacks
 
 
@@ -108,7 +110,25 @@ def test_stacks_are_saved_for_each_process(tmp_path):
             assert child.stdout.readline() == b"ready\n"
             (control.path / f"process-{os.getpid()}").touch()
             beats = control.beats()
-            (stacks,) = save_stacks(control, beats, tmp_path / "output")
+            (stacks,) = save_stacks(control, beats, tmp_path / "output", 60.0)
             child.communicate(b"x")
         assert stacks == tmp_path / "output" / "stacks-rank2.txt"
         assert " in stuck\n" in stacks.read_text()
+
+
+def test_a_frozen_process_is_not_waited_for_longer_than_stated(tmp_path):
+    """It would delay the SIGKILL of a stop, whose time the launcher needs for its own exit."""
+    script = "import os, signal\nfrom lightning_sm.job.control_folder import announce\nannounce().beat(2)\n"
+    script += "os.write(1, b'ready\\n'); os.kill(os.getpid(), signal.SIGSTOP)"
+    (tmp_path / "control").mkdir()
+    with ControlFolder(tmp_path / "control") as control:
+        env = {**os.environ, CONTROL_DIR.name: str(control.path)}
+        child = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE)
+        with child:
+            assert child.stdout.readline() == b"ready\n"
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            began_at = time.monotonic()
+            (stacks,) = save_stacks(control, control.beats(), tmp_path / "output", 0.0)
+            assert time.monotonic() - began_at < timeline.STACKS_S
+            child.kill()
+        assert stacks.read_text() == f"Process {child.pid} did not answer within 0 s.\n"

@@ -37,6 +37,17 @@ def test_the_line_of_an_epoch_has_the_metrics(trainer, lines):
     assert found == {"train_loss": ["0.25"], "val_acc": ["0.5"]}
 
 
+@pytest.mark.parametrize("is_main", [True, False])
+def test_only_rank_0_writes_after_a_search(trainer, lines, is_main):
+    """Lightning's searches for a learning rate and a batch size disable the bar of all ranks, and then enable it."""
+    progress, trainer.is_global_zero = LineProgress(), is_main
+    progress.setup(trainer, None, "fit")
+    progress.disable()
+    progress.enable()
+    progress.on_train_epoch_end(trainer, None)
+    assert bool(lines()) == is_main
+
+
 def test_a_progress_bar_of_the_user_has_a_consequence(lines):
     """metric_definitions find nothing of ours any more, and that is said, unless the bar is our own."""
 
