@@ -185,7 +185,7 @@ class Figures:
         """All hosts of the last attempt, also those without a record here. Trainers come first."""
         heads = [record.head for record in self._latest]
         head = max(heads, key=lambda head: len(head.hosts))
-        # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
+        # A group without a record here is one that rank 0 gets its batches from, or trains with those of a data host.
         roles = {record.head.group: record.head.role for record in self.run.records}
         hosts = []
         for name, group in (head.hosts or {head.host: head.group for head in heads}).items():
@@ -194,7 +194,7 @@ class Figures:
                 HostSummary(
                     name=name,
                     group=group,
-                    role=roles.get(group, "data"),
+                    role=roles.get(group, "data" if "trainer" in roles.values() else "trainer"),
                     instance_type=head.instance_types.get(group),
                     cpus=max((one.cpus for one in own), default=0),
                     gpus=max((one.gpus for one in own), default=0),

@@ -76,7 +76,7 @@ def test_an_interruption_reads_unlike_a_failure(tmp_path, outcome, ending):
     assert verdict.ending(of(input_bound(tmp_path, outcome=outcome))) == ending
 
 
-_BROKEN = "ValueError: label 7\non trainer host algo-2, rank 1 (exit code 1)\ntrain.py, line 3"
+_BROKEN = "ValueError: label 7 on trainer host algo-2, rank 1 (exit code 1)"
 
 
 @pytest.mark.parametrize("host", ["algo-1", "algo-2"])
@@ -108,6 +108,19 @@ def test_a_host_that_knows_how_the_job_ended_is_believed_before_one_that_does_no
     ):
         write(tmp_path, head(0, host, "launcher", hosts=hosts), end, host=host, who="launcher")
     assert of(tmp_path).outcome == "stopped"
+
+
+def test_a_host_that_was_killed_is_named(tmp_path):
+    """The others fail because of it, or save a checkpoint, and do not know."""
+    for host, ends in (("algo-1", [End(BEGIN + 9, "interrupted", 143)]), ("algo-2", [use(5)])):
+        write(tmp_path, head(0, host, "launcher"), *ends, host=host, who="launcher")
+    assert verdict.ending(of(tmp_path)).endswith(" saved. The end of algo-2 is not recorded: killed, or still running.")
+
+
+def test_a_data_host_alone_knows_that_the_others_train(tmp_path):
+    """Their group has no record here."""
+    write(tmp_path, head(0, "algo-2", "launcher"), use(5), host="algo-2", who="launcher")
+    assert [(host.name, host.role) for host in of(tmp_path).hosts] == [("algo-1", "trainer"), ("algo-2", "data")]
 
 
 def test_a_killed_job_has_no_end(tmp_path):
