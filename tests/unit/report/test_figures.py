@@ -117,10 +117,20 @@ def test_a_host_that_was_killed_is_named(tmp_path):
     assert verdict.ending(of(tmp_path)).endswith(" saved. The end of algo-2 is not recorded: killed, or still running.")
 
 
-def test_a_data_host_alone_knows_that_the_others_train(tmp_path):
-    """Their group has no record here."""
-    write(tmp_path, head(0, "algo-2", "launcher"), use(5), host="algo-2", who="launcher")
-    assert [(host.name, host.role) for host in of(tmp_path).hosts] == [("algo-1", "trainer"), ("algo-2", "data")]
+@pytest.mark.parametrize(
+    ("own", "group", "lines", "role"),
+    [
+        ("algo-2", "trainer", [], "trainer"),
+        ("algo-1", "data-1", [], "data"),
+        ("algo-1", "more", [], "trainer"),
+        ("algo-1", "more", [data(31, 400)], "data"),
+    ],
+)
+def test_the_role_of_a_group_without_a_record(tmp_path, own, group, lines, role):
+    """By its name, or as rank 0 knows it: a page has the record of its host alone."""
+    other = {"algo-1": "algo-2", "algo-2": "algo-1"}[own]
+    write(tmp_path, head(0, own, hosts={own: "own", other: group}, group="own"), use(1), *lines, host=own)
+    assert {host.name: host.role for host in of(tmp_path).hosts}[other] == role
 
 
 def test_a_killed_job_has_no_end(tmp_path):
