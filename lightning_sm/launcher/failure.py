@@ -230,10 +230,11 @@ def _with_place(
     lines: Sequence[str], frames: Sequence[str], place: Place | None, ending: str, *, is_passed_on: bool = False
 ) -> Reason:
     """Return the exception, where it was raised, and its frames."""
-    where = _where(place, ending)
-    if is_passed_on and place is not None:  # the exception's text already names the data host
-        where = _where(place, ending, "passed on to") if place.role is Role.TRAINER else ending
-    return Reason(_with_frames(shortened("\n".join(lines), _MAX_EXCEPTION_CHARS) + f"\n{where}", frames))
+    # An exception that was passed on names the data host itself.
+    is_named = is_passed_on and place is not None and place.role is Role.DATA
+    where = ending if is_named else _where(place, ending, "passed on to" if is_passed_on else "on")
+    text = shortened("\n".join(lines), _MAX_EXCEPTION_CHARS)
+    return Reason(_with_frames(f"{text}\n{where}", frames), " ".join([*text.splitlines()[:2], where]))
 
 
 def _with_frames(reason: str, frames: Sequence[str]) -> str:

@@ -105,7 +105,7 @@ class HostRecord:
             what = events.STOPPED  # a data host that was stopped served all ranks until then
         of_job = None if job is None else _word(job.kind, is_saved=is_saved)
         reason = outcome.reason if job is None else job.reason
-        self._write(events.End(time.time(), what, outcome.exit_code, reason.text, of_job))
+        self._write(events.End(time.time(), what, outcome.exit_code, reason.headline, of_job))
         self._record.close()
 
     def _write(self, line: events.Line) -> None:

@@ -344,7 +344,7 @@ class _HostLauncher:
             # What the script last wrote to stderr is not the reason: it did what it was asked to.
             failed = replace(failed, reason=Reason(stopped_reason(child.stopped_by, _SAVED)))
         if not is_ended_by_job:
-            self._record.event("interruption" if is_saved else "failure", failed.reason.headline)
+            self._record.event("interruption" if is_saved else "failure", failed.reason.text)
         is_final = failed.is_permanent and state.pending_restart is None
         may_restart = not (is_final or is_stopped or state.is_data_host)
         if not (is_ended_by_job or is_stopped):

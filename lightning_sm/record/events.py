@@ -268,7 +268,7 @@ class End(Line, frozen=True, tag="end"):
         t: When it ended.
         outcome: ``succeeded``, ``failed``, ``interrupted`` (it can resume from a checkpoint) or ``stopped``.
         exit_code: Exit code of the host, in the launcher's line.
-        reason: Why the job did not succeed if ``job_outcome`` is known, else why this host did not.
+        reason: Why the job did not succeed if ``job_outcome`` is known, else why this host did not, in one line.
         job_outcome: How the job ended, in the same words, in the line of a launcher that has learned it. A host that
             was ended because another one had failed is ``stopped``, but its job has ``failed``.
     """

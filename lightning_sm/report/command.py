@@ -62,8 +62,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     )
     live = parser.add_argument_group("a running job")
     live.add_argument("--live", action="store_true", help="write no page, but show the job in this terminal")
-    live.add_argument("--once", action="store_true", help="show it once, and exit")
-    live.add_argument("--json", action="store_true", help="write lines of JSON instead of a table")
+    live.add_argument("--once", action="store_true", help="show it once, and exit; implies --live")
+    live.add_argument("--json", action="store_true", help="write lines of JSON instead of a table; implies --live")
     _add_job(parser)
     _add_prices(parser)
 
@@ -98,7 +98,7 @@ def report(options: argparse.Namespace) -> int:
         JobConfigError: There is no record, a price is wrong, or a library is missing.
         OutputDirectoryError: The report cannot be written.
     """
-    if options.live:
+    if options.live or options.once or options.json:
         with suppress(KeyboardInterrupt):  # it ends the view
             watch(options.runs, options.job, is_once=options.once, is_json=options.json)
         return 0

@@ -185,8 +185,9 @@ class Figures:
         """All hosts of the last attempt, also those without a record here. Trainers come first."""
         heads = [record.head for record in self._latest]
         head = max(heads, key=lambda head: len(head.hosts))
-        # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
+        # Of a group without a record here, rank 0 knows whether it gets batches from there, once it has some.
         roles = {record.head.group: record.head.role for record in self.run.records}
+        served = {host.name for host in self.data[1]}
         hosts = []
         for name, group in (head.hosts or {head.host: head.group for head in heads}).items():
             own = [one for one in heads if one.host == name]
@@ -194,7 +195,7 @@ class Figures:
                 HostSummary(
                     name=name,
                     group=group,
-                    role=roles.get(group, "data"),
+                    role=roles.get(group, "data" if name in served or group.startswith("data") else "trainer"),
                     instance_type=head.instance_types.get(group),
                     cpus=max((one.cpus for one in own), default=0),
                     gpus=max((one.gpus for one in own), default=0),

@@ -15,7 +15,8 @@ _WIDTH = 110
 # Where the run had no data hosts: hosts of a group with this name serve data.
 _DATA_GROUP = "data"
 _NUM_WORKERS = "num_workers"
-_OPTION = re.compile(rf"--(?P<name>([\w.]*\.)?{_NUM_WORKERS})=.*", re.ASCII)
+_WORKERS = re.compile(rf"(--(?:[\w.]*\.)?{_NUM_WORKERS}=).*", re.ASCII)
+_OPTION = re.compile(r"--([\w.+]+)=(.*)", re.ASCII | re.DOTALL)
 
 
 def job_of_plan(planned: Sizing, prices: Prices) -> str:
@@ -31,14 +32,14 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
     import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few commands write a file
 
     run = planned.run
-    command, hyperparameters = run.command, run.hyperparameters
+    command, options = run.command, map(_OPTION.fullmatch, run.command)
+    hyperparameters = {found[1]: found[2] for found in options if found is not None} | run.hyperparameters
     notes = [f"Planned from {run.run.name}.", sentence(planned, prices)]
     if planned.best.per_rank is not None:
         number = planned.best.per_rank
         names = {name for name in hyperparameters if name.rpartition(".")[2] == _NUM_WORKERS}
-        names |= {found["name"] for word in command if (found := _OPTION.fullmatch(word)) is not None}
-        hyperparameters |= dict.fromkeys(sorted(names), str(number))
-        command = tuple(_OPTION.sub(rf"--\g<name>={number}", word) for word in command)
+        hyperparameters |= dict.fromkeys(names, str(number))
+        command = tuple(_WORKERS.sub(rf"\g<1>{number}", word) for word in command)
         if not names:
             notes.append(f"Set {_NUM_WORKERS}={number} in the script: no hyperparameter and no argument has this name.")
     groups = _groups(planned)

@@ -166,8 +166,7 @@ def _host(run: Figures, host: HostSummary) -> LiveHost:
     ends = lines_of([record for record in own if record.head.who == LAUNCHER], End)
     use = max(lines_of(own, HostUse), key=lambda line: line.t, default=None)
     served = next((one for one in run.data[1] if one.name == host.name), None)
-    state = "training" if last else "starting" if own else "no record here"
-    state = state if served is None else served.state
+    state = served.state if served else "training" if last else "starting" if own else "no record here"
     return LiveHost(
         host=host.name,
         role=host.role,

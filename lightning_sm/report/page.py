@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ _MAX_CURVES = 8
 _OPEN_ROWS = 12
 _TEMPLATE = Path(__file__).with_name("page.html")
 _NEEDED = ("matplotlib", "jinja2")
+_LOWER_IS_BETTER = re.compile(r"(?i)loss|err|perplexity|(?<![a-z])(r?msl?e|s?ma[ps]?e|nll|ppl|wer|cer|fid)(?![a-z])")
 _FILTERS: dict[str, Callable[[Any], str]] = {
     "duration": duration,
     "percent": percent,
@@ -68,6 +70,7 @@ def _column(run: Figures, prices: Prices) -> dict[str, Any]:
     """Return what the template shows of a run, besides its figures."""
     from lightning_sm.report import charts  # noqa: PLC0415 - Matplotlib takes a second to load, or may be missing
 
+    names = _metric_names(run)
     return {
         "run": run,
         "ending": verdict.ending(run),
@@ -75,11 +78,11 @@ def _column(run: Figures, prices: Prices) -> dict[str, Any]:
         "numbers": list(_numbers(run, prices)),
         "changes": verdict.changes(run, prices),
         "pace_rank": "" if run.pace_rank is None else run.name_of(run.pace_rank),
-        "metric_names": _metric_names(run),
+        "metric_names": names,
         "steps": charts.step_times(run),
         "times": charts.time_shares(run),
         "hosts": charts.host_use(run),
-        "metrics": charts.metrics(run, _curves(run)),
+        "metrics": charts.metrics(run, [name for name in names if len(run.metrics[name]) > 1][:_MAX_CURVES]),
     }
 
 
@@ -99,8 +102,8 @@ def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
     # What the model is judged by: a metric of the validation rather than a loss, or than one of the training.
     for name in sorted(_metric_names(run), key=lambda name: (not name.startswith("val"), "loss" in name))[:1]:
         values = [value for _, value in run.metrics[name]]
-        is_lower_better = any(word in name for word in ("loss", "err", "perplexity"))
-        best, last = f"{(min if is_lower_better else max)(values):.4g}", f"{values[-1]:.4g}"
+        best = f"{(min if _LOWER_IS_BETTER.search(name) else max)(values):.4g}"
+        last = f"{values[-1]:.4g}"
         yield f"best {name}", best if best == last else f"{best} (last {last})"
     if run.samples_per_s is not None:
         yield "samples per second", rate(run.samples_per_s)
@@ -111,8 +114,3 @@ def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
 def _metric_names(run: Figures) -> list[str]:
     """Return the names of the metrics: losses first, those of the data service last."""
     return sorted(run.metrics, key=lambda name: (name.startswith("data/"), "loss" not in name, name))
-
-
-def _curves(run: Figures) -> list[str]:
-    """Return the names of the metrics that have a curve, as many as a page takes."""
-    return [name for name in _metric_names(run) if len(run.metrics[name]) > 1][:_MAX_CURVES]

@@ -119,7 +119,8 @@ class Sizing:
         measured: What it says of its input.
         lines: The measured numbers of workers first, then the best, and the largest: that removes the waiting, or uses
             the CPUs that there are.
-        best: The line to choose: the cheapest one. If no prices are given, all hosts count as equally expensive.
+        best: The line to choose: the cheapest one, or the first if that saves too little. If no prices are given, all
+            hosts count as equally expensive.
         kind: Instance type of the data hosts, if it is not that of the measured run.
         steps: Number of steps of the whole job.
     """
@@ -130,13 +131,6 @@ class Sizing:
     best: SizingRow
     kind: str | None
     steps: int
-
-    @property
-    def saved(self) -> float:
-        """The share of the job's time that the best line saves, 0 to 1; of its cost, if that is larger."""
-        first, best = self.lines[0], self.best
-        saved = 1.0 - best.seconds / max(1e-9, first.seconds)
-        return max(saved, 1.0 - best.cost / first.cost) if first.cost and best.cost else saved
 
 
 def measure(run: Figures) -> MeasuredRun:
@@ -214,8 +208,8 @@ def advice(planned: Sizing, prices: Prices) -> str:
         )
     if len(planned.lines) == 1:
         said.append("Each CPU of these hosts has a worker: data hosts would add some.")
-    elif planned.saved < _WORTH:
-        said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of the job.")
+    elif planned.best is planned.lines[0]:
+        said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of what the job costs.")
     else:
         said.append(_proposal(planned, prices))
     return " ".join(said)
@@ -334,7 +328,7 @@ def _data_hosts(measured: MeasuredRun, kind: str | None) -> Iterator[tuple[int, 
 
 
 def _cheapest(run: Figures, first: SizingRow, lines: Sequence[SizingRow]) -> SizingRow:
-    """Return the line whose job costs least; of equally cheap ones, the quickest.
+    """Return the line whose job costs least, if that saves enough; of equally cheap ones, the quickest.
 
     Without prices, all hosts count as equally expensive, and only steps as work: a short run to plan from is mostly
     start-up.
@@ -346,7 +340,11 @@ def _cheapest(run: Figures, first: SizingRow, lines: Sequence[SizingRow]) -> Siz
         price = line.cost if has_prices and line.cost is not None else (trainers + line.num_hosts) * line.step_s
         return price, line.seconds, -line.workers  # workers in reserve cost nothing
 
-    return min([first, *lines], key=key)
+    best = min([first, *lines], key=key)
+    saved = 1.0 - best.seconds / max(1e-9, first.seconds)
+    if first.cost and best.cost:
+        saved = max(saved, 1.0 - best.cost / first.cost)
+    return best if saved >= _WORTH else first
 
 
 def _price_per_hour(run: Figures, prices: Prices, kind: str | None, num_data_hosts: int) -> float | None:

@@ -73,6 +73,5 @@ def _of_process(record: ProcessRecord, pid: int, begin: float) -> Iterator[dict[
                 yield event("i", line.t, line.outcome, {"what": line.reason}, s="p", tid=_SPANS)
             case DataService():
                 for host in line.hosts:
-                    yield event(
-                        "C", line.t, f"batches of data host {host['name']}", {"built": host.get("num_built", 0)}
-                    )
+                    name = f"batches of data host {host['name']}"
+                    yield event("C", line.t, name, {"built": host.get("num_built", 0)})

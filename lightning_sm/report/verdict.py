@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_sm._text import count, duration, percent
+from lightning_sm._text import count, duration, listed, percent
 from lightning_sm.data.trainer.verdict import trouble
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import FAILED, INTERRUPTED, STOPPED
@@ -14,21 +14,20 @@ from lightning_sm.report.sizing import advice, plan
 
 
 def ending(run: Figures) -> str:
-    """Return how the run ended, in a sentence."""
+    """Return how the run ended, in a sentence, and which hosts left no end."""
     attempts = "" if len(run.attempts) == 1 else f" in {count(len(run.attempts), 'attempt')}"
     time = f"{duration(run.seconds)}{attempts}"
     if run.outcome == RUNNING:
         return f"The end is not recorded: the job is still running, or its hosts were killed. Recorded so far: {time}."
     how = f"{run.outcome.capitalize()} after {time}"
     if run.outcome == INTERRUPTED:
-        return f"{how}: the job can resume from the checkpoint that it saved."
-    if run.outcome == STOPPED:
-        return f"{how}, without a checkpoint of the last step."
-    reason = run.attempts[-1].reason
-    if run.outcome == FAILED and reason.strip():
-        # The error and its place.
-        return f"{how}: {' '.join(reason.splitlines()[:2]).rstrip('.')}."
-    return f"{how}."
+        how += ": the job can resume from the checkpoint that it saved"
+    elif run.outcome == STOPPED:
+        how += ", without a checkpoint of the last step"
+    elif run.outcome == FAILED and run.attempts[-1].reason:
+        how += f": {run.attempts[-1].reason.rstrip('.')}"
+    gone = run.hosts_without_end
+    return f"{how}. The end of {listed(gone)} is not recorded: killed, or still running." if gone else f"{how}."
 
 
 def headline(run: Figures) -> str:

@@ -111,7 +111,7 @@ class LineProgress(UnlistedProgressBar):
         return f"epoch={trainer.current_epoch + 1}/{planned}"
 
     def _batch(self, trainer: Trainer, number: int) -> str:
-        return f"{self._epoch(trainer)} batch={number}/{self.total_train_batches} step={trainer.global_step}"
+        return f"{self._epoch(trainer)} batch={number}/{trainer.num_training_batches} step={trainer.global_step}"
 
     def _log(self, trainer: Trainer, position: str, **rates: str) -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds

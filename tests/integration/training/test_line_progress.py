@@ -85,9 +85,13 @@ def test_lines_within_an_epoch(host, lines):
 
 
 def test_an_open_end_is_a_question_mark(host, lines):
-    """Without max_epochs, the number of epochs is unknown."""
-    host.start("fit", "--trainer.max_epochs=-1", "--trainer.max_steps=2", *QUIET)
-    assert lines()[0].startswith("epoch=1/? step=2 ")
+    """Without max_epochs, the number of epochs is unknown; that of an epoch's batches stays what it is."""
+    every_step = {"callbacks": LineProgress(every_n_seconds=0)}
+    host.start("fit", "--trainer.max_epochs=-1", "--trainer.max_steps=2", *QUIET, trainer_defaults=every_step)
+    first, second, last, *_ = lines()
+    assert first.startswith("epoch=1/? batch=1/2 step=1 ")
+    assert second.startswith("epoch=1/? batch=2/2 step=2 ")
+    assert last.startswith("epoch=1/? step=2 ")
 
 
 @pytest.mark.parametrize("is_main", [True, False])

@@ -284,6 +284,8 @@ def test_the_reason_is_what_the_process_said():
         _FAILURE.frames[1],
         _FAILURE.frames[0],
     ]
+    place = "on trainer host algo-2, rank 3 (exit code 1)"
+    assert failed.reason.headline == f"{_FAILURE.lines[0]} {_FAILURE.lines[1]} {place}"
     assert not any((failed.is_consequence, failed.is_permanent))
     other = of_process(replace(_FAILURE, is_consequence=True, is_permanent=True))
     assert other.is_consequence

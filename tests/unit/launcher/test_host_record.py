@@ -86,7 +86,7 @@ def test_how_a_host_ends(tmp_path, exit_code, is_stopped, is_saved, outcome):
     ("job", "exit_code", "is_saved", "expected"),
     [
         (JobOutcome(OutcomeKind.FAILURE, "algo-2", 1, Reason("ValueError: x")), 143, False, ("stopped", "failed")),
-        (JobOutcome(OutcomeKind.HANG, "algo-2", 1, Reason("no progress")), 1, False, ("failed", "failed")),
+        (JobOutcome(OutcomeKind.HANG, "algo-2", 1, Reason("no\nprogress", "stuck")), 1, False, ("failed", "failed")),
         (JobOutcome.lost("algo-2", "silent"), 143, False, ("stopped", "failed")),
         (JobOutcome(OutcomeKind.INTERRUPTION, "algo-2", 143, Reason("")), 143, True, ("interrupted", "interrupted")),
         (JobOutcome(OutcomeKind.INTERRUPTION, "algo-2", 143, Reason("")), 0, False, ("succeeded", "stopped")),
@@ -102,7 +102,7 @@ def test_a_host_that_knows_how_the_job_ended_says_so_beside_its_own_end(
         launcher.record.began([])
         launcher.record.end(Outcome.of_exit_code(exit_code, "own"), job, is_saved=is_saved)
     end = launcher.lines()[-1]
-    assert (end.outcome, end.job_outcome, end.reason) == (*expected, job.reason.text)
+    assert (end.outcome, end.job_outcome, end.reason) == (*expected, job.reason.headline)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_an_interruption_reads_unlike_a_failure(tmp_path, outcome, ending):
     assert verdict.ending(of(input_bound(tmp_path, outcome=outcome))) == ending
 
 
-_BROKEN = "ValueError: label 7\non trainer host algo-2, rank 1 (exit code 1)\ntrain.py, line 3"
+_BROKEN = "ValueError: label 7 on trainer host algo-2, rank 1 (exit code 1)"
 
 
 @pytest.mark.parametrize("host", ["algo-1", "algo-2"])
@@ -108,6 +108,29 @@ def test_a_host_that_knows_how_the_job_ended_is_believed_before_one_that_does_no
     ):
         write(tmp_path, head(0, host, "launcher", hosts=hosts), end, host=host, who="launcher")
     assert of(tmp_path).outcome == "stopped"
+
+
+def test_a_host_that_was_killed_is_named(tmp_path):
+    """The others fail because of it, or save a checkpoint, and do not know."""
+    for host, ends in (("algo-1", [End(BEGIN + 9, "interrupted", 143)]), ("algo-2", [use(5)])):
+        write(tmp_path, head(0, host, "launcher"), *ends, host=host, who="launcher")
+    assert verdict.ending(of(tmp_path)).endswith(" saved. The end of algo-2 is not recorded: killed, or still running.")
+
+
+@pytest.mark.parametrize(
+    ("own", "group", "lines", "role"),
+    [
+        ("algo-2", "trainer", [], "trainer"),
+        ("algo-1", "data-1", [], "data"),
+        ("algo-1", "more", [], "trainer"),
+        ("algo-1", "more", [data(31, 400)], "data"),
+    ],
+)
+def test_the_role_of_a_group_without_a_record(tmp_path, own, group, lines, role):
+    """By its name, or as rank 0 knows it: a page has the record of its host alone."""
+    other = {"algo-1": "algo-2", "algo-2": "algo-1"}[own]
+    write(tmp_path, head(0, own, hosts={own: "own", other: group}, group="own"), use(1), *lines, host=own)
+    assert {host.name: host.role for host in of(tmp_path).hosts}[other] == role
 
 
 def test_a_killed_job_has_no_end(tmp_path):

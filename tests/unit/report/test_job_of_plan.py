@@ -65,11 +65,21 @@ def test_hosts_of_another_type_take_the_place_of_the_measured_ones(remote, tmp_p
     }
 
 
+def test_arguments_are_part_of_the_job(remote, tmp_path):
+    """Hyperparameters, which take precedence, are on the command line, too."""
+    saved = tmp_path / "planned.yaml"
+    given = "train.py", "fit", "--data_service.workers=1", "--trainer.callbacks+=Timer", "--lr=1", "--lr=2"
+    _launched(tmp_path / "run", *given, hyperparameters={"lr": "3"})
+    assert main(["plan", str(remote), *_PRICES, "--save", str(saved)]) == 0
+    expected = {"data_service.workers": "1", "trainer.callbacks+": "Timer", "lr": "3"}
+    assert yaml.safe_load(saved.read_text())["hyperparameters"] == expected
+
+
 @pytest.mark.parametrize(
     ("command", "hyperparameters"),
     [
         (("train.py", "fit", "--data.num_workers=2"), {"data.num_workers": "3"}),
-        (("train.py", "--num_workers=2", "--max_num_workers=2"), {"num_workers": "3"}),
+        (("train.py", "--num_workers=2", "--max_num_workers=2"), {"num_workers": "3", "max_num_workers": "2"}),
         (("train.py",), None),
     ],
 )

@@ -112,7 +112,7 @@ def test_ctrl_c_ends_it(job, capsys, monkeypatch):
 
     monkeypatch.setattr(time, "sleep", press)
     assert main(["report", "--live", str(job)]) == 0
-    assert main(["report", "--live", str(job), "--once"]) == 0
+    assert main(["report", str(job), "--once"]) == 0
     assert capsys.readouterr().out.count("job job, running for") == 2
     assert main(["report", "--live", str(job / "none"), "--once"]) == 2
 

@@ -165,6 +165,17 @@ def test_the_numbers_are_those_that_say_something_of_this_run(tmp_path):
     assert "best val_acc 0.9 (last 0.8) samples per second 640" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [("val/MeanSquaredError", 1), ("val_rmse", 1), ("val_wer", 1), ("val_f1", 3), ("val_power", 3)],
+)
+def test_the_best_value_is_the_smallest_of_an_error(tmp_path, name, best):
+    """Whatever its spelling."""
+    write(tmp_path, head(1), *(Metrics(BEGIN + t, t, 0, {name: value}) for t, value in ((1, 3), (2, 1), (3, 2))))
+    text = " ".join(" ".join(Text(rendered(tmp_path, prices=Prices())).words).split())
+    assert f"best {name} {best} (last 2)" in text
+
+
 def test_the_use_of_each_host_is_drawn_over_time(tmp_path):
     """CPUs and memory of each, and GPUs and their memory where there are any; hosts without a record have no axes."""
     gpus = [GpuUse(0.7, 8 * 10**9, 16 * 10**9)]
