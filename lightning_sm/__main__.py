@@ -187,7 +187,7 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
 
 def _show_completion(options: argparse.Namespace) -> int:
     if find_spec("shtab") is None:
-        raise JobConfigError("lightning-sm completion needs shtab: pip install 'lightning-sm[completion]'")
+        raise JobConfigError("lightning-sm completion needs shtab: pip install shtab")
     import shtab  # noqa: PLC0415 - of an extra
 
     parser = _parser(with_all_options=True)

@@ -94,7 +94,7 @@ def _list(clients: Clients, options: argparse.Namespace) -> int:
 def _logs(clients: Clients, options: argparse.Namespace) -> int:
     found = find(clients, options.name)
     if options.follow and not found.has_ended:
-        description = follow(clients, found, shows_log=True)
+        description = follow(clients, found.kind, found.name, shows_log=True)
         code = exit_code(description)
         if code:
             _LOG.error("the job failed: %s", reason_of(description) or "no reason given")

@@ -13,7 +13,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from lightning_sm._log import command_logger
 from lightning_sm._text import for_terminal, plain
 from lightning_sm.cloud.aws import Clients, error_code
-from lightning_sm.cloud.find import Found, describe
+from lightning_sm.cloud.find import Found, Kind, describe
 from lightning_sm.cloud.logs import Log
 
 _LOG = command_logger(__name__)
@@ -28,14 +28,15 @@ _EXIT_CODE = re.compile(r"exit code:? (\d+)\s*\.?\s*$")
 Sleep = Callable[[float], object]
 
 
-def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = time.sleep) -> Mapping[str, Any]:
+def follow(clients: Clients, kind: Kind, name: str, *, shows_log: bool, sleep: Sleep = time.sleep) -> Mapping[str, Any]:
     """Wait until a job ends; log every change of its state, and write its log to stdout.
 
     Ctrl-C or an error ends the wait, not the job; a warning then says how to stop the job.
 
     Args:
         clients: Clients of the AWS APIs.
-        found: A training job or a tuning job.
+        kind: The kind of job.
+        name: Its name.
         shows_log: Whether to write the log, if it may be read. A tuning job has no log of its own; its counts are
             shown instead.
         sleep: Sleeps for some seconds.
@@ -48,10 +49,10 @@ def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = ti
         BotoCoreError: AWS cannot be reached.
     """
     state = ""
-    log = Log(clients.logs, found.name) if shows_log and found.kind == "training" else None
+    log = Log(clients.logs, name) if shows_log and kind == "training" else None
     try:
         while True:
-            found = describe(clients, found.kind, found.name)
+            found = describe(clients, kind, name)
             before, state = state, _state(found)
             if state != before:
                 _LOG.info("%s", state)
@@ -67,8 +68,8 @@ def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = ti
             "Stopped waiting. The job may still be running, and is billed.\n"
             "  Follow it: lightning-sm jobs logs -f %s\n"
             "  Stop it:   lightning-sm jobs stop %s",
-            found.name,
-            found.name,
+            name,
+            name,
         )
         raise
     return found.description

@@ -144,7 +144,7 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
         if len(encoded[key]) > _MAX_VALUE_LENGTH:
             msg = (
                 f"Hyperparameter {key!r} has {len(encoded[key])} characters in JSON; SageMaker allows "
-                f"{_MAX_VALUE_LENGTH}. Write it into a file beside the script, and name that by the key config."
+                f"{_MAX_VALUE_LENGTH}. Put it in a file beside the script, and name that by the hyperparameter config."
             )
             raise HyperparameterError(msg)
     return encoded

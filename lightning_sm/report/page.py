@@ -50,7 +50,7 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        raise JobConfigError(f"A report needs {' and '.join(missing)}: pip install 'lightning-sm[report]'.")
+        raise JobConfigError(f"A report needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
     from jinja2 import Environment, StrictUndefined  # noqa: PLC0415 - may be missing
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -62,8 +62,7 @@ def again(
         json.dump(dry_run(job, region), sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
-        name = send(job, wait=False, ask=None if yes else confirm_cost, region=region)["TrainingJobName"]
-        _LOG.info("To follow it: lightning-sm jobs logs -f %s", name)
+        send(job, wait=False, ask=None if yes else confirm_cost, region=region)
 
 
 def _changes(settings: Sequence[str]) -> list[Override]:

@@ -76,7 +76,8 @@ def _words(job: Job) -> str:
     )
     jobs = "" if job.tune is None else f", for {count(_num_jobs(job), 'training job')}"
     hours = f"{_seconds(job) / 3600:g} h"
-    return f"{prices.amount(_most(job))} ({hosts} an hour, for {hours}{jobs}; without storage and transfer)"
+    discount = "spot discount, " if job.spot else ""
+    return f"{prices.amount(_most(job))} ({hosts} an hour, for {hours}{jobs}; without {discount}storage and transfer)"
 
 
 def _most(job: Job) -> float:

@@ -39,7 +39,7 @@ name: "{name}"
 image: <account>.dkr.ecr.{region}.amazonaws.com/lightning-sm:latest
 role: arn:aws:iam::<account>:role/<role>
 
-# The folder is sent with the job, all of it, with a requirements.txt for packages that the image lacks.
+# The folder is sent with the job, all of it. List what the image lacks in its requirements.txt, such as lightning.
 source_dir: {source_dir}
 script: {script}
 

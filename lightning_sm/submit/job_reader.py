@@ -106,7 +106,8 @@ class JobReader:
                 inner = yaml.MappingNode(f"{_TAG}map", [])
                 _put(outer, part, inner, mark)
             outer = inner
-        _put(outer, parts[-1], node, mark)
+        # Of hyperparameters, null is a value.
+        _put(outer, parts[-1], None if node.tag == _NULL and parts[0] != "hyperparameters" else node, mark)
 
     def build(self) -> Any:
         """Return the job.
@@ -126,7 +127,8 @@ class JobReader:
         while rest:
             inner = get_args(kind)[1] if get_origin(kind) is dict else Any
             if not is_section(kind) and not is_section(inner):
-                return [*parts, rest], inner
+                # Hyperparameters have names with dots, members of a request do not.
+                return [*parts, *(rest.split(".") if parts[-1] == "request" else [rest])], inner
             name, _, rest = rest.partition(".")
             parts.append(name)
             field = keys_of(kind).get(name) if is_section(kind) else None
@@ -216,10 +218,10 @@ def _compose(text: str, source: str) -> yaml.Node | None:
     return node
 
 
-def _put(mapping: yaml.MappingNode, name: str, value: yaml.Node, mark: yaml.Mark) -> None:
-    """Replace a value, and those of its parts: hyperparameters have names with dots."""
+def _put(mapping: yaml.MappingNode, name: str, value: yaml.Node | None, mark: yaml.Mark) -> None:
+    """Replace a value, or remove it, and those of its parts: hyperparameters have names with dots."""
     kept = [entry for entry in mapping.value if not f"{entry[0].value}.".startswith(f"{name}.")]
-    mapping.value = [*kept, (yaml.ScalarNode(_TEXT, name, mark), value)]
+    mapping.value = [*kept, *([] if value is None else [(yaml.ScalarNode(_TEXT, name, mark), value)])]
 
 
 def _position(node: yaml.Node) -> str:

@@ -51,11 +51,11 @@ def parse_overrides(
             continue
         key = option.removeprefix("--")
         if key.partition(".")[0] not in keys_of(section):
-            hint = did_you_mean(option, list(own_options)) or suggestion(key, section, section, "--")
+            hint = did_you_mean(option, list(own_options)) or suggestion(key.partition(".")[0], section, section, "--")
             raise SubmitError(f"unknown option {option}.{hint}")
         if not equals:
             if not remaining or remaining[0].startswith("--"):
-                raise SubmitError(f"{option}: expected a value, as in {option}=1.")
+                raise SubmitError(f"{option}: expected a value, as in {option}=VALUE.")
             text = remaining.pop(0)
         overrides.append(Override(key, text))
     return overrides, rest

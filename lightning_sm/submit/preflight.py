@@ -147,10 +147,11 @@ def _script(job: Job) -> Iterator[JobProblem]:
             "source_dir is set, but script is missing: the hosts would run the image's script. Set script to a path in "
             "source_dir, as in script: train.py.",
         )
-    elif job.script and not (folder / job.script).is_file():
+    elif job.script and not (_is_below(job.script) and (folder / job.script).is_file()):
         yield JobProblem(
             "script",
-            f"script is {job.script!r}, but {folder / job.script} does not exist. The path is relative to source_dir.",
+            f"script is {job.script!r}, which is no file in source_dir, {folder}. Only that folder is sent with the "
+            "job; script is a path in it.",
         )
     if job.requested("EnableNetworkIsolation"):
         yield JobProblem(
@@ -158,6 +159,10 @@ def _script(job: Job) -> Iterator[JobProblem]:
             "source_dir is set, and request has EnableNetworkIsolation: hosts without a network cannot fetch the code. "
             "Put it into the image.",
         )
+
+
+def _is_below(path: str) -> bool:
+    return not Path(path).is_absolute() and ".." not in Path(path).parts
 
 
 def _build(job: Job) -> Iterator[JobProblem]:
@@ -198,7 +203,7 @@ def _addresses(job: Job, region: str | None) -> Iterator[JobProblem]:
         yield JobProblem(
             "image",
             f"image is {job.image!r}; SageMaker needs an image in Amazon ECR, "
-            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. Set build: . to have one built and pushed.",
+            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. With build: . it is built, and pushed there.",
         )
     elif region is not None and image["region"] != region:
         yield JobProblem(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import re
 import time
@@ -11,9 +10,10 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from lightning_sm._log import command_logger
 from lightning_sm.submit.job_file import Retries
 
-_LOG = logging.getLogger(__name__)
+_LOG = command_logger(__name__)
 
 # Refusals that may pass: a quota that other jobs use up at the moment, no capacity, throttling.
 _TRANSIENT_CODES = frozenset(
@@ -62,7 +62,6 @@ def submit_until_capacity(
                 raise
             reason = str(error)
         else:
-            _LOG.info("Submitted job %s.", name)
             if watch is None:
                 return {"TrainingJobName": name}
             description = watch(name)

@@ -12,7 +12,6 @@ from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
 from lightning_sm._log import command_logger
 from lightning_sm.cloud.aws import Clients, check_credentials, new_session
-from lightning_sm.cloud.find import Found
 from lightning_sm.cloud.follow import follow
 from lightning_sm.errors import SubmitError
 from lightning_sm.job.redaction import shown
@@ -94,12 +93,10 @@ def send(
             job = replace(job, image=push_image(clients.look("ecr"), job.image))
         create_output(clients.s3, job, region)
         if job.tune is None:
-            watch = partial(_watch, clients, shows_log=shows_log) if wait else None
+            watch = partial(follow, clients, "training", shows_log=shows_log) if wait else None
             return submit_until_capacity(partial(_start, clients, job, region), watch, job.retries)
         name = _start(clients, job, region)
-        _LOG.info("Submitted %s. To follow it: lightning-sm jobs logs -f %s", name, name)
-        found = Found("tuning", name, {"HyperParameterTuningJobName": name})
-        return follow(clients, found, shows_log=shows_log) if wait else found.description
+        return follow(clients, "tuning", name, shows_log=shows_log) if wait else {"HyperParameterTuningJobName": name}
     except (ClientError, BotoCoreError, Boto3Error) as error:
         raise SubmitError(f"AWS rejected the request or cannot be reached: {error}") from error
     except OSError as error:  # a file of source_dir cannot be read
@@ -156,11 +153,8 @@ def create_job(clients: Clients, request: Mapping[str, Any]) -> str:
             name,
         )
         raise
+    _LOG.info("Submitted %s. To follow it: lightning-sm jobs logs -f %s", name, name)
     return str(name)
-
-
-def _watch(clients: Clients, name: str, *, shows_log: bool) -> Mapping[str, Any]:
-    return follow(clients, Found("training", name, {}), shows_log=shows_log)
 
 
 def _start(clients: Clients, job: Job, region: str) -> str:

@@ -66,7 +66,7 @@ def test_the_request_is_sent_again_with_changes(service, jobs):
     assert name.startswith("digits-20")
     assert name != JOB["TrainingJobName"]
     assert len(name) == len(JOB["TrainingJobName"])
-    assert f"Submitted job {name}." in log
+    assert f"Submitted {name}. To follow it: lightning-sm jobs logs -f {name}" in log
     assert "the new job resumes from the checkpoints" in log
     assert request["Environment"].pop(JOB_SECRET.name) != "old"
     assert request == {

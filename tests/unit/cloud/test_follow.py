@@ -3,7 +3,6 @@
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
-from lightning_sm.cloud.find import Found
 from lightning_sm.cloud.follow import exit_code, follow, tuning_progress
 from tests.fakes.aws import NOW, event, one_host, training_job
 from tests.unit.cloud.test_find import tuning_job
@@ -30,7 +29,7 @@ def refuse(error):
     return sleep
 
 
-TRAINING = Found("training", "job-1", state("InProgress", "Starting"))
+TRAINING = ("training", "job-1")
 
 
 def test_every_change_of_state_is_one_line(clients, caplog):
@@ -45,7 +44,7 @@ def test_every_change_of_state_is_one_line(clients, caplog):
         clients.answers("sagemaker", "describe_training_job", one, TrainingJobName="job-1")
     pauses = []
     with caplog.at_level("INFO", "lightning_sm"):
-        ended = follow(clients, TRAINING, shows_log=False, sleep=pauses.append)
+        ended = follow(clients, *TRAINING, shows_log=False, sleep=pauses.append)
     assert ended["TrainingJobStatus"] == "Completed"
     assert caplog.messages == [
         "lightning-sm: Job job-1 is InProgress: Starting",
@@ -60,7 +59,7 @@ def test_a_log_that_may_not_be_read_does_not_end_the_wait(clients, caplog):
     clients.answers("sagemaker", "describe_training_job", state("InProgress", "Training"))
     clients.refuses("logs", "filter_log_events", "AccessDeniedException")
     clients.answers("sagemaker", "describe_training_job", state("Completed"))
-    ended = follow(clients, TRAINING, shows_log=True, sleep=lambda _: None)
+    ended = follow(clients, *TRAINING, shows_log=True, sleep=lambda _: None)
     assert exit_code(ended) == 0
     assert (
         caplog.text.count("Waiting without the job's log, which cannot be read: An error occurred (AccessDenied") == 1
@@ -76,7 +75,7 @@ def test_the_log_is_written_as_it_comes_and_to_its_end(clients, capsys):
     clients.answers("sagemaker", "describe_training_job", state("Completed"))
     for events in ([], [], [event(9, "algo-1", "late")]):
         clients.answers("logs", "filter_log_events", {"events": events})
-    follow(clients, TRAINING, shows_log=True, sleep=lambda _: None)
+    follow(clients, *TRAINING, shows_log=True, sleep=lambda _: None)
     assert capsys.readouterr().out.splitlines() == [
         "1970-01-01 00:00:00 algo-1 | line 0",
         "1970-01-01 00:00:02 algo-1 | line 2",
@@ -96,7 +95,7 @@ def test_who_stops_waiting_learns_how_to_stop_the_job(clients, caplog, error):
     """Whether by Ctrl-C, because the credentials have expired, or because the network is gone; the job goes on."""
     clients.answers("sagemaker", "describe_training_job", state("InProgress", "Training"))
     with caplog.at_level("WARNING", "lightning_sm"), pytest.raises(type(error)):
-        follow(clients, TRAINING, shows_log=False, sleep=refuse(error))
+        follow(clients, *TRAINING, shows_log=False, sleep=refuse(error))
     for words in ("still be running", "lightning-sm jobs logs -f job-1", "lightning-sm jobs stop job-1"):
         assert words in caplog.text
 
@@ -116,7 +115,7 @@ def test_a_tuning_job_shows_its_counts_and_its_best_training_job(clients, caplog
     for described in (tuning_job(), ended):
         clients.answers("sagemaker", "describe_hyper_parameter_tuning_job", described)
     with caplog.at_level("INFO", "lightning_sm"):
-        assert exit_code(follow(clients, Found("tuning", "tune-1", {}), shows_log=True, sleep=lambda _: None)) == 0
+        assert exit_code(follow(clients, "tuning", "tune-1", shows_log=True, sleep=lambda _: None)) == 0
     assert caplog.messages == [
         "lightning-sm: Tuning job tune-1 is InProgress: 1 completed, 1 running",
         "lightning-sm: Tuning job tune-1 is Completed: 2 completed, 1 stopped early, 1 failed; "

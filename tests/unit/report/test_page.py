@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import GpuUse, HostUse, Metrics
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
@@ -202,3 +203,10 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "_NEEDED", ("matplotlib", "no_such_library"))
     with pytest.raises(page.JobConfigError, match=r"needs no_such_library: pip install 'lightning-sm\[report\]'"):
         rendered(input_bound(tmp_path))
+
+
+def test_what_is_missing_is_named_alone(monkeypatch):
+    """Not the package, which would bring torch to a laptop that only submits jobs."""
+    monkeypatch.setattr(page, "find_spec", {"matplotlib": "there"}.get)
+    with pytest.raises(JobConfigError, match=r"A report needs jinja2: pip install jinja2\."):
+        page.render([], Prices())

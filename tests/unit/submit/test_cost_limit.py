@@ -6,7 +6,7 @@ import pytest
 
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit.cost_limit import confirm_cost, cost_problems
-from lightning_sm.submit.job_file import Tune
+from lightning_sm.submit.job_file import Spot, Tune
 from lightning_sm.submit.preflight import check
 from tests.unit.submit.test_request import JOB
 
@@ -39,6 +39,11 @@ def test_all_hosts_are_paid_until_the_time_limit():
 def test_what_makes_a_job_dearer_counts(changes, amount):
     """Hosts that are kept, and each job of a tuning job."""
     assert f"can cost {amount} (" in shown_cost(replace(JOB, **changes))
+
+
+def test_spot_capacity_is_said_to_be_cheaper():
+    """The amount is that without interruption and at the prices on demand."""
+    assert shown_cost(replace(JOB, spot=Spot(7200))).endswith("; without spot discount, storage and transfer).")
 
 
 def test_a_job_that_can_cost_more_is_refused():

@@ -122,6 +122,28 @@ def test_an_option_without_its_value_is_named(job_file):
         read_job(job_file(SMALL), ["--hyperparameters.a.b"])
 
 
+def test_members_of_the_request_are_changed_one_by_one(job_file):
+    """Their names have no dots, so an option reaches as deep as it says."""
+    text = SMALL + "request: {VpcConfig: {Subnets: [a], SecurityGroupIds: [b]}, RemoteDebugConfig: {}}\n"
+    options = ["--request.VpcConfig.Subnets=[c]", "--request.StoppingCondition.MaxPendingTimeInSeconds=7200"]
+    assert read_job(job_file(text), options).request == {
+        "VpcConfig": {"SecurityGroupIds": ["b"], "Subnets": ["c"]},
+        "RemoteDebugConfig": {},
+        "StoppingCondition": {"MaxPendingTimeInSeconds": 7200},
+    }
+
+
+def test_null_removes_what_the_file_says(job_file):
+    """A key, an entry or a member; only to hyperparameters it is a value."""
+    text = (
+        SMALL
+        + "environment: {A: a, B: b}\nrequest: {VpcConfig: {}, A: b}\nhyperparameters: {a: 1}\nspot: {max_wait_s: 5}\n"
+    )
+    removed = ["spot", "environment.A", "request.VpcConfig", "hyperparameters.a"]
+    job = read_job(job_file(text), [f"--{key}=null" for key in removed])
+    assert (job.spot, job.environment, job.request, job.hyperparameters) == (None, {"B": "b"}, {"A": "b"}, {"a": None})
+
+
 def test_relative_paths_start_from_the_file(job_file, tmp_path, monkeypatch):
     """Wherever the command is started; absolute paths stay."""
     monkeypatch.chdir("/")
