@@ -131,6 +131,19 @@ class Replica:
             error = raised
         self.raise_together(error)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Raise an error of the block on this rank at once, also within ``together``.
+
+        In the middle of a schedule, the others wait for tensors of this rank, and end when its process does.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # raised below
+            # torch wraps what a layer raises.
+            self._raised = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            raise self._raised from None
+
     def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
         def take(value: Tensor | bytes) -> Any:
             # Lightning would go over each byte, and there are thousands in a random state.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +10,15 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.random_state import preserve_random_state, stage_stream
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches
 from lightning_sm.training.strategies.pipeline.stage import Stage, as_tuple
+
+# Highest difference of outputs, relative to the largest: above rounding, also of kernels that differ with the rows.
+_TOLERANCE = 1e-2
+_TOLERANCE_EPS = 16
 
 
 class StageShapes(NamedTuple):
@@ -44,6 +50,44 @@ def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microba
         return None
     joined = tuple(torch.cat(parts) if number > 1 else parts[0] for parts in zip(*outputs, strict=True))
     return joined[0] if len(joined) == 1 else joined
+
+
+def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) -> None:
+    """Refuse a network whose output for a row depends on other rows; a collective call of the replica.
+
+    Layers run as in an evaluation, where dropout is none, and BatchNorm, of which a warning tells, mixes no rows.
+
+    Args:
+        stage: This rank's stage.
+        replica: The ranks of this replica.
+        inputs: The network's inputs for two microbatches: of the same shapes on all ranks, and used on the first.
+
+    Raises:
+        StrategyError: The outputs of the microbatches are not those of their rows as one batch.
+    """
+    training = [module for module in stage.modules() if module.training]
+    stage.eval()
+    # An error of the last rank would leave the others in a step that it does not begin.
+    with replica.together(), preserve_random_state():
+        whole, again, apart = (as_tuple(evaluate(stage, replica, inputs, number)) for number in (1, 1, 2))
+        for one, same, parts in zip(whole, again, apart, strict=True):
+            if one is None or not one.is_floating_point():
+                continue
+            kind, largest = one.device.type, float(one.abs().max())
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else one.dtype
+            tolerance = largest * max(_TOLERANCE, _TOLERANCE_EPS * torch.finfo(dtype).eps)
+            difference = float((parts - one).abs().max()) if parts.shape == one.shape else math.inf
+            # Layers that draw random numbers in an evaluation, too, differ from themselves.
+            if difference > tolerance >= float((same - one).abs().max()):
+                raise StrategyError(
+                    f"The network's output for a row depends on other rows of its batch: for rows 0 to "
+                    f"{len(inputs[0]) - 1} as one batch and as two microbatches it differs by {difference:.2g} "
+                    f"(largest value {largest:.2g}). A pipeline cuts batches along dimension 0. If that is time, put "
+                    "the samples first, as nn.LSTM and nn.TransformerEncoderLayer take them with batch_first=True. If "
+                    "layers compare the samples of a batch, use num_microbatches=1, or strategy=ddp or fsdp."
+                )
+    for module in training:
+        module.training = True
 
 
 def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Callable[[Any], Any]) -> StageShapes:

@@ -86,6 +86,7 @@ class StepLoss:
         self._size = rows // microbatches
         self._pair = pair % max(1, microbatches - 1)
         self._outputs.clear()
+        self._sum: Any = 0.0
         self.error = None
         self._weights = [float(self._size)] * microbatches
         if self._weigh is not None:
@@ -109,9 +110,12 @@ class StepLoss:
         # A mean over nothing is no number, nor are its gradients.
         if self.error is None and self._factors[index]:
             try:
-                return self._steps.loss(self._part(index), output) * self._factors[index]
+                loss = self._steps.loss(self._part(index), output) * self._factors[index]
             except Exception as error:  # noqa: BLE001  # raised after the schedule
                 self.error = error
+            else:
+                self._sum = self._sum + loss.detach()
+                return loss
         empty = [value.flatten()[:0].float().sum() for value in as_tuple(output) if value.requires_grad]
         return torch.stack(empty).sum()
 
@@ -122,45 +126,53 @@ class StepLoss:
             output: The network's output for it.
 
         Raises:
-            StrategyError: The loss uses weights itself. See ``UserSteps.loss``, too, whose other errors are the user's.
+            StrategyError: See ``UserSteps.loss``, whose other errors are the user's.
         """
-        loss = self._steps.loss(self._part(0), _whole(_leaves(as_tuple(output))))
-        parameters = {name: one for name, one in self._module.named_parameters() if one.requires_grad}
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        used = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
-        if used:
-            raise StrategyError(
-                f"The loss of {self._steps.where} uses the parameters {', '.join(used)} outside of the network's call. "
-                "Each rank has only its own stage's parameters: for decay, use the optimizer's weight_decay; layers "
-                "belong in the network."
-            )
+        leaves = _leaves(as_tuple(output))
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        torch.autograd.grad(self._steps.loss(self._part(0), _whole(leaves)), trained, allow_unused=True)
 
-    def check(self) -> str | None:
+    def check(self, whole: float) -> str | None:
         """Compare two microbatches with the same rows as one batch.
+
+        Args:
+            whole: The loss of the whole batch.
 
         Returns:
             None, or what is wrong and how to declare the loss.
         """
-        first = self._pair
-        factors = self._factors_of(self._weights[first : first + 2])
-        if self._is_random or len(self._outputs) < 2 or not any(factors):  # noqa: PLR2004  # a pair
+        if math.isfinite(whole) and not math.isfinite(self._sum):
+            return self._wrong(0, len(self._weights), whole, float(self._sum))
+        first, number = self._pair, len(self._outputs)
+        factors = self._factors_of(self._weights[first : first + number])
+        if self._is_random or not any(factors):
             return None
-        leaves = _leaves(torch.cat(both) for both in zip(self._outputs[first], self._outputs[first + 1], strict=True))
+        leaves = _leaves(torch.cat(parts) for parts in zip(*self._outputs.values(), strict=True))
         with preserve_random_state(), torch.enable_grad():
             before = random_state()
-            together = self._steps.loss(self._part(first, 2), _whole(leaves))
+            together = self._steps.loss(self._part(first, number), _whole(leaves))
             apart = torch.zeros_like(together)
-            for i, half in enumerate(zip(*(leaf.chunk(2) for leaf in leaves), strict=True)):
+            for i, half in enumerate(zip(*(leaf.chunk(number) for leaf in leaves), strict=True)):
                 if factors[i]:
                     apart = apart + self._steps.loss(self._part(first + i), _whole(half)) * factors[i]
             self._is_random = before != random_state()
-        if self._is_random:
-            logger.warning(
-                "%s draws random numbers after it calls the network, so that the losses of microbatches cannot be "
-                "compared with that of their batch. Make sure that the loss is %s.",
-                self._steps.where,
-                self._described,
+        weights = {name: one for name, one in self._module.named_parameters() if one.requires_grad}
+        gradients = torch.autograd.grad(together, list(weights.values()), allow_unused=True, retain_graph=True)
+        used = [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]
+        if used:
+            return (
+                f"The loss of {self._steps.where} uses the parameters {', '.join(used)} outside of the network's call. "
+                "Each rank has only its own stage's parameters: for decay, use the optimizer's weight_decay; layers "
+                "belong in the network."
             )
+        if self._is_random:
+            if number > 1:
+                logger.warning(
+                    "%s draws random numbers after it calls the network, so that the losses of microbatches cannot be "
+                    "compared with that of their batch. Make sure that the loss is %s.",
+                    self._steps.where,
+                    self._described,
+                )
             return None
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         expected, found = (
@@ -168,19 +180,21 @@ class StepLoss:
         )
         norm = _norm(expected)
         difference = _norm([ours - theirs for ours, theirs in zip(found, expected, strict=True)])
-        if not math.isfinite(norm):
-            return None  # of the user's own making: in one process, too
-        self._largest = max(self._largest, norm)
+        if math.isfinite(norm):  # otherwise of the user's own making: in one process, too
+            self._largest = max(self._largest, norm)
         dtypes = [value.dtype for value in (together, *trained)]
         tolerance = max(_TOLERANCE, _TOLERANCE_EPS * max(torch.finfo(dtype).eps for dtype in dtypes))
-        if difference <= max(tolerance * norm, _ROUNDING * self._largest):
+        if not math.isfinite(norm) or difference <= max(tolerance * norm, _ROUNDING * self._largest):
             return None
+        differ = f", and the gradients differ by {difference:.2g} (norm {norm:.2g})"
+        return self._wrong(first, number, together.item(), apart.item(), differ)
+
+    def _wrong(self, first: int, number: int, whole: float, apart: float, gradients: str = "") -> str:
         name = type(self._module).__name__
         return (
             f"The pipeline would train {name} unlike one process: the loss of {self._steps.where} is not "
-            f"{self._described}. For rows {first * self._size} to {(first + 2) * self._size - 1} of a batch it is "
-            f"{together.item():.6g}, but two microbatches of them make {apart.item():.6g}, and the "
-            f"gradients differ by {difference:.2g} (norm {norm:.2g}). "
+            f"{self._described}. For rows {first * self._size} to {(first + number) * self._size - 1} of a batch it is "
+            f"{whole:.6g}, but {number} microbatches of them make {apart:.6g}{gradients}. "
             f"If the loss averages over something else, such as tokens that are not padding or classes with weights, "
             f"say what in a method of {name}: def {_WEIGHT}(self, batch): return (batch[1] != -100).sum(). "
             "If it adds the rows up, set loss: sum of the strategy. "

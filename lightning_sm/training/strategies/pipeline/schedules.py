@@ -62,7 +62,7 @@ class ScheduleRunner:
         # The schedule splits only tensors. Give it the microbatches' numbers, by which the loss finds its rows.
         target = torch.arange(microbatches) if self._replica.is_last else None
         own = inputs if self._replica.position == 0 else ()
-        with torch.enable_grad():
+        with torch.enable_grad(), self._replica.alone():
             return self._schedule.step(*own, target=target, return_outputs=self._replica.is_last)
 
     def _make(self, microbatches: int, shapes: StageShapes) -> Any:

@@ -28,7 +28,7 @@ from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
 from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint
 from lightning_sm.training.strategies.pipeline.exchange import Replica
-from lightning_sm.training.strategies.pipeline.forward import evaluate
+from lightning_sm.training.strategies.pipeline.forward import evaluate, refuse_mixed_rows
 from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average
 from lightning_sm.training.strategies.pipeline.layers import Network, materialize
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
@@ -414,6 +414,9 @@ class PipelineParallelStrategy(DDPStrategy):
             """Run the stages forward and backward; return the network's output on ranks that go on with the step."""
             with self._replica.together():
                 self._steps.check_inputs(inputs, rows, before)
+                if self._num_steps == 0 and microbatches > 1:
+                    pair = 2 * rows // microbatches
+                    refuse_mixed_rows(self._stage, self._replica, [value[:pair] for value in inputs])
                 if self._replica.is_last:
                     self._loss.begin(arguments, rows, microbatches, pair=self._num_steps)
             with stage_stream(self._replica.position), gradients:
@@ -431,7 +434,7 @@ class PipelineParallelStrategy(DDPStrategy):
 
         with self.precision_plugin.train_step_context():
             result = self._steps.run("training_step", step, forward)
-            self._check_loss()
+            self._check_loss(result)
         self._num_steps += 1
         if isinstance(result, Mapping):
             return {**result, "loss": gradients.loss(result["loss"], self._average)}
@@ -468,12 +471,13 @@ class PipelineParallelStrategy(DDPStrategy):
         """Return the network's output, on every rank of the replica."""
         return self._replica.broadcast(self._forward_of_last(inputs), self._replica.last)
 
-    def _check_loss(self) -> None:
+    def _check_loss(self, result: Any) -> None:
         """Raise the same error on all ranks if a loss is not that of its microbatches."""
         if not is_checked(self._num_steps):
             return
         found: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(found, self._loss.check() if self._replica.is_last else None)
+        own = self._loss.check(float(loss_of(result, self._steps.where))) if self._replica.is_last else None
+        dist.all_gather_object(found, own)
         wrong = next(filter(None, found), None)
         if wrong is not None:
             raise StrategyError(wrong)

@@ -183,6 +183,13 @@ def _lstm() -> Classifier:
     return Classifier(nn.Sequential(*layers, _Last(), nn.Linear(WIDTH, CLASSES)))
 
 
+def _time_first() -> Classifier:
+    """The LSTMs with time in dimension 0: microbatches would be parts of the sequences."""
+    return Classifier(
+        nn.Sequential(*(_LSTM(width, WIDTH) for width in (8, WIDTH)), nn.Flatten(), nn.Linear(96, CLASSES))
+    )
+
+
 def _raw_lstm() -> Classifier:
     """A network whose LSTM returns a tuple with a tuple in it, at the end of the first stage."""
     return Classifier(nn.Sequential(nn.LSTM(8, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, 8)))
@@ -375,7 +382,8 @@ class _Dropouts(Classifier):
                 layer.register_forward_hook(self._keep)
 
     def _keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.extra.setdefault("masks", []).append((output == 0).tolist())
+        if layer.training:
+            self.extra.setdefault("masks", []).append((output == 0).tolist())
 
 
 class _Draws(Classifier):
@@ -564,6 +572,7 @@ LOSSES: dict[str, Any] = {
 LAYERS: dict[str, Any] = {
     "lstm": (_lstm, sequences),
     "raw lstm": (_raw_lstm, sequences),
+    "time first": (_time_first, sequences),
     "channels_last": (_ChannelsLast, images),
     "unet": (_unet, images),
     "vit": (_vit, images),

@@ -33,6 +33,7 @@ TWO = {
     "raw lstm": Fit({"split": [1]}, "raw lstm", refused=True),
     "norms": Fit({}, "norms", {"gradient_clip_val": 0.1}),
     "lbfgs": Fit({}, "lbfgs", refused=True),
+    "time first": Fit({}, "time first", refused=True),
     "skip": Fit({}, "skip", refused=True),
     "draw": Fit({}, "draw", refused=True),
     "trim": Fit({}, "trim"),
@@ -82,8 +83,8 @@ def test_layers_as_users_have_them_train_as_in_one_process(fits: Seen, name: str
 
 
 def test_lengths_that_have_been_seen_cost_no_extra_pass(fits: Seen):
-    """Four microbatches in each of twelve steps, and one pass for each of six lengths."""
-    assert fits["lengths"][0]["extra"]["passes"] == 12 * 4 + 6
+    """Four microbatches in each of twelve steps, one pass for each of six lengths, and four that compare rows."""
+    assert fits["lengths"][0]["extra"]["passes"] == 12 * 4 + 6 + 4
 
 
 def test_what_a_step_counts_is_counted_once(fits: Seen):
@@ -159,6 +160,7 @@ def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
     [
         ("raw lstm", "network.0, the last layer of its stage, returns a tuple of Tensor, tuple"),
         ("lbfgs", "LBFGS searches along a line"),
+        ("time first", "depends on other rows of its batch"),
         ("skip", "returned NoneType without a loss"),
         ("draw", "draws random numbers before it calls self.network"),
         ("twice", "calls the network several times"),

@@ -50,6 +50,16 @@ def test_an_error_of_a_block_is_raised_on_all_ranks_once(calls):
     assert calls == [("all_reduce", "objects"), ("all_gather_object", "objects")]
 
 
+def test_an_error_in_the_middle_of_a_schedule_is_raised_at_once(calls):
+    """The other ranks wait for this one's tensors, not for its error: asking them would hide it until the timeout."""
+    ranks = replica()
+    with pytest.raises(MemoryError, match="mine"), ranks.together(), ranks.alone():
+        raise RuntimeError("[Stage 0] failed to run forward") from MemoryError("mine")
+    with pytest.raises(ZeroDivisionError), ranks.together(), ranks.alone():
+        raise ZeroDivisionError
+    assert calls == []
+
+
 def test_whether_a_rank_has_an_error_is_asked_on_cpus(calls):
     """The question comes in each step, and need not wait for the device."""
     replica().raise_together(None)

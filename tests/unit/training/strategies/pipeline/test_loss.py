@@ -83,7 +83,7 @@ def test_weighted_losses_have_the_gradients_of_the_batch(microbatches: int, leng
     loss = run(Weighted(mean), output, labels, microbatches=microbatches)
     (expected,) = torch.autograd.grad(mean(output, labels), output)
     torch.testing.assert_close(output.grad, expected, rtol=0, atol=1e-7)
-    assert (loss.error, loss.check()) == (None, None)
+    assert (loss.error, loss.check(1.0)) == (None, None)
 
 
 def test_a_mean_that_is_no_number_has_no_gradients_where_its_weight_is_0():
@@ -98,7 +98,7 @@ def test_a_mean_that_is_no_number_has_no_gradients_where_its_weight_is_0():
     loss = run(Weighted(masked), output, labels, pair=1)
     (expected,) = torch.autograd.grad(masked(output, labels), output)
     torch.testing.assert_close(output.grad, expected, rtol=0, atol=1e-7)
-    assert (loss.error, loss.check()) == (None, None)
+    assert (loss.error, loss.check(1.0)) == (None, None)
 
 
 def rewarded(output: Tensor, labels: Tensor) -> Tensor:
@@ -115,14 +115,14 @@ def test_the_check_agrees_with_a_mean_over_rows(loss, dtype, scale):
     output = (torch.randn(ROWS, TOKENS, CLASSES) * scale).to(dtype).requires_grad_()
     labels = output.detach().argmax(-1) if scale > 1 else torch.randint(0, CLASSES, (ROWS, TOKENS))
     for pair in range(5):
-        assert run(Model(loss), output, labels, pair=pair).check() is None
+        assert run(Model(loss), output, labels, pair=pair).check(1.0) is None
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_padding_that_is_not_declared_is_found(scale: float):
     """Even in a model whose losses are equal for all tokens, as at its start: gradients differ."""
     output = (torch.randn(ROWS, TOKENS, CLASSES) * scale).requires_grad_()
-    message = run(Model(mean), output, labels_of([3, 3, 1, 1, 3, 3, 3, 3])).check()
+    message = run(Model(mean), output, labels_of([3, 3, 1, 1, 3, 3, 3, 3])).check(1.0)
     assert "weighted by rows. For rows 0 to 3 of a batch" in message
     assert "def pipeline_weight(self, batch)" in message
 
@@ -131,7 +131,7 @@ def test_weights_that_are_wrong_are_found():
     """The check names the method."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     model = Weighted(lambda output, labels: output.square().mean())
-    message = run(model, output, labels_of([3, 3, 1, 1, 3, 3, 3, 3])).check()
+    message = run(model, output, labels_of([3, 3, 1, 1, 3, 3, 3, 3])).check(1.0)
     assert "weighted by pipeline_weight(batch)" in message
 
 
@@ -140,15 +140,15 @@ def test_a_sum_is_compared_with_the_sum():
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     labels = labels_of([3] * ROWS)
     model = Model(lambda output, labels: mean(output, labels) * len(labels))
-    assert "If it adds the rows up, set loss: sum of the strategy." in run(model, output, labels).check()
-    assert run(model, output, labels, kind="sum").check() is None
+    assert "If it adds the rows up, set loss: sum of the strategy." in run(model, output, labels).check(1.0)
+    assert run(model, output, labels, kind="sum").check(1.0) is None
 
 
 def test_padding_beyond_the_first_pair_is_found():
     """Each step compares the next two microbatches."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     labels = labels_of([3, 3, 3, 3, 3, 3, 1, 1])
-    found = [run(Model(mean), output, labels, pair=step).check() is not None for step in range(6)]
+    found = [run(Model(mean), output, labels, pair=step).check(1.0) is not None for step in range(6)]
     assert found == [False, False, True, False, False, True]
 
 
@@ -159,9 +159,9 @@ def test_outputs_of_several_tensors_are_compared():
         return (output[0].square().mean(-1) * output[1]).sum() / output[1].sum()
 
     output = (torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True), torch.ones(ROWS, TOKENS, dtype=torch.long))
-    assert run(Model(masked), output, labels_of([3] * ROWS)).check() is None
+    assert run(Model(masked), output, labels_of([3] * ROWS)).check(1.0) is None
     output[1][0] = 0
-    assert "gradients differ by" in run(Model(masked), output, labels_of([3] * ROWS)).check()
+    assert "gradients differ by" in run(Model(masked), output, labels_of([3] * ROWS)).check(1.0)
 
 
 def test_a_loss_with_random_numbers_is_not_compared(caplog: pytest.LogCaptureFixture):
@@ -171,7 +171,7 @@ def test_a_loss_with_random_numbers_is_not_compared(caplog: pytest.LogCaptureFix
     loss = run(model, output, labels_of([3] * ROWS))
     before = torch.get_rng_state()
     with caplog.at_level(logging.WARNING):
-        assert loss.check() is None
+        assert loss.check(1.0) is None
     assert "draws random numbers after it calls the network" in caplog.text
     assert torch.equal(before, torch.get_rng_state())
 
@@ -179,7 +179,15 @@ def test_a_loss_with_random_numbers_is_not_compared(caplog: pytest.LogCaptureFix
 def test_a_diverged_model_is_not_the_checks_concern():
     """A loss that is no number is the user's to see, as in one process."""
     output = torch.full((ROWS, TOKENS, CLASSES), math.nan, requires_grad=True)
-    assert run(Model(mean), output, labels_of([3] * ROWS)).check() is None
+    assert run(Model(mean), output, labels_of([3] * ROWS)).check(math.nan) is None
+
+
+def test_a_microbatch_whose_loss_alone_is_no_number_is_found():
+    """Its gradients would be no numbers, in any step: the check compares the whole batch, too."""
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
+    loss = run(Model(mean), output, labels_of([3, 3, 3, 3, 3, 3, 0, 0]))
+    assert "rows 0 to 7 of a batch it is 1.5, but 4 microbatches of them make nan" in loss.check(1.5)
+    assert loss.check(math.nan) is None
 
 
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
@@ -219,34 +227,25 @@ def test_the_first_steps_and_one_in_a_hundred_are_checked():
     assert [step for step in range(301) if is_checked(step)] == [*range(10), 100, 200, 300]
 
 
-def tried(model: Model) -> None:
-    """Try the loss out as before the first step."""
-    steps = steps_of(model)
-    loss = StepLoss(model, steps, "mean")
-    loss.begin(((torch.zeros(ROWS, 4), torch.zeros(ROWS)), 0), ROWS, 4, pair=0)
-    loss.try_out(torch.randn(2, CLASSES, requires_grad=True))
-
-
-def test_a_loss_that_uses_weights_itself_is_refused():
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name", ["network", "again"])
+def test_a_loss_that_uses_weights_itself_is_found(name: str, microbatches: int):
     """Each rank has only its own: the error names them. So it does if another module has the layer, too."""
 
     def decayed(output: Tensor, labels: Tensor) -> Tensor:
-        return output.sum() + model.network[0].weight.norm()
+        return mean(output, labels) + getattr(model, name)[0].weight.norm()
 
-    def with_head(output: Tensor, labels: Tensor) -> Tensor:
-        return model.again.weight.norm() + output.sum()
-
+    output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     model = Model(decayed)
-    tried(Model(lambda output, labels: output.sum()))
-    with pytest.raises(StrategyError, match=r"uses the parameters network\.0\.weight outside"):
-        tried(model)
-    model = Model(with_head)
-    model.again = model.network[0]
-    with pytest.raises(StrategyError, match=r"uses the parameters network\.0\.weight outside"):
-        tried(model)
+    model.again = model.network
+    message = run(model, output, labels_of([3] * ROWS), microbatches=microbatches).check(1.0)
+    assert "uses the parameters network.0.weight outside" in message
 
 
 def test_a_loss_without_gradients_is_refused():
     """As in one process, by torch."""
+    model = Model(lambda output, labels: output.detach().sum())
+    loss = StepLoss(model, steps_of(model), "mean")
+    loss.begin(((torch.zeros(ROWS, 4), torch.zeros(ROWS)), 0), ROWS, 4, pair=0)
     with pytest.raises(RuntimeError, match="does not require grad"):
-        tried(Model(lambda output, labels: output.detach().sum()))
+        loss.try_out(torch.randn(2, CLASSES, requires_grad=True))
