@@ -1,4 +1,4 @@
-"""Workers that are no forks, for loaders with ``multiprocessing_context="spawn"`` or ``"forkserver"``.
+"""Workers that are not forks, for loaders with ``multiprocessing_context="spawn"`` or ``"forkserver"``.
 
 multiprocessing starts them: each is a new interpreter, imports the user's script as ``__mp_main__`` and unpickles the
 source itself. What a library has started in the script or in the dataset of the main process is not missing there.

@@ -43,7 +43,7 @@ class Opening(Struct, frozen=True):
             build any batch.
         is_call: Whether the source is a call of a hook, and needs no workers.
         is_alone: Whether one data host opens it for all.
-        is_spawned: Whether workers are no forks, and each unpickles the source.
+        is_spawned: Whether workers are spawned, not forked, and each unpickles the source.
     """
 
     name: Name
