@@ -56,6 +56,7 @@ _SHOWN = [
     r"^Fault ",
     r"\| Interrupted: step \d+ is saved",
     r"Resuming from",
+    r"\| lightning-sm: \S+: \w+ after ",
     r"^attempt +host|^-+  -+  |^ +\d+  algo-",
 ]
 
