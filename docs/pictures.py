@@ -56,6 +56,7 @@ _SHOWN = [
     r"^Fault ",
     r"\| Interrupted: step \d+ is saved",
     r"Resuming from",
+    r"\| lightning-sm: \S+: \w+ after ",
     r"^attempt +host|^-+  -+  |^ +\d+  algo-",
 ]
 
@@ -72,13 +73,23 @@ class ReportPicture:
     widths: Mapping[str, int]
     end: str
 
+    def height(self, page: Page) -> float:
+        """Return how many pixels of the page that is shown are in the picture.
+
+        Raises:
+            LookupError: The page does not have the element.
+        """
+        top = page.evaluate(f"document.querySelector('{self.end}')?.getBoundingClientRect().top")
+        if top is None:
+            raise LookupError(f"No element of the report is {self.end!r}. Name the one before which the picture ends.")
+        return float(top) - _MARGIN_PX
+
     def take(self, page: Page, report: Path, name: str) -> None:
         """Write the picture of a report in all widths, in light and in dark."""
         for (suffix, width), is_dark in product(self.widths.items(), (False, True)):
             file = _png(name, suffix, is_dark=is_dark)
             page.open(report, width=width, is_dark=is_dark)
-            end = page.evaluate(f"document.querySelector('{self.end}').getBoundingClientRect().top")
-            clip = {"x": 0, "y": 0, "width": width, "height": end - _MARGIN_PX, "scale": _SCALE}
+            clip = {"x": 0, "y": 0, "width": width, "height": self.height(page), "scale": _SCALE}
             taken = page.send("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
             image = Image.open(io.BytesIO(base64.b64decode(taken["data"]))).convert("RGB")
             image.quantize(_NUM_COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
@@ -87,9 +98,9 @@ class ReportPicture:
 
 
 _PAGE, _PHONE = {"": 900}, {"-phone": 390}
-_REPORTS = {
+REPORTS = {
     "report": ReportPicture(_PAGE | _PHONE, "h2:nth-of-type(3)"),
-    "report-side-by-side": ReportPicture({"": 960} | _PHONE, ".columns ~ h2:nth-of-type(3)"),
+    "report-side-by-side": ReportPicture({"": 960} | _PHONE, ".columns ~ .columns h3:nth-of-type(2)"),
     "report-interrupted": ReportPicture({"": 390}, "h2:nth-of-type(2)"),
 }
 _TERMINALS = ["terminal", "doctor"]
@@ -98,7 +109,7 @@ _TERMINALS = ["terminal", "doctor"]
 def files() -> set[Path]:
     """Return all files that are made."""
     made = {_svg(name) for name in _TERMINALS}
-    for name, picture in _REPORTS.items():
+    for name, picture in REPORTS.items():
         made |= {_png(name, suffix, is_dark=is_dark) for suffix in picture.widths for is_dark in (False, True)}
     return made
 
@@ -126,7 +137,7 @@ def main() -> int:
                 report = folder / f"{picture}.html"
                 names = [f"--name={run}" for run in runs.values()]
                 _output([*_COMMAND, "report", *map(str, runs), *names, "-o", str(report), *_PRICES])
-                _REPORTS[picture].take(page, report, picture)
+                REPORTS[picture].take(page, report, picture)
     return 0
 
 

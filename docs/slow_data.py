@@ -50,7 +50,7 @@ class Digits(LightningDataModule):
         sample_s: Seconds that a worker takes for the transforms of an image.
     """
 
-    def __init__(self, batch_size: int = 32, sample_s: float = 0.04) -> None:
+    def __init__(self, batch_size: int = 32, sample_s: float = 0.05) -> None:
         super().__init__()
         self.batch_size, self.sample_s = batch_size, sample_s
 

@@ -62,7 +62,7 @@ class TimedLine:
 
 def shortened(text: str) -> str:
     """Return a line without what a reader of half a minute does not need: more metrics, the folders of the run."""
-    return re.sub(r"/\S+/(?=[^/\s]+\.ckpt)", "…/", _LEFT_OUT.sub("", text))
+    return re.sub(r"/\S+/(?=[^/\s]+\.ckpt)", "…/", re.sub(r"lightning-sm: local-\S+: ", "", _LEFT_OUT.sub("", text)))
 
 
 def paced(lines: Sequence[TimedLine]) -> list[TimedLine]:

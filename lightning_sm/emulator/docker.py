@@ -152,7 +152,7 @@ def remove_containers(job: str) -> None:
 
 
 def remove_job(job: str) -> None:
-    """Remove all containers and the network of a job; what is gone already is no error.
+    """Remove all containers and the network of a job; what is gone already is not an error.
 
     Raises:
         ContainerError: Docker does not answer, or something cannot be removed.

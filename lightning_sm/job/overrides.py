@@ -10,7 +10,7 @@ from typing import Any
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import check_name, values_of
 
-# Options of Hydra itself, which are no overrides.
+# Options of Hydra itself, which are not overrides.
 _OPTIONS = ("config-dir", "config-name", "config-path")
 # Text that means itself without quotes. All else is quoted: a comma would start a sweep, a brace a dict.
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
@@ -69,7 +69,7 @@ def _text(name: str, text: str) -> str:
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
         return text
     if _IMPOSSIBLE.search(text):
-        raise HyperparameterError(f"Hyperparameter {name!r} has NUL or a lone surrogate, which no argument can have.")
+        raise HyperparameterError(f"Hyperparameter {name!r} contains NUL or a lone surrogate: no argument can.")
     return f"'{_QUOTE_OR_END.sub(_escaped, text)}'"
 
 

@@ -167,7 +167,7 @@ def stray_variables(
     Args:
         env: Environment variables.
         launch: How this process was started.
-        of_host: What ``host_variables`` returns for this host: variables with these values are no strays.
+        of_host: What ``host_variables`` returns for this host: variables with these values are not strays.
     """
     if launch.launcher in (RankStarter.TORCHRUN, RankStarter.LIGHTNING, RankStarter.LAUNCHER):
         return ()

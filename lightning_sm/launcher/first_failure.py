@@ -40,7 +40,7 @@ class EndedProcess:
 def first_failure(
     processes: Sequence[EndedProcess], script: int | None, *, only_exceptions: bool = False
 ) -> EndedProcess:
-    """Return the process that failed first: by an exception that is no consequence, or killed or exited without one.
+    """Return the process that failed first: by an exception that is not a consequence, or killed or exited without one.
 
     Args:
         processes: The script, and all processes that have announced themselves or can report failures.

@@ -83,7 +83,7 @@ class CommandBuilder:
 
         Raises:
             LightningSMError: The script could not be found, fetched or given its arguments.
-            Stopped: The host was told to end meanwhile.
+            Stopped: The host was told to stop meanwhile.
         """
         job = self.job
         program = find_program(name, job, self.env)
@@ -115,7 +115,7 @@ class CommandBuilder:
         if parser is not Parser.SAGEMAKER_CLI:
             _LOG.info(
                 "every process of this host, and W&B, can read the script's command line, which has the values of %s. "
-                "They are left out only if the script calls SageMakerCLI, and reads its arguments by nothing else.",
+                "They are left out only if SageMakerCLI, and nothing else in the script, reads its arguments.",
                 options,
             )
             return ()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from lightning_sm._text import count, duration, percent, size, step_time
+from lightning_sm._text import count, duration, percent, size, step_time, times
 from lightning_sm.data.trainer.verdict import paces, wait_cause
 from lightning_sm.record.limits import (
     MIN_SECONDS,
@@ -185,10 +185,7 @@ def _of_restarts(run: Figures) -> Iterator[Limit]:
         return
     apart_s = run.shares[RESTARTS]
     steps = sum(restart.num_repeated for restart in run.restarts)
-    finding = (
-        f"Training began {count(len(run.restarts), 'more time')}: {duration(apart_s)} from the end of the training "
-        f"before to the next step"
-    )
+    finding = f"Training was restarted {times(len(run.restarts))}: {duration(apart_s)} from its end to the next step"
     change = "Look at what the script does at its start, and at what it saves and does after an interruption."
     if steps:
         finding += f", and {count(steps, 'step')} were trained again ({duration(run.repeated_s)})"

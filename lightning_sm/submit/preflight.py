@@ -241,7 +241,7 @@ def _secrets(job: Job) -> Iterator[JobProblem]:
     ]
     for source, path in found:
         if path not in job.not_secret:
-            allowed = f"If it is no secret: not_secret: [{', '.join([*job.not_secret, path])}]."
+            allowed = f"If it is not a secret: not_secret: [{', '.join([*job.not_secret, path])}]."
             key = f"{source}.{path}"
             yield JobProblem(key, f"{key} looks like a secret. {_ADVICE_ON_SECRETS} {allowed}")
 

@@ -62,7 +62,7 @@ def continue_runs(trainer: Trainer, job: SageMakerJob) -> None:
     for one in trainer.loggers:
         if isinstance(one, (TensorBoardLogger, CSVLogger)):
             _place(one, log_folder(job, is_tensorboard=isinstance(one, TensorBoardLogger)))
-        # CSVLogger would remove the file of an earlier attempt of this name: it numbers them.
+        # Not for CSVLogger, which removes an earlier file of the same version: it numbers its folders itself.
         if isinstance(one, TensorBoardLogger) and job.name is not None and one._version is None:
             one._version = _unique(job.name, f"tensorboard {os.path.join(one._root_dir, one.name)}")
         elif isinstance(one, WandbLogger):

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from lightning_sm import __version__
+
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer reads pyproject.toml")
 REPOSITORY = Path(__file__).parents[2]
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
@@ -94,6 +96,14 @@ def test_bolts_is_the_same_everywhere():
     ]
     assert len(found[0]) == 1
     assert found == [found[0]] * len(found)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.dlc"])
+def test_images_say_which_version_and_source_they_have(name):
+    """Their labels have the package's version, and the address that whoever builds them gives."""
+    text = (REPOSITORY / "docker" / name).read_text(encoding="utf-8")
+    labels = dict(re.findall(r"org\.opencontainers\.image\.(\w+)=(\S+)", text))
+    assert labels == {"title": "lightning_sm", "version": __version__, "source": "${SOURCE}"}
 
 
 def test_the_table_of_versions_accepts_what_pyproject_asks_for(project):

@@ -48,11 +48,13 @@ def test_a_still_picture_has_the_colours_of_light_and_dark():
 
 
 def test_a_line_is_shortened_but_not_changed():
-    """What is left out are metrics and folders."""
+    """What is left out are metrics, folders and the name of the run."""
     line = "algo-1 | epoch=1/4 step=16 validation=1 train_loss_step=1.7 val_acc=0.6 memory_gb=1.17 data_wait=0.1%"
     assert TERMINAL["shortened"](line) == "algo-1 | epoch=1/4 step=16 validation=1 val_acc=0.6 data_wait=0.1%"
     saved = "Interrupted: step 40 is saved in /tmp/a/b/step=40.ckpt, 0.4 s after the signal."
     assert TERMINAL["shortened"](saved) == "Interrupted: step 40 is saved in …/step=40.ckpt, 0.4 s after the signal."
+    verdict = "algo-1 | lightning-sm: local-20261128-184709-2fbb: Succeeded after 60 s. Limited by start-up."
+    assert TERMINAL["shortened"](verdict) == "algo-1 | Succeeded after 60 s. Limited by start-up."
 
 
 def test_the_picture_of_the_readme_is_one():

@@ -106,4 +106,4 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, range):
         return list(value)
-    raise TypeError(f"a {type(value).__name__} is no name or number")
+    raise TypeError(f"a {type(value).__name__} is neither a name nor a number")

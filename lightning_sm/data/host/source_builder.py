@@ -90,7 +90,7 @@ class IndexedBuilder:
     def enter(self, notes: WorkerNotes) -> None:
         """Set ``get_worker_info()``, and run the user's ``worker_init_fn``."""
         _show_worker_info(self._info)
-        # Lightning's own only seeds, which is done for each batch.
+        # Lightning's worker_init_fn only seeds, which is done for each batch.
         if not self._source.has_ranks:
             notes.set_text("worker_init_fn")
             # A generator that it makes from torch.initial_seed() differs between workers, as in a DataLoader.

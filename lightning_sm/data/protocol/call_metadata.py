@@ -61,7 +61,7 @@ def refused_token(credentials: Credentials) -> str:
 def unproved(credentials: Credentials) -> str:
     """Return advice about a server that does not prove the token."""
     return (
-        f"what answers there is no data host of this job: it did not prove that it has the token of "
+        f"what answers there is not a data host of this job: it did not prove that it has the token of "
         f"{_this_trainer(credentials)}. If both have the same token, another process has taken the port: set "
         "data_service.port to a free one"
     )

@@ -105,8 +105,8 @@ class _HasHooksOnDataHosts(UnlistedDataModule):
         if hooks is not None and name in hooks.missing:
             raise AttributeError(
                 f"{self._own_class.__name__}.{name} was set on the data hosts, which run the hooks "
-                "(data_service.hooks), and trainers do not get it: of datasets they get the lengths, and other values "
-                f"up to 64 KB. {REMEDIES}"
+                "(data_service.hooks), and is not on the trainers, which get only the lengths of datasets, and other "
+                f"values of at most 64 KB. {REMEDIES}"
             )
         own: Any = super()
         if hasattr(own, "__getattr__"):
@@ -220,7 +220,7 @@ class _HostHooks:
         return None if found is None else self._unpickled(found, found.loaders).returned
 
     def _call(self, hook: str, key: object, arguments: dict[str, Any], *, is_alone: bool) -> Any:
-        """Let the data hosts run a hook, on rank 0."""
+        """Have the data hosts run a hook; only rank 0 calls it."""
         datamodule, trainer = self._datamodule, self._datamodule.trainer
         by_name = self.connection.is_of_job
         self._run = self._run or secrets.token_hex(8)

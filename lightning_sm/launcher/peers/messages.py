@@ -89,7 +89,7 @@ def from_line(line: bytes, kind: type[_T], key: bytes, covered: bytes) -> _T:
     Raises:
         ConnectionError: The line is incomplete, because the connection is closed, or because it is too long.
         PermissionError: Its MAC is wrong.
-        msgspec.DecodeError: It is no message of this kind.
+        msgspec.DecodeError: It is not a message of this kind.
     """
     if not line.endswith(b"\n"):
         raise ConnectionError("it closed the connection")

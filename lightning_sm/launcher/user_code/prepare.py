@@ -24,11 +24,11 @@ _SAYS_WHY_EXIT_CODE = 2
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """The host was told to end before its script started; the text says what stopped it, and what it was doing."""
+    """The host was told to stop before its script started; the text says by what, and what it was doing."""
 
 
 class Preparation:
-    """The steps before the script. Each runs in a process that is ended when the host is told to end.
+    """The steps before the script, each in a process that is stopped when the host is told to stop.
 
     Args:
         child: The runner of these processes.
@@ -53,7 +53,7 @@ class Preparation:
 
         Raises:
             ScriptError: The code cannot be fetched or unpacked.
-            Stopped: The host was told to end.
+            Stopped: The host was told to stop.
         """
         folder = unpacked(submission)
         if folder is not None:
@@ -75,7 +75,7 @@ class Preparation:
 
         Raises:
             ScriptError: pip failed; the message says why.
-            Stopped: The host was told to end.
+            Stopped: The host was told to stop.
         """
         if not requirements.is_wanted(script, self._env):
             return
@@ -92,13 +92,13 @@ class Preparation:
             )
 
     def check_not_stopped(self, doing: str) -> None:
-        """Raise if this host was told to end.
+        """Raise if this host was told to stop.
 
         Args:
             doing: What the host is doing, such as "starting the script".
 
         Raises:
-            Stopped: The host was told to end.
+            Stopped: The host was told to stop.
         """
         if self._child.must_exit:
             raise Stopped(not_started_reason(self._child.stopped_by, doing))

@@ -147,7 +147,7 @@ class SpotCheckpoint(Checkpoint):
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
 
     def _resume(self, trainer: Any) -> None:
-        """Let the fit that begins resume from the latest checkpoint of its own, if a later attempt can find one."""
+        """Resume the fit that begins from its own latest checkpoint, if a later attempt can find one."""
         self._fit = replace(self._fit, number=self._fit.number + 1)
         if self._job is None or trainer.fast_dev_run:
             return

@@ -19,7 +19,7 @@ _log_once = rank_zero_only(logger.info)
 def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> dict[str, Any]:
     """Return the Trainer's ``strategy`` if ``distribution={...}`` asks for one; warn if SMDDP is asked for in vain.
 
-    A request for SMDDP is no error where SMDDP cannot run: that for ``pytorchddp`` looks the same, and is meant for any
+    A request for SMDDP is not an error where SMDDP cannot run: that for ``pytorchddp`` looks the same, and is for any
     GPUs and any strategy.
 
     Args:

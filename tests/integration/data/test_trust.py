@@ -121,7 +121,7 @@ def test_a_data_host_that_is_started_by_hand_has_a_secret_of_its_own(monkeypatch
 
 
 NOT_OF_THE_JOB = (
-    "what answers there is no data host of this job: it did not prove that it has the token of this trainer"
+    "what answers there is not a data host of this job: it did not prove that it has the token of this trainer"
 )
 
 

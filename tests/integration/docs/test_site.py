@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lightning_sm
+from tests.integration.report.browser import PROGRAM, browser
 
 pytestmark = [pytest.mark.proof, pytest.mark.sdk2]
 
@@ -73,3 +74,17 @@ def test_the_search_finds_pages_by_their_search_words(site):
 def test_the_search_finds_a_generated_word(site):
     """The index, a script that is loaded with the page, knows a variable that only the generated table has."""
     assert "lightning_sm_peers_timeout_" in (site / "searchindex.js").read_text(encoding="utf-8")
+
+
+@pytest.mark.chromium
+@pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed (Debian: chromium, fonts-dejavu-core)")
+def test_diagrams_can_be_read_in_the_dark_and_on_a_phone(site, tmp_path):
+    """Each has the white page that it is drawn for, and its own size, in which it moves sideways; the page does not."""
+    with browser(tmp_path) as page:
+        page.open(site / "ARCHITECTURE.html", width=390, is_dark=True)
+        shown = page.evaluate(
+            "[...document.querySelectorAll('article img')].map(one => "
+            "[one.getBoundingClientRect().width >= one.naturalWidth, getComputedStyle(one).backgroundColor])"
+        )
+        assert shown == [[True, "rgb(255, 255, 255)"]] * 3
+        assert page.evaluate("document.documentElement.scrollWidth") == 390

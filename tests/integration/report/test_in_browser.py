@@ -1,5 +1,7 @@
 """A report as Chromium shows it: on a phone, in the dark, and without a network."""
 
+from pathlib import Path
+
 import pytest
 
 from lightning_sm.record.prices import Prices
@@ -13,6 +15,7 @@ pytestmark = [
     pytest.mark.chromium,
     pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed (Debian: chromium, fonts-dejavu-core)"),
 ]
+DOCS = Path(__file__).parents[3] / "docs"
 WIDTH = "Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)"
 COLOUR = "getComputedStyle(document.{}).{}"
 
@@ -65,6 +68,17 @@ def test_the_first_screen_of_a_phone_has_the_verdict_and_the_numbers(page, repor
     """Nobody scrolls to learn how the job ended."""
     page.open(reports / "1.html", width=390, height=844)
     assert page.evaluate("document.querySelector('dl.numbers').getBoundingClientRect().bottom") < 844
+
+
+def test_each_picture_of_a_report_has_an_end(page, reports, monkeypatch):
+    """The pictures of the pages end before an element that reports have; its jobs take minutes before one is missed."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import pictures
+
+    for name, picture in pictures.REPORTS.items():
+        for width in picture.widths.values():
+            page.open(reports / f"{1 + ('side-by-side' in name)}.html", width=width)
+            assert picture.height(page) > 0, name
 
 
 def test_the_dark_is_dark(page, reports):

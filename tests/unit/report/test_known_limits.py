@@ -67,7 +67,7 @@ def test_each_second_of_a_job_is_counted_once(name):
     ("network", "is transfer from the data host (64 MB a batch"),
     ("transforms_on_data_hosts", "the only worker of the data hosts is busy 100% of the time"),
     ("checkpoints", "10 times, 1.5"),
-    ("restarts", "Training began 1 more time: "),
+    ("restarts", "Training was restarted once: "),
 ])  # fmt: skip
 def test_the_finding_says_what_was_measured(name, words):
     """Which rank, which host, how long."""

@@ -107,7 +107,7 @@ class StepLoss:
         """
         if index in (self._pair, self._pair + 1):
             self._outputs[index] = tuple(value.detach() for value in as_tuple(output))
-        # A mean over nothing is no number, nor are its gradients.
+        # A mean over nothing is not a number, nor are its gradients.
         if self.error is None and self._factors[index]:
             try:
                 loss = self._steps.loss(self._part(index), output) * self._factors[index]
