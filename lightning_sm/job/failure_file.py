@@ -50,8 +50,10 @@ _LOST_PEER = re.compile(
 )
 
 
-class ProcessFailure(Struct, frozen=True):
+class ProcessFailure(Struct, frozen=True, forbid_unknown_fields=False):
     """The exception that ended a process, in its own words.
+
+    Code that comes with the job may bring a newer version of this package than the launcher, which has the image's.
 
     Attributes:
         rank: Global rank of the process; -1 if it does not know it, and on data hosts.

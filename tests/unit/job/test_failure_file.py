@@ -110,6 +110,13 @@ def test_on_a_full_disk_the_traceback_is_the_reason(tmp_path):
     assert read_failures(folder) == {}
 
 
+def test_what_a_newer_version_adds_to_a_report_is_ignored(tmp_path):
+    """The launcher has the image's version of this package, the script perhaps that of the job's code."""
+    failure = ProcessFailure(1, 2.0, ("ValueError: x",), ())
+    (tmp_path / "failure-7.json").write_bytes(failure.encode().replace(b"{", b'{"added":0,', 1))
+    assert read_failures(tmp_path) == {7: failure}
+
+
 def test_an_exception_that_was_reported_early_is_printed_once(tmp_path):
     """As by a rank that fails in ``fit``, where printing must not wait for the exit."""
     source = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n"
