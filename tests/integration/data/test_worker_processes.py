@@ -62,7 +62,7 @@ def loader(dataset, method, **options):
 
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_are_no_forks_use_what_does_not_survive_one(method, pool):
+def test_spawned_workers_use_what_does_not_survive_a_fork(method, pool):
     """The dataset's library has threads of its own in each; all samples arrive, of maps and streams."""
     with remote(pool.serve(lambda: [loader(Squares, method), loader(Lines, method)])[1:2]) as module:
         squares, lines = module.train_dataloader()
@@ -80,7 +80,7 @@ def test_workers_share_the_dataset_only_as_forks(method, is_fork, pool):
 
 
 @pytest.mark.proof
-def test_functions_of_the_script_reach_workers_that_are_no_forks(pool):
+def test_functions_of_the_script_reach_spawned_workers(pool):
     """Lambdas and nested classes are pickled by value, which multiprocessing cannot."""
     offset = 100
 
@@ -191,7 +191,7 @@ GUARD = 'if __name__ == "__main__": '
 
 @pytest.mark.proof
 @pytest.mark.parametrize("guard", [GUARD, ""], ids=["guard", "no guard"])
-def test_a_script_is_imported_by_workers_that_are_no_forks(tmp_path, guard):
+def test_a_script_is_imported_by_spawned_workers(tmp_path, guard):
     """As multiprocessing does it: objects of the script are its own; without a guard, an error asks for one."""
     (tmp_path / "train.py").write_text(f"{SCRIPT}\n{guard}main()\n")
     groups = ("--group", "trainer=1", "--group", "data=1")
