@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from typing import Any
 
+from lightning_sm.job.redaction import HIDDEN
 from lightning_sm.record.prices import Prices
 from lightning_sm.report.sizing import Sizing, sentence
 
@@ -33,7 +34,8 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
 
     run = planned.run
     command, options = run.command, map(_OPTION.fullmatch, run.command)
-    hyperparameters = {found[1]: found[2] for found in options if found is not None} | run.hyperparameters
+    given = {found[1]: found[2] for found in options if found is not None} | run.hyperparameters
+    hyperparameters = {name: value for name, value in given.items() if HIDDEN not in value}
     notes = [f"Planned from {run.run.name}.", sentence(planned, prices)]
     if planned.best.per_rank is not None:
         number = planned.best.per_rank
@@ -46,11 +48,9 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
     hosts = " ".join(f"--group {name}={group['count']}" for name, group in groups.items())
     notes.append(f"On this machine: lightning-sm local {hosts} -- {shlex.join(command or ('train.py',))}")
     script = next((word for word in run.command if word.endswith(".py")), "<script>").rpartition("/")[2]
-    values = {"image": "<image>", "role": "<role>", "script": script, "groups": groups}
-    if hyperparameters:
-        values["hyperparameters"] = hyperparameters
-    head = "\n".join(map(_comment, notes))
-    return f"{head}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=_WIDTH)}"
+    values: dict[str, Any] = {"image": "<image>", "role": "<role>", "script": script, "groups": groups}
+    values |= {"hyperparameters": hyperparameters} if hyperparameters else {}
+    return "\n".join([*map(_comment, notes), yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=_WIDTH)])
 
 
 def _groups(planned: Sizing) -> dict[str, Any]:

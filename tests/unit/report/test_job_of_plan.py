@@ -66,9 +66,9 @@ def test_hosts_of_another_type_take_the_place_of_the_measured_ones(remote, tmp_p
 
 
 def test_arguments_are_part_of_the_job(remote, tmp_path):
-    """Hyperparameters, which take precedence, are on the command line, too."""
+    """Hyperparameters, which take precedence, are on the command line, too; hidden values are no values."""
     saved = tmp_path / "planned.yaml"
-    given = "train.py", "fit", "--data_service.workers=1", "--trainer.callbacks+=Timer", "--lr=1", "--lr=2"
+    given = "train.py", "fit", "--data_service.workers=1", "--trainer.callbacks+=Timer", "--lr=1", "--token=(hidden)"
     _launched(tmp_path / "run", *given, hyperparameters={"lr": "3"})
     assert main(["plan", str(remote), *_PRICES, "--save", str(saved)]) == 0
     expected = {"data_service.workers": "1", "trainer.callbacks+": "Timer", "lr": "3"}
