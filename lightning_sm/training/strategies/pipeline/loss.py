@@ -69,14 +69,14 @@ class StepLoss:
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self.error: Exception | None = None
 
-    def begin(self, arguments: tuple[Any, ...], rows: int, microbatches: int, *, pair: int) -> None:
+    def begin(self, arguments: tuple[Any, ...], rows: int, microbatches: int, *, step: int) -> None:
         """Take a step's batch.
 
         Args:
             arguments: Those of ``training_step``; the first is the batch.
             rows: Number of rows of the batch.
             microbatches: Number of microbatches; it divides the rows.
-            pair: The first of the two microbatches that ``check`` compares, modulo those there are.
+            step: Number of the step, from which follow the two microbatches that ``check`` compares.
 
         Raises:
             StrategyError: ``pipeline_weight`` returns something else than a number of at least 0.
@@ -84,7 +84,8 @@ class StepLoss:
         self._arguments = arguments
         self._rows = rows
         self._size = rows // microbatches
-        self._pair = pair % max(1, microbatches - 1)
+        # Of steps 100, 200, ... these are 1, 2, ..., so that all pairs have their turn.
+        self._pair = step % (_EVERY_STEPS - 1) % max(1, microbatches - 1)
         self._outputs.clear()
         self._sum: Any = 0.0
         self.error = None

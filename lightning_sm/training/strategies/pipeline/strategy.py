@@ -418,7 +418,7 @@ class PipelineParallelStrategy(DDPStrategy):
                     pair = 2 * rows // microbatches
                     refuse_mixed_rows(self._stage, self._replica, [value[:pair] for value in inputs])
                 if self._replica.is_last:
-                    self._loss.begin(arguments, rows, microbatches, pair=self._num_steps)
+                    self._loss.begin(arguments, rows, microbatches, step=self._num_steps)
             with stage_stream(self._replica.position), gradients:
                 output = self._runner.step(inputs, microbatches)
             if self._outputs == "all":

@@ -61,15 +61,16 @@ def steps_of(model: Model) -> UserSteps:
     return UserSteps(model, Network(model, "network"), others, lambda *_: None, others, are_everywhere=True)
 
 
-def run(model: Model, output: Any, labels: Tensor, kind: str = "mean", microbatches: int = 4, pair: int = 0) -> Any:
+def run(model: Model, output: Any, labels: Tensor, kind: str = "mean", microbatches: int = 4, step: int = 0) -> Any:
     """Run the losses of a step's microbatches as a schedule does; returns what kept them."""
     steps = steps_of(model)
     loss = StepLoss(model, steps, kind)  # type: ignore[arg-type]
-    loss.begin(((torch.zeros(ROWS, 4), labels), 0), ROWS, microbatches, pair=pair)
-    size = ROWS // microbatches
+    rows = len(labels)
+    loss.begin(((torch.zeros(rows, 4), labels), 0), rows, microbatches, step=step)
+    size = rows // microbatches
     for index in range(microbatches):
-        rows = slice(index * size, (index + 1) * size)
-        part = tuple(value[rows] for value in output) if isinstance(output, tuple) else output[rows]
+        its = slice(index * size, (index + 1) * size)
+        part = tuple(value[its] for value in output) if isinstance(output, tuple) else output[its]
         loss(part, index).backward()
     return loss
 
@@ -95,7 +96,7 @@ def test_a_mean_that_is_no_number_has_no_gradients_where_its_weight_is_0():
 
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     labels = labels_of([2, 1, 0, 0, 1, 3, 2, 2])
-    loss = run(Weighted(masked), output, labels, pair=1)
+    loss = run(Weighted(masked), output, labels, step=1)
     (expected,) = torch.autograd.grad(masked(output, labels), output)
     torch.testing.assert_close(output.grad, expected, rtol=0, atol=1e-7)
     assert (loss.error, loss.check(1.0)) == (None, None)
@@ -114,8 +115,8 @@ def test_the_check_agrees_with_a_mean_over_rows(loss, dtype, scale):
     torch.manual_seed(0)
     output = (torch.randn(ROWS, TOKENS, CLASSES) * scale).to(dtype).requires_grad_()
     labels = output.detach().argmax(-1) if scale > 1 else torch.randint(0, CLASSES, (ROWS, TOKENS))
-    for pair in range(5):
-        assert run(Model(loss), output, labels, pair=pair).check(1.0) is None
+    for step in range(5):
+        assert run(Model(loss), output, labels, step=step).check(1.0) is None
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
@@ -148,8 +149,16 @@ def test_padding_beyond_the_first_pair_is_found():
     """Each step compares the next two microbatches."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     labels = labels_of([3, 3, 3, 3, 3, 3, 1, 1])
-    found = [run(Model(mean), output, labels, pair=step).check(1.0) is not None for step in range(6)]
+    found = [run(Model(mean), output, labels, step=step).check(1.0) is not None for step in range(6)]
     assert found == [False, False, True, False, False, True]
+
+
+def test_later_checks_compare_all_pairs_in_turn():
+    """Also if 100 is a multiple of their number."""
+    output = torch.randn(10, TOKENS, CLASSES, requires_grad=True)
+    labels = labels_of([*[3] * 8, 1, 1])
+    found = [run(Model(mean), output, labels, microbatches=5, step=step).check(1.0) for step in (100, 200, 300, 400)]
+    assert [message is not None for message in found] == [False, False, True, False]
 
 
 def test_outputs_of_several_tensors_are_compared():
@@ -246,6 +255,6 @@ def test_a_loss_without_gradients_is_refused():
     """As in one process, by torch."""
     model = Model(lambda output, labels: output.detach().sum())
     loss = StepLoss(model, steps_of(model), "mean")
-    loss.begin(((torch.zeros(ROWS, 4), torch.zeros(ROWS)), 0), ROWS, 4, pair=0)
+    loss.begin(((torch.zeros(ROWS, 4), torch.zeros(ROWS)), 0), ROWS, 4, step=0)
     with pytest.raises(RuntimeError, match="does not require grad"):
         loss.try_out(torch.randn(2, CLASSES, requires_grad=True))
