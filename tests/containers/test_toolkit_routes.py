@@ -50,7 +50,7 @@ def _fit(folder, image, distribution, hyperparameters=None, **settings):
     return fit(folder / "job", arguments, inputs, estimator="sagemaker.pytorch.PyTorch", is_offline=True, **settings)
 
 
-def _run_groups(folder, image, groups, **hyperparameters):
+def _run_groups(folder, image, groups, channel_groups=None, **hyperparameters):
     """The same in instance groups, with what the SDK sends if torchrun is asked for."""
     folder.mkdir()
     (first, *_) = groups.values()
@@ -60,7 +60,7 @@ def _run_groups(folder, image, groups, **hyperparameters):
         {
             "image": image,
             "groups": groups,
-            "channels": {"training": {"uri": own_code.points(folder).as_uri()}},
+            "channels": {"training": {"uri": own_code.points(folder).as_uri(), "groups": channel_groups}},
             "source_dir": own_code.source_dir(folder),
             "script": own_code.ENTRY_POINT,
             "environment": own_code.ENVIRONMENT,
@@ -100,9 +100,12 @@ def test_mpirun_torchrun_and_our_launcher_start_the_same_ranks(image, toolkit_im
 
 @pytest.mark.proof
 def test_torchrun_in_a_data_group_does_no_harm(toolkit_image, tmp_path):
-    """A data host serves under a torchrun that the SDK did not mean to start; the trainers have one of their own."""
+    """A data host serves under a torchrun that the SDK did not mean to start; the trainers have one of their own.
+
+    It alone has the channel, and so runs the hook that leaves the file.
+    """
     groups = {"data": {"instance_type": _TYPE}, "trainer": {"instance_type": _TYPE, "count": 2}}
-    job = _run_groups(tmp_path / "job", toolkit_image, groups)
+    job = _run_groups(tmp_path / "job", toolkit_image, groups, ["data"])
     # The toolkit counts the hosts of a group in the order of the service, which is random.
     _check(job, _one_rank_each(job.hosts("trainer")), ["torchrun"])
     served = [name for name in job.artifacts if name.endswith("/made-batches.json")]
