@@ -20,7 +20,6 @@ def train(
     inputs: Mapping[str, Path] | None = None,
     *,
     num_hosts: int = 1,
-    project: str | None = None,
     timeout_s: float = 180.0,
 ) -> LocalJob:
     """Run ``ModelTrainer.train`` to its end, without network, and remove the containers.
@@ -32,11 +31,11 @@ def train(
             ``SourceCode`` and ``Torchrun``.
         inputs: Channel name to folder.
         num_hosts: Number of containers.
-        project: Name of the Compose project. Default: a new one.
         timeout_s: Seconds for the job. When they are over, its containers are killed.
     """
-    # Compose names the project after the folder (train/local/local_container.py leaves it to it).
-    root = folder / (project or new_project())
+    # Compose names the project after the folder (train/local/local_container.py leaves it to it). It allows letters and
+    # digits only.
+    root = folder / f"lightningsm{secrets.token_hex(8)}"
     root.mkdir(parents=True)
     settings = {
         "arguments": {"role": ROLE, **arguments},
@@ -46,18 +45,5 @@ def train(
     }
     (folder / "settings.json").write_text(json.dumps(settings))
     command = [*OFFLINE, str(python), str(_TRAIN), str(folder / "settings.json")]
-    return run_job(command, sdk_environment(folder), label(root.name), root / "compressed_artifacts", timeout_s)
-
-
-def new_project() -> str:
-    """A name that no other Compose project has; it allows letters and digits only."""
-    return f"lightningsm{secrets.token_hex(8)}"
-
-
-def label(project: str) -> str:
-    """The label of the containers of a Compose project.
-
-    Args:
-        project: Its name.
-    """
-    return f"com.docker.compose.project={project}"
+    label = f"com.docker.compose.project={root.name}"
+    return run_job(command, sdk_environment(folder), label, root / "compressed_artifacts", timeout_s)

@@ -219,13 +219,8 @@ def freeze_and_kill_main(scene: Scene) -> None:
     kill_main(scene)
 
 
-def kill_host(scene: Scene) -> None:
-    """Let host a vanish as when the machine is switched off."""
-    scene.hosts["a"].kill()
-
-
 def kill_all(scene: Scene) -> None:
-    """Let both hosts vanish."""
+    """Let both hosts vanish, as when machines are switched off."""
     for name in "ab":
         scene.hosts[name].kill()
 
@@ -491,13 +486,6 @@ BATCH_ROWS = [
     ),
     BatchRow("SIGKILL of the main process", "one of two data hosts", "mid-epoch", act=kill_main, is_proof=True),
     BatchRow(
-        "SIGKILL of all processes",
-        "one of two data hosts",
-        "mid-epoch, iterable data",
-        act=kill_host,
-        loader="iterable",
-    ),
-    BatchRow(
         "closed with a hanging gRPC server",
         "all data hosts",
         "mid-epoch",
@@ -580,7 +568,7 @@ def take_all(scene, stack, row):
 LONG, NUM_STEPS, NUM_ACTIONS = 2400, 300, 14
 # The only host left may lose its gRPC server, and is reached again after a second or two; more on a busy machine.
 LONGEST_GAP_S = 6.0
-NUM_SCHEDULES = int(os.environ.get("LIGHTNING_SM_FAILURE_SCHEDULES", "3"))
+NUM_SCHEDULES = int(os.environ.get("LIGHTNING_SM_FAILURE_SCHEDULES", "2"))
 
 
 @pytest.mark.proof
@@ -1023,10 +1011,6 @@ USERS_OWN = (
 )
 LAUNCHER_ROWS = [
     LauncherRow("SIGKILL of the main process", "data host", "a batch", "0", 0, how="SIGKILL", place="__getitem__"),
-    LauncherRow("exception", "data host", "setup()", "1", 0, USERS_OWN, how="raises", place="setup", is_proof=True),
-    LauncherRow(
-        "SIGKILL of the main process", "data host", "setup()", "0", 0, how="SIGKILL", place="setup", is_proof=True
-    ),
     LauncherRow(
         "SIGSEGV of the main process",
         "data host",
@@ -1092,22 +1076,11 @@ def test_a_data_host_that_dies_is_restarted_and_one_that_fails_is_not(launchers,
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("is_taken", [True, False], ids=["a taken port", "no trainer"])
-def test_the_failure_file_of_a_data_host_says_why_it_failed(launchers, is_taken):
+def test_the_failure_file_of_a_data_host_says_why_it_failed(launchers):
     """Not only its log, which users see when they look for it."""
-    with socket.socket() as taken:
-        taken.bind((launchers.address(DATA), 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        option = f"--data_service.port={port}" if is_taken else "--data_service.startup_timeout_s=1"
-        launchers.fit([DATA], "", "", option)
-        assert launchers.code(DATA) == 1
-    expected = (
-        rf"DataServiceError.*{re.escape(launchers.address(DATA))}:{port}"
-        if is_taken
-        else r"DataServiceError: No trainer connected within 1 s\."
-    )
-    assert re.search(expected, launchers.failure(DATA))
+    launchers.fit([DATA], "", "", "--data_service.startup_timeout_s=1")
+    assert launchers.code(DATA) == 1
+    assert re.search(r"DataServiceError: No trainer connected within 1 s\.", launchers.failure(DATA))
 
 
 def test_a_trainer_that_is_killed_is_not_restarted(killed):

@@ -22,16 +22,16 @@ Point = collections.namedtuple("Point", "x y")
 
 
 class Rows(Dataset):
-    """Samples with noise."""
+    """Samples with noise, also of a generator that the dataset holds."""
 
     def __init__(self, length=37):
-        self.length = length
+        self.length, self.held = length, np.random.default_rng()
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        noise = [random.random(), np.random.rand(), torch.rand(1).item()]
+        noise = [random.random(), np.random.rand(), torch.rand(1).item(), self.held.random()]
         return {"index": index, "x": torch.full((64,), float(index)), "noise": torch.tensor(noise)}
 
 

@@ -86,15 +86,6 @@ def fault(kind, when, *more):
     return ("--fault", f"{kind}@{when}", *more)
 
 
-EARLY = tuple(
-    word
-    for pair in (
-        ("--trainer.callbacks+", "pytorch_lightning.callbacks.EarlyStopping"),
-        ("--trainer.callbacks.monitor", "val_loss"),
-        ("--trainer.callbacks.stopping_threshold", "100"),
-    )
-    for word in pair
-)
 # Within the epochs of 30 steps.
 PERIODIC = (
     *("--trainer.callbacks+", "pytorch_lightning.callbacks.ModelCheckpoint"),
@@ -106,7 +97,6 @@ EXCEPTION = r"ArithmeticError: rank (\d) fails at step (\d+|val)\non trainer hos
 LAST_LINES = r"exit code {} on (trainer|data) host algo-\d(, rank \d)?; last lines of stderr"
 MATRIX = [
     Cell("success", "all", "end"),
-    Cell("early stopping", "all", "after the first validation", arguments=EARLY),
     Cell(
         "exception",
         "main trainer",
@@ -139,28 +129,6 @@ MATRIX = [
         first="main",
         reason=LAST_LINES.format(7),
         fails=("exit@59", "0"),
-    ),
-    Cell(
-        "sys.exit(9)",
-        "other trainer",
-        "mid-epoch",
-        main=EITHER,
-        other=(9,),
-        job=9,
-        first="other",
-        reason=LAST_LINES.format(9),
-        fails=("sys.exit@10", "1"),
-    ),
-    Cell(
-        "SIGKILL of a rank",
-        "main trainer",
-        "mid-epoch",
-        main=(137,),
-        other=EITHER,
-        job=137,
-        first="main",
-        reason=KILLED,
-        options=fault("kill-rank:trainer-1", "step=10"),
     ),
     Cell(
         "SIGKILL of a rank",
@@ -199,17 +167,6 @@ MATRIX = [
     ),
     Cell(
         "SIGKILL of the launcher",
-        "main trainer",
-        "second epoch",
-        main=(137,),
-        other=EITHER,
-        job=137,
-        other_reasons=STOPPED,
-        options=fault("kill-launcher:trainer-1", "epoch=2"),
-        arguments=SHORT_TIMEOUTS,
-    ),
-    Cell(
-        "SIGKILL of the launcher",
         "other trainer",
         "mid-epoch",
         main=EITHER,
@@ -228,17 +185,6 @@ MATRIX = [
         job=137,
         other_reasons=STOPPED,
         options=fault("kill:trainer-1", "step=10"),
-        arguments=SHORT_TIMEOUTS,
-    ),
-    Cell(
-        "SIGKILL of the whole host",
-        "other trainer",
-        "first step",
-        main=EITHER,
-        other=(137,),
-        job=137,
-        other_reasons=STOPPED,
-        options=fault("kill:trainer-2", "step=1"),
         arguments=SHORT_TIMEOUTS,
     ),
     Cell(
@@ -348,25 +294,6 @@ MATRIX = [
         options=fault("kill-rank:trainer-1", "step=45", *RESTARTS),
         arguments=PERIODIC,
     ),
-    Cell(
-        "exception in each attempt, with one restart allowed",
-        "other trainer",
-        "mid-epoch",
-        main=EITHER,
-        other=(1,),
-        job=1,
-        first="other",
-        reason=EXCEPTION,
-        fails=("exception@10", "1"),
-        options=RESTARTS,
-    ),
-    Cell(
-        "hangs for 8 s",
-        "one of two data hosts",
-        "mid-epoch",
-        options=fault("hang:data-1,for=8", "step=10"),
-        num_data_hosts=2,
-    ),
 ]
 
 
@@ -433,7 +360,7 @@ def job_of(tmp_path_factory):
 
 
 @pytest.mark.processes
-@pytest.mark.matrix(rows=["exception, main trainer, first step", "SIGKILL of the whole host, only data host"])
+@pytest.mark.matrix(rows=["SIGKILL of the whole host, only data host"])
 @pytest.mark.parametrize("cell", MATRIX, ids=str)
 def test_a_job_ends_well_however_it_ends(job_of, cell):
     """Every host has its exit code and its reason, all end together, and no process is left behind."""

@@ -184,7 +184,7 @@ _LIGHTNING = """
 import os, sys
 import torch
 from pytorch_lightning import LightningModule, Trainer
-from lightning_sm import SageMakerCLI, SageMakerTrainer
+from lightning_sm import SageMakerCLI
 from pytorch_lightning.demos.boring_classes import BoringModel
 
 class Model(BoringModel):
@@ -199,7 +199,6 @@ quiet = dict(accelerator="cpu", strategy="ddp", max_steps=1, limit_val_batches=0
 quiet |= dict(enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 """
 _PLAIN = _LIGHTNING + "Trainer(num_nodes=2, devices=2, **quiet).fit(Model())"
-_OURS = _LIGHTNING + "SageMakerTrainer(devices=2, **quiet).fit(Model())"
 _CLI = _LIGHTNING + "SageMakerCLI(Model, trainer_defaults=quiet, save_config_callback=None)"
 
 
@@ -237,10 +236,9 @@ def test_a_script_of_torch_has_the_ranks_that_the_job_states(tmp_path):
     ("script", "environment", "args"),
     [
         (_PLAIN, {"": "LightningEnvironment", "2": "TorchElasticEnvironment"}, ()),
-        (_OURS, dict.fromkeys(("", "2"), "SageMakerEnvironment"), ()),
         (_CLI, dict.fromkeys(("", "2"), "SageMakerEnvironment"), ("fit", "--trainer.devices=2")),
     ],
-    ids=["Trainer", "SageMakerTrainer", "SageMakerCLI"],
+    ids=["Trainer", "SageMakerCLI"],
 )
 def test_a_script_of_lightning_has_the_same_ranks_whoever_starts_them(tmp_path, script, environment, args, devices):
     """Without a number in the job, Lightning starts the local ranks; with one, the launcher does."""

@@ -43,7 +43,7 @@ if __name__ == "__main__":
     cli = SageMakerCLI(Tiny, save_config_callback=None)
     print("SEEN", json.dumps([cli.model.arguments, cli.trainer.max_epochs, cli.trainer.world_size]))
 """
-# What ModelTrainer(hyperparameters={...}) sends. Its driver can do nothing with names with dots (the last test).
+# What ModelTrainer(hyperparameters={...}) sends.
 _HYPERPARAMETERS = {
     "subcommand": "fit",
     "model": '{"schedule": {"warm": 1, "cool": 2.5}, "note": null, "nesterov": true, "rate": 0.001}',
@@ -131,9 +131,18 @@ def test_a_stop_reaches_a_script_that_our_launcher_started(base, drivers):
         assert process.wait(_TIMEOUT_S) == 42
 
 
-def test_names_with_dots_are_beyond_the_driver(base, drivers):
-    """The driver's shell refuses variables with dots; under its own entry point the image takes them."""
-    write_job(base, hyperparameters={"trainer.max_epochs": "1"})
+# train/container_drivers/scripts/environment.py: export SM_HP_<NAME>='<value>', unescaped, for bash to source.
+@pytest.mark.parametrize(
+    ("hyperparameters", "complaint"),
+    [
+        pytest.param({"trainer.max_epochs": "1"}, "`SM_HP_TRAINER.MAX_EPOCHS=1': not a valid identifier", id="dot"),
+        pytest.param({"model": '{"phrase": "it\'s"}'}, "unexpected EOF while looking for matching", id="quote"),
+    ],
+)
+def test_dots_in_names_and_single_quotes_are_beyond_the_driver(base, drivers, hyperparameters, complaint):
+    """Its shell script fails before any code of ours; under its own entry point the image takes them."""
+    write_job(base, hyperparameters=hyperparameters)
     ended = _drive(base, drivers)
-    assert ended.returncode == 1
-    assert "SM_HP_TRAINER.MAX_EPOCHS" in ended.stderr
+    assert ended.returncode != 0
+    assert complaint in ended.stderr
+    assert "SEEN" not in ended.stdout

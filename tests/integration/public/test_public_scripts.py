@@ -1,4 +1,4 @@
-"""Scripts as they are published, with one import changed: plainly, on two trainers, and with a data host as well.
+"""Scripts as they are published, with one import changed: plainly, and on two trainers with a data host.
 
 Each was written elsewhere, or in the shape of what is; none knows of these tests.
 """
@@ -83,9 +83,11 @@ CASES = {
 SEEN = ("graphs", "segmentation", "mri")
 # Those with loaders that have iterators of their own.
 LOCAL = ("litdata", "webdataset, its own loader")
+# Their loaders and batches are of kinds that tests/differential and tests/unit/data/batch have.
+ORDINARY = ("image classifier", "imagenet", "bolts", "time series")
 # What only data hosts take differently.
 WITH_DATA_HOST = {
-    **CASES,
+    **{name: script for name, script in CASES.items() if name not in ORDINARY},
     # Each trainer takes four steps: with_epoch(4) counts batches of a rank.
     "webdataset, its own loader": Script(
         "webdataset_images",
@@ -111,12 +113,6 @@ def plain_runs() -> Iterator[PlainRuns]:
 @pytest.fixture(scope="module")
 def plainly_seen() -> dict[str, Seen]:
     """The samples that scripts saw off SageMaker."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def served_seen() -> dict[str, Seen]:
-    """The samples that scripts saw on two trainers with a data host."""
     return {}
 
 
@@ -157,7 +153,7 @@ def test_plainly(plain_runs, work, data, plainly_seen, case):
 
 
 @pytest.mark.parametrize("case", WITH_DATA_HOST)
-def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plainly_seen, served_seen, case):
+def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plainly_seen, case):
     """A data host builds the batches of the same script, or a line says which loader stays on the trainers."""
     script = WITH_DATA_HOST[case]
     ended = run_job(tmp_path / "jobs", work, script, data(script), (*TRAINERS, *DATA_HOST))
@@ -167,23 +163,10 @@ def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plain
     if case in SEEN:
         if case not in plainly_seen:
             test_plainly(plain_runs, work, data, plainly_seen, case)
-        seen = served_seen[case] = seen_in(ended.stdout)
+        seen = seen_in(ended.stdout)
         # Random numbers, and so what training samples become, are not those of a local DataLoader.
         assert samples(seen["train"]) == samples(plainly_seen[case]["train"]), ended.stdout
         assert seen["val"] == plainly_seen[case]["val"], ended.stdout
-
-
-@pytest.mark.parametrize("case", SEEN)
-def test_with_other_hosts(tmp_path, plain_runs, work, data, plainly_seen, served_seen, case):
-    """With two data hosts, trainers see the same samples, augmented by the same random numbers."""
-    if case not in served_seen:
-        test_on_two_trainers_and_a_data_host(
-            tmp_path / "first", plain_runs, work, data, plainly_seen, served_seen, case
-        )
-    groups = (*TRAINERS, "--group", "data=2")
-    ended = run_job(tmp_path / "jobs", work, CASES[case], data(CASES[case]), groups)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert seen_in(ended.stdout) == served_seen[case], ended.stdout
 
 
 def test_template_continues_after_an_interruption(tmp_path, work):

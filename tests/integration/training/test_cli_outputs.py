@@ -131,14 +131,6 @@ class TestModel:
         for path in saved:
             assert "S3CR3T" not in path.read_text(), path
 
-    def test_config_yaml_is_what_was_resolved(self, host):
-        """It has the values of the job, too."""
-        host.configure(channels=["training"])
-        fit(host)
-        config = yaml.safe_load((host.model_dir / "config.yaml").read_text())
-        assert config["data"]["data_dir"] == str(host.channel("training"))
-        assert (config["trainer"]["num_nodes"], config["seed_everything"]) == (1, 1)
-
     @pytest.mark.matrix
     @pytest.mark.parametrize(
         ("arguments", "epoch"),

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.quick_processes import python_path
@@ -71,6 +72,13 @@ def test_only_rank_0_leaves_a_model(hosts):
     assert main == {"model.ckpt", "state_dict.pt", "config.yaml"}
     assert not any(others)
     assert set(torch.load(hosts[0] / "model" / "state_dict.pt", weights_only=True)) == {"layer.weight", "layer.bias"}
+
+
+def test_config_yaml_fits_a_cluster_of_any_size(hosts):
+    """It has the script's settings and the folders of channels, and nothing that the job has decided."""
+    config = yaml.safe_load((hosts[0] / "model" / "config.yaml").read_text())
+    assert config["data"]["data_dir"].endswith("/input/data/training")
+    assert (config["trainer"]["num_nodes"], config["trainer"]["default_root_dir"]) == (1, None)
 
 
 def test_each_host_has_an_output_folder_of_its_own(hosts):

@@ -171,7 +171,6 @@ else:
         ("both", "lightning_sm", PYTORCH_LIGHTNING),
         ("both", LIGHTNING, "lightning_sm"),
         ("lightning_alone", "lightning_sm", LIGHTNING),
-        ("lightning_alone", LIGHTNING, "lightning_sm"),
     ],
 )
 def test_a_plain_trainer_finds_our_strategies_by_name(request, base_dir, variant, first, second):

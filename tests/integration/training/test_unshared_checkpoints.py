@@ -56,6 +56,7 @@ def _said(output, words):
     return {host: [text for name, text in said_after(output, words) if name == host] for host in ("algo-1", "algo-2")}
 
 
+@pytest.mark.matrix(rows=["sharded"])
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 def test_a_job_restarts_from_what_its_hosts_have(tmp_path, kind):
     """It ends with the weights of one that did not fail, and tests those of the best and of the last checkpoint."""

@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from app.transformer import TransformerLanguageModel
 from lightning_sm.errors import StrategyError
 from tests.exported_model import exported_weights
-from tests.integration.hosts import REPOSITORY, Hosts
-from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
+from tests.integration.hosts import REPOSITORY
 from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
@@ -132,26 +129,6 @@ def test_a_sharded_model(tmp_path, ddp, devices, batch_size, strategy):
         torch.testing.assert_close(
             weights[name], value, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-@pytest.mark.proof
-@pytest.mark.mpi
-@NEEDS_MPIRUN
-def test_the_ranks_may_come_from_another_launcher(ddp):
-    """FSDP2 under torchrun and tensor parallelism under mpirun, each on two hosts, come to the weights of DDP."""
-    expected = plain_weights(ddp[0])
-    for batch_size, sizes in ((4, (2, 1)), (8, (1, 2))):
-        with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-            hosts = Hosts(Path(folder))
-            arguments = [*script_arguments(batch_size), *model_parallel(*sizes)]
-            command = [sys.executable, str(REPOSITORY / "app" / "train_text.py"), *arguments]
-            if sizes == (2, 1):
-                ended = hosts.run(torchrun(hosts, hosts.names, command, processes=1))
-            else:
-                ended = {"mpirun": mpirun(hosts, hosts.names, command)}
-            assert {name: end.code for name, end in ended.items()} == dict.fromkeys(ended, 0)
-            weights = exported_weights(hosts.folder.glob("algo-*/model"))
-            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""strategy=pipeline in jobs: with data hosts, interruption, resume and export, and under every launcher."""
+"""strategy=pipeline in jobs: with data hosts, interruption, resume and export, and under torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY, Hosts
-from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
+from tests.integration.rank_launchers import torchrun
 
 # In make test, test_pipeline.py stands for the strategy, and training/test_interruptions.py for interruptions.
 pytestmark = [pytest.mark.processes, pytest.mark.proof]
@@ -85,16 +85,11 @@ def test_the_model_directory_has_all_stages(interrupted: tuple[Path, str]):
 
 
 def test_interruptions_and_data_hosts_change_no_weight(interrupted: tuple[Path, str], tmp_path: Path):
-    """An interrupted pipeline ends with the bits of one that was not, with the data host's batches and with its own."""
-    pipeline = "--trainer.strategy=pipeline"
-    output = train(tmp_path / "interrupted", "--group trainer=2 --fault interrupt@step=5", pipeline)
-    assert "Attempt 2 of 2" in output
-    assert "restarts from the first batch" not in output
-    train(tmp_path / "whole", "--group trainer=2", pipeline)
-    whole = model_of(tmp_path / "whole")
-    for folder in (tmp_path / "interrupted", interrupted[0]):
-        for name, weight in model_of(folder).items():
-            assert torch.equal(weight, whole[name]), (folder, name)
+    """An interrupted pipeline with a data host ends with the bits of one that was not, and loaded its own batches."""
+    train(tmp_path, "--group trainer=2", "--trainer.strategy=pipeline")
+    whole = model_of(tmp_path)
+    for name, weight in model_of(interrupted[0]).items():
+        assert torch.equal(weight, whole[name]), name
 
 
 def test_distribution_of_the_sdk_makes_the_pipeline(tmp_path: Path):
@@ -111,16 +106,12 @@ def test_distribution_of_the_sdk_makes_the_pipeline(tmp_path: Path):
     assert " step=4 " in output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=[pytest.mark.mpi, NEEDS_MPIRUN])])
-def test_a_pipeline_trains_under_other_launchers(tmp_path: Path, launcher: str):
+def test_a_pipeline_trains_under_another_launcher(tmp_path: Path):
     """Two hosts with two processes each: a replica is a host, and steps are those of two replicas."""
     hosts = Hosts(tmp_path)
     python = [sys.executable, TEXT, "fit", "--config", CONFIG, "--config", HYBRID, "--trainer.max_steps=3"]
     command = [*python, "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=2"]
-    if launcher == "torchrun":
-        ended = hosts.run(torchrun(hosts, hosts.names, command, processes=2))
-    else:
-        ended = {"mpirun": mpirun(hosts, hosts.names, command, processes=2)}
+    ended = hosts.run(torchrun(hosts, hosts.names, command, processes=2))
     assert [end.code for end in ended.values()] == [0] * len(ended), ended
     output = "".join(end.output for end in ended.values())
     assert "Pipeline over 2 ranks, replicas: 2 (cluster)" in output

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S, Hosts, script
-from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
+from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun
 from tests.integration.scripts.train_and_reduce import Model, Points
 from tests.quick_processes import python_path
 
@@ -106,17 +106,19 @@ def test_an_interrupted_run_ends_with_the_weights_of_ddp_bit_by_bit(tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=[pytest.mark.mpi, NEEDS_MPIRUN])])
-def test_the_ranks_may_come_from_another_launcher(launcher):
-    """As in AWS's own images, where mpirun or torchrun starts them."""
+@pytest.mark.mpi
+@NEEDS_MPIRUN
+def test_the_ranks_may_come_from_mpirun():
+    """As in AWS's own images, which start it for this library."""
     with tempfile.TemporaryDirectory(prefix="smddp") as folder:
         hosts = Hosts(Path(folder), {"trainer": ["algo-2", "algo-1"]}, instance_types={"trainer": "ml.p4d.24xlarge"})
-        command = script("train_and_reduce.py", "fit", "--trainer.strategy=smddp")
-        if launcher == "torchrun":
-            ended = hosts.run(torchrun(hosts, hosts.names, command, processes=1), LIBRARY)
-        else:
-            ended = {"mpirun": mpirun(hosts, hosts.names, command, python_path=[STAND_IN])}
-        assert {name: end.code for name, end in ended.items()} == dict.fromkeys(ended, 0)
+        end = mpirun(
+            hosts,
+            hosts.names,
+            script("train_and_reduce.py", "fit", "--trainer.strategy=smddp"),
+            python_path=[STAND_IN],
+        )
+        assert end.code == 0, end.output
         seen = hosts.seen()
     assert [(rank["rank"], rank["backend"], rank["step"]) for rank in seen] == [(0, "smddp", 12), (1, "smddp", 12)]
     assert [rank["metrics"]["max"] for rank in seen] == [2.0, 2.0]

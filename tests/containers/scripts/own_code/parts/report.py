@@ -9,9 +9,7 @@ from lightning_sm import SageMakerJob
 
 def leave(name, facts):
     job = SageMakerJob.from_environment()
-    is_ours = os.environ.get("TORCHELASTIC_RUN_ID") == "lightning-sm"
-    elastic = "lightning-sm train" if is_ours else "torchrun"
-    starters = {"TORCHELASTIC_RUN_ID": elastic, "OMPI_COMM_WORLD_RANK": "mpirun"}
+    starters = {"TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
     around = {
         "host": job.current_host,
         "script": str(Path(sys.argv[0]).resolve()),
