@@ -22,10 +22,17 @@ _TOLERANCE_EPS = 16
 
 
 class StageShapes(NamedTuple):
-    """What a stage gets and returns for a microbatch, as tensors without data (device "meta")."""
+    """What a stage gets and returns for a microbatch, as tensors without data (device "meta").
+
+    Attributes:
+        inputs: What it gets.
+        outputs: What it returns.
+        changing: Names of the classes of its modules that change their buffers.
+    """
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    changing: tuple[str, ...] = ()
 
 
 def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microbatches: int) -> Any:
@@ -114,7 +121,13 @@ def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Ca
 
     with preserve_random_state(), torch.enable_grad():
         _run(watched, replica, [inputs])
-    return shapes[0]
+    changing = {
+        type(module).__name__
+        for path, module in stage.named_modules()
+        for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False)
+        if name in buffers and not torch.equal(buffer, buffers[name])
+    }
+    return shapes[0]._replace(changing=tuple(sorted(changing)))
 
 
 def _run(

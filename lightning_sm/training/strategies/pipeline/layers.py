@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_sm._lightning import LightningModule, rank_zero_only
+from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.stage import Stage
 
-logger = logging.getLogger(__name__)
-
-_warn_once = rank_zero_only(logger.warning)
 _LAYERS = "pipeline_layers"
 
 
@@ -80,12 +76,6 @@ class Network:
             raise StrategyError(
                 f"The parameters {', '.join(outside)} of {type(module).__name__} belong to no layer of "
                 f"{self.name}, so that no stage would train them. Make them part of {self.name}'s layers."
-            )
-        if any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in self.module.modules()):
-            _warn_once(
-                "%s has BatchNorm layers. In a pipeline their statistics are those of single microbatches, not of "
-                "the batch of a process; GroupNorm and LayerNorm do not depend on it.",
-                self.name,
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.forward import StageShapes, try_out
 from lightning_sm.training.strategies.pipeline.loss import StepLoss
 from lightning_sm.training.strategies.pipeline.stage import Stage
+
+logger = logging.getLogger(__name__)
 
 # The names in torch.distributed.pipelining, in small letters.
 ScheduleName = Literal["gpipe", "1f1b"]
@@ -57,6 +60,13 @@ class ScheduleRunner:
         if key not in self._shapes:
             first = tuple(value[: len(value) // microbatches] for value in inputs)
             self._shapes[key] = try_out(self._stage, self._replica, first, self._loss.try_out)
+            changing = self._shapes[key].changing
+            if changing and microbatches > 1 and len(self._shapes) == 1 and 0 in self._replica.ranks:
+                logger.warning(
+                    "Layers change their buffers in each forward pass (%s), and a step has one for each microbatch. "
+                    "BatchNorm's statistics, for example, are of microbatches; GroupNorm and LayerNorm have none.",
+                    ", ".join(changing),
+                )
         if key != self._key:
             self._schedule, self._key = self._make(microbatches, self._shapes[key]), key
         # The schedule splits only tensors. Give it the microbatches' numbers, by which the loss finds its rows.

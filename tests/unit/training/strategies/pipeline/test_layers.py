@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import nn
 
-from lightning_sm._lightning import rank_zero_only
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.layers import (
     Network,
@@ -216,11 +214,3 @@ def test_a_network_that_was_cut_before_is_refused():
     Network(module, None).remove(range(1))
     with pytest.raises(StrategyError, match="was cut by the strategy of another Trainer"):
         Network(module, None)
-
-
-def test_batch_norm_is_warned_of(caplog, monkeypatch):
-    """Its statistics are those of microbatches: a warning of rank 0 says so."""
-    monkeypatch.setattr(rank_zero_only, "rank", 0)
-    with caplog.at_level(logging.WARNING):
-        Network(module_of(network=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), None)
-    assert "statistics are those of single microbatches" in caplog.text

@@ -1,14 +1,59 @@
-"""The schedules have the names that they have in torch."""
+"""The schedules have the names that they have in torch, and layers that depend on microbatches are warned of."""
 
+import logging
 from typing import get_args
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_sm.training.strategies.pipeline.schedules import ScheduleName
+from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.schedules import ScheduleName, ScheduleRunner
+from lightning_sm.training.strategies.pipeline.stage import Stage
 
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))
 def test_torch_has_the_schedule(name):
     """With one stage on each rank."""
     assert issubclass(get_schedule_class(name), PipelineScheduleSingle)
+
+
+class Loss:
+    """The sum of the outputs."""
+
+    def try_out(self, output):
+        """Nothing is wrong."""
+
+    def __call__(self, output, index):
+        return output.sum()
+
+
+@pytest.fixture
+def replica():
+    """The replica of a pipeline with one stage."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Replica(dist.group.WORLD, dist.group.WORLD, [0], torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "microbatches", "named"),
+    [
+        (lambda: nn.BatchNorm1d(4), 2, "(BatchNorm1d)"),
+        (lambda: spectral_norm(nn.Linear(4, 4)), 2, "(_SpectralNorm)"),
+        (lambda: nn.BatchNorm1d(4), 1, None),
+        (lambda: nn.LayerNorm(4), 2, None),
+    ],
+    ids=["BatchNorm", "spectral_norm", "one microbatch", "LayerNorm"],
+)
+def test_layers_that_change_buffers_are_warned_of(replica, caplog, make, microbatches, named):
+    """Once, in the first step: they change them for each microbatch."""
+    stage = Stage([nn.Linear(4, 4), make()], ["first", "second"], is_first=True)
+    runner = ScheduleRunner(stage, replica, torch.device("cpu"), "1f1b", Loss())
+    with caplog.at_level(logging.WARNING, logger="lightning_sm"):
+        for rows in (4, 4, 8):
+            runner.step((torch.randn(rows, 4),), microbatches)
+    assert [named in message for message in caplog.messages] == ([] if named is None else [True])
