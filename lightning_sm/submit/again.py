@@ -61,6 +61,7 @@ def again(
     if is_dry_run:
         json.dump(dry_run(job, region), sys.stdout, indent=2)
         sys.stdout.write("\n")
+        _LOG.info("0 problems; nothing was sent")
     else:
         send(job, wait=False, ask=None if yes else confirm_cost, region=region)
 

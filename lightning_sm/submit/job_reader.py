@@ -33,6 +33,7 @@ _NUMBER = re.compile(
     r"|[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"
 )
 _SHOWN_CHARS = 60
+_TOO_DEEP = "values are nested too deeply, or an anchor (&) has an alias (*) of itself in it."
 
 
 class _JobFileLoader(yaml.SafeLoader):
@@ -80,6 +81,8 @@ class JobReader:
         except yaml.YAMLError as error:
             line, why = _explained(text, error)
             _stop(f"{name}:{line}: {why}")
+        except RecursionError:
+            _stop(f"{name}: {_TOO_DEEP}")
         if node is None:
             _stop(f"{name}: the file is empty; a job has at least image and groups.")
         if not isinstance(node, yaml.MappingNode):
@@ -115,7 +118,10 @@ class JobReader:
         Raises:
             SubmitError: There are problems, which the message lists.
         """
-        job = self._instance(self._section, self._root, "")
+        try:
+            job = self._instance(self._section, self._root, "")
+        except RecursionError:
+            _stop(f"{self.positions.get('', 'the job')}: {_TOO_DEEP}")
         raise_problems(self.problems)
         return job
 
