@@ -101,12 +101,18 @@ def time_shares(run: Figures) -> Picture:
 
 
 @mpl.rc_context(_SETTINGS)
-def step_times(run: Figures) -> Picture | None:
-    """Draw the parts of a step over the time of the run, with its events; None without steps."""
+def step_times(run: Figures, shown: Sequence[Figures]) -> Picture | None:
+    """Draw the parts of a step over the time of the run, with its events; None without steps.
+
+    Args:
+        run: The run.
+        shown: All runs of the page, whose charts have the same scale for the time of a step.
+    """
     if not run.pace.num_steps:
         return None
     bins = run.binned_steps(_MAX_BARS)
-    scale, step_unit = _unit(max(times.step_s for _, _, times in bins))
+    slowest_s = max(times.step_s for one in shown if one.pace.num_steps for _, _, times in one.binned_steps(_MAX_BARS))
+    scale, step_unit = _unit(slowest_s)
     factor, unit = _unit(run.attempts[-1].end - run.begin)
     figure = Figure(figsize=(_WIDTH, 3.4), layout="constrained")
     axes = figure.add_subplot()
@@ -121,6 +127,7 @@ def step_times(run: Figures) -> Picture | None:
     for event in run.unusual_events:
         axes.axvline(event.seconds / factor, color=_INK, linewidth=0.8, linestyle=":")
     axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.05 * slowest_s / scale)
     axes.set_ylabel(f"{step_unit} per step")
     axes.set_xlabel(f"{unit} since the start")
     parts = ", ".join(

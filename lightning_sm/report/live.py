@@ -148,7 +148,7 @@ def as_text(shown: LiveJob) -> str:
     ]
     headers = ("host", "role", "state", "step", "waits", "batches built", "CPU", "GPU", "memory")
     lines = [
-        f"job {shown.job}{attempt}, running for {duration(shown.seconds)}",
+        f"job {shown.job}{attempt}, recorded for {duration(shown.seconds)}",
         "   ".join(facts) or "no training step yet",
         *(["   ".join(metrics)] if metrics else []),
         "",

@@ -57,7 +57,7 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
     environment.filters |= {name: partial(_known, text) for name, text in _FILTERS.items()}
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
-        columns=[_column(run, prices) for run in runs],
+        columns=[_column(run, runs, prices) for run in runs],
         parts=PARTS,
         prices=prices,
         open_rows=_OPEN_ROWS,
@@ -66,7 +66,7 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
     )
 
 
-def _column(run: Figures, prices: Prices) -> dict[str, Any]:
+def _column(run: Figures, runs: Sequence[Figures], prices: Prices) -> dict[str, Any]:
     """Return what the template shows of a run, besides its figures."""
     from lightning_sm.report import charts  # noqa: PLC0415 - Matplotlib takes a second to load, or may be missing
 
@@ -79,7 +79,7 @@ def _column(run: Figures, prices: Prices) -> dict[str, Any]:
         "changes": verdict.changes(run, prices),
         "pace_rank": "" if run.pace_rank is None else run.name_of(run.pace_rank),
         "metric_names": names,
-        "steps": charts.step_times(run),
+        "steps": charts.step_times(run, runs),
         "times": charts.time_shares(run),
         "hosts": charts.host_use(run),
         "metrics": charts.metrics(run, [name for name in names if len(run.metrics[name]) > 1][:_MAX_CURVES]),

@@ -48,7 +48,7 @@ def test_people_get_a_few_facts_and_a_table(job):
     write(job, Event(BEGIN + 111, "failure", f"oh{evil}\nno"), who="launcher")
     text = as_text(shown(job))
     assert text.startswith(
-        "job job, running for 111 s\nstep 2,000   20 steps/s   640 samples/s   waiting for data 58% of the time\n"
+        "job job, recorded for 111 s\nstep 2,000   20 steps/s   640 samples/s   waiting for data 58% of the time\n"
         "loss 0.25\n"
     )
     words = [" ".join(line.split()) for line in text.splitlines()]
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_it(job, capsys, monkeypatch):
     monkeypatch.setattr(time, "sleep", press)
     assert main(["report", "--live", str(job)]) == 0
     assert main(["report", str(job), "--once"]) == 0
-    assert capsys.readouterr().out.count("job job, running for") == 2
+    assert capsys.readouterr().out.count("job job, recorded for") == 2
     assert main(["report", "--live", str(job / "none"), "--once"]) == 2
 
 

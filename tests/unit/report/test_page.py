@@ -148,6 +148,21 @@ def test_runs_are_side_by_side(tmp_path):
     assert text.count("Where the time went") == text.count("What to change") == 2
 
 
+def test_charts_that_are_side_by_side_have_the_same_scale(tmp_path):
+    """A step that takes a third of the time has bars of a third of the height."""
+    for name, step_s in (("slow", 0.06), ("quick", 0.02)):
+        write(tmp_path / name, head(1), *(steps(10 + second, step_s=step_s) for second in range(60)))
+
+    def numbers(*names):
+        pictures = re.findall(
+            r"<svg(?:(?!</svg>).)*ms per step.*?</svg>", rendered(*map(tmp_path.joinpath, names)), re.DOTALL
+        )
+        return [re.findall(r">(\d+)</text>", picture) for picture in pictures]
+
+    both = numbers("slow", "quick")
+    assert both[0] == both[1] == numbers("slow")[0] != numbers("quick")[0]
+
+
 def test_a_run_without_anything_has_a_page(tmp_path):
     """A job that failed at its start has a report, too, which says what there is."""
     write(tmp_path, head(0, who="launcher"), use(1), who="launcher")
