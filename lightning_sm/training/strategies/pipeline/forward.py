@@ -127,7 +127,7 @@ def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Ca
         for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False)
         if name in buffers and not torch.equal(buffer, buffers[name])
     }
-    return shapes[0]._replace(changing=tuple(sorted(changing)))
+    return StageShapes(shapes[0].inputs, shapes[0].outputs, tuple(sorted(changing)))
 
 
 def _run(
