@@ -237,8 +237,9 @@ class FailureReporter:
             except FileNotFoundError:  # who reads it has gone, and its folder with it
                 continue
             except OSError as error:  # a full disk, perhaps the reason of this failure, which it must not replace
-                with contextlib.suppress(OSError):
-                    path.unlink()  # the launcher then takes the reason from stderr
+                for file in (new, path):
+                    with contextlib.suppress(OSError):
+                        file.unlink()  # the launcher then takes the reason from stderr
                 sys.stderr.write(f"lightning-sm: {new} cannot be written: {error}.\n")
 
 

@@ -150,7 +150,7 @@ def _script(job: Job) -> Iterator[JobProblem]:
     elif job.script and not (_is_below(job.script) and (folder / job.script).is_file()):
         yield JobProblem(
             "script",
-            f"script is {job.script!r}, which is no file in source_dir, {folder}. Only that folder is sent with the "
+            f"script is {job.script!r}, which is not a file in source_dir, {folder}. Only that folder is sent with the "
             "job; script is a path in it.",
         )
     if job.requested("EnableNetworkIsolation"):
