@@ -24,8 +24,9 @@ pytestmark = [
     pytest.mark.skipif(_IP is None, reason="needs ip (Debian package iproute2)"),
 ]
 
-# A host that answers nothing is given up after two beats of a second each, half a second apart.
-LONGEST_GAP_S = 8.0
+# A host that answers nothing is given up after two beats of a second each, half a second apart; the other one may have
+# to start its worker.
+LONGEST_GAP_S = 20.0
 # TCP tries again in growing steps.
 LONGEST_ADOPTION_S = 20.0
 # As promised for a trainer that a data host does not trust.
@@ -99,7 +100,7 @@ def error_of(trainer):
 
 
 def test_a_cut_network_is_survived_and_healed():
-    """With one of two hosts cut off, the epoch continues, bit for bit, and the host is used again once it is back.
+    """With one of two hosts cut off, the epoch continues, bit for bit; once it is back, it can replace the other one.
 
     With both cut off, the error names both.
     """
@@ -113,22 +114,21 @@ def test_a_cut_network_is_survived_and_healed():
         assert [host.stdout.readline() for host in hosts] == ["listening\n"] * 2
         trainer = stack.enter_context(network.process(trainer_number, "train", *addresses))
 
-        def obey(wanted, state, *numbers):
+        def obey(wanted, state, number):
             assert trainer.stdout.readline() == f"{wanted}\n"
-            for number in numbers:
-                network.wire(number, state)
+            network.wire(number, state)
             trainer.stdin.write("\n")
             trainer.stdin.flush()
 
         obey("cut one", "down", 2)
         obey("heal", "up", 2)
+        obey("cut the other", "down", 1)
         assert trainer.stdout.readline() == "same True steps 200\n"
-        numbers = re.match(r"longest ([\d.]+) adopted in ([\d.]+) taken (\d+)", trainer.stdout.readline()).groups()
-        longest, adoption, taken = map(float, numbers)
+        numbers = re.match(r"longest ([\d.]+) adopted in ([\d.]+)", trainer.stdout.readline()).groups()
+        longest, adoption = map(float, numbers)
         assert longest < LONGEST_GAP_S
         assert adoption < LONGEST_ADOPTION_S
-        assert taken > 0
-        obey("cut all", "down", 1, 2)
+        obey("cut the last", "down", 2)
         name, seconds, text = error_of(trainer)
         assert name == "DataHostUnreachableError"
         assert 6 <= seconds < 30

@@ -15,7 +15,7 @@ from tests.integration.data.cluster import seeded, undisturbed
 from tests.integration.data.datasets import Augmented, Data, stream_hash
 
 NUM_SAMPLES, BATCH_SIZE, BATCH_TIMEOUT_S = 800, 4, 6.0
-CUT, HEAL, END = 20, 100, 200
+CUT, HEAL = 20, 100
 
 
 def serve(address, trusted):
@@ -47,13 +47,15 @@ def train(addresses):
             mended = time.monotonic()
             wait_for(module, "up")
             adoption = time.monotonic() - mended
-            before = last_host(module).num_received
+            # Only a host that is needed shows that it is used: the other one could end the epoch before this one has
+            # started its worker.
+            ask("cut the other")
         began = time.monotonic()
     say(f"same {stream_hash(kept) == wanted} steps {len(kept)}")
-    say(f"longest {longest:.2f} adopted in {adoption:.2f} taken {last_host(module).num_received - before}")
+    say(f"longest {longest:.2f} adopted in {adoption:.2f}")
     batches = iter(loader)
     next(batches)
-    ask("cut all")
+    ask("cut the last")
     say_error(batches)
     module.close()
 
