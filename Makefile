@@ -94,7 +94,7 @@ clean: ## remove virtual environments and outputs
 # One resolve in each step for everything that is installed then: another one could change torch. lightning-bolts comes
 # without its dependencies, because it asks for pytorch-lightning<2 (see app/bolts_compat.py).
 LOCAL = $(call install,$(VENV)) --constraint constraints.txt --editable
-WITH_SDK := '.[vision,report,completion,submit,local-mode]' --group lint --group test
+TESTED := '.[vision,report,completion,submit]' --group lint --group test
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -110,24 +110,24 @@ $(READY): pyproject.toml constraints.txt Makefile | $(BIN)/pip
 # pip reads dependency groups from 25.1 on.
 $(DEV): $(READY)
 	$(if $(UV),,$(BIN)/python $(PIP) 'pip>=25.1')
-	$(LOCAL) '.[vision,report,completion,submit]' --group lint --group test
+	$(LOCAL) $(TESTED)
 	@touch $@
 
 # The stock toolkit, against which some tests run, compiles a C extension. Without a compiler those tests are skipped.
 $(TOOLKIT): $(DEV)
-	$(LOCAL) '.[vision,report,completion,submit,local-mode,container]' --group lint --group test || $(LOCAL) $(WITH_SDK)
+	-$(LOCAL) '.[vision,report,completion,submit,container]' --group lint --group test
 	@touch $@
 
 $(SPHINX): $(TOOLKIT)
-	$(LOCAL) $(WITH_SDK) --group docs
+	$(LOCAL) $(TESTED) --group docs
 	@touch $@
 
 $(MUTANTS): $(DEV)
-	$(LOCAL) '.[vision,report,completion,submit]' --group lint --group test --group mutants
+	$(LOCAL) $(TESTED) --group mutants
 	@touch $@
 
 $(PROOF): $(TOOLKIT)
-	$(LOCAL) $(WITH_SDK) --group proof
+	$(LOCAL) $(TESTED) --group proof
 	@touch $@
 
 # Where transformers is installed, torchmetrics imports it, and each process with torch starts a second later. So it lies apart,

@@ -16,7 +16,7 @@ from hypothesis import settings
 from xdist.workermanage import NodeManager
 
 from tests import quick_processes
-from tests.sdk3 import sdk3_environment
+from tests.sdk import sdk_environment
 from tests.tiers import mark_tiers
 
 # On a busy machine any example may take longer than Hypothesis's 200 ms; speed is measured in benchmarks.
@@ -71,11 +71,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, None, None]:
 
 
 @pytest.fixture(scope="session")
+def sdk2_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An interpreter with version 2 of the SageMaker SDK."""
+    with sdk_environment(2, _shared(tmp_path_factory)) as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
 def sdk3_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An interpreter with version 3 of the SageMaker SDK."""
-    base = tmp_path_factory.getbasetemp()
-    with sdk3_environment(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) as python:
+    with sdk_environment(3, _shared(tmp_path_factory)) as python:
         yield python
+
+
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(autouse=True)

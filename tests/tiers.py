@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import pytest
 
-_VARIANTS = ("sdk3", "lightning_variants")
+_VARIANTS = ("sdk2", "sdk3", "lightning_variants")
 
 
 def mark_tiers(items: Iterable[pytest.Item]) -> None:

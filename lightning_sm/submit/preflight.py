@@ -203,7 +203,7 @@ def _addresses(job: Job, region: str | None) -> Iterator[JobProblem]:
         yield JobProblem(
             "image",
             f"image is {job.image!r}; SageMaker needs an image in Amazon ECR, "
-            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. With build: . it is built, and pushed there.",
+            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. With `build: .`, it is built and pushed.",
         )
     elif region is not None and image["region"] != region:
         yield JobProblem(

@@ -12,7 +12,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,6 +78,7 @@ class LocalJob:
 
 
 def fit(
+    python: Path,
     folder: Path,
     estimator_arguments: Mapping[str, Any],
     inputs: Mapping[str, str | Mapping[str, Any]] | None = None,
@@ -92,6 +92,7 @@ def fit(
     """Run a job to its end and remove its containers, whatever happened.
 
     Args:
+        python: An interpreter with version 2 of the SDK.
         folder: Empty folder for everything that the job leaves behind.
         estimator_arguments: Arguments of the estimator, as JSON. ``role`` and ``output_path`` are filled in.
         inputs: Channel name to ``file://`` address, or to the arguments of a ``TrainingInput``.
@@ -115,8 +116,8 @@ def fit(
         },
     }
     (folder / "settings.json").write_text(json.dumps(settings))
-    command = [*(OFFLINE if is_offline else ()), sys.executable, str(_FIT), str(folder / "settings.json")]
-    return run_job(command, sdk_environment(folder), label, output_dir, timeout_s)
+    command = [*(OFFLINE if is_offline else ()), str(python), str(_FIT), str(folder / "settings.json")]
+    return run_job(command, sdk_variables(folder), label, output_dir, timeout_s)
 
 
 def new_label() -> str:
@@ -144,7 +145,7 @@ def run_job(
     return LocalJob(returncode, output, exit_codes, logs, output_dir)
 
 
-def sdk_environment(folder: Path) -> dict[str, str]:
+def sdk_variables(folder: Path) -> dict[str, str]:
     """Variables with which the SDK asks for no network and finds no account.
 
     Args:
@@ -161,7 +162,6 @@ def sdk_environment(folder: Path) -> dict[str, str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
         "SAGEMAKER_USER_CONFIG_OVERRIDE": str(settings),

@@ -28,6 +28,8 @@ ARGUMENTS = {
     "rate": 1e-05,
     "code": "007",
 }
+# What a training with SageMakerCLI leaves in the model's folder.
+MODEL_FILES = {"model.ckpt", "state_dict.pt", "config.yaml"}
 _IN_THE_MIDDLE = "is in the middle"
 # Containers share the machine's cores: more threads would wait for each other. A report takes seconds at the end of a
 # job; the app that trains in the image alone leaves one (test_image.py).
@@ -89,6 +91,23 @@ def places(job: LocalJob) -> list[tuple[int, str, int, int, int]]:
     """
     names = ("rank", "host", "node_rank", "local_rank", "world_size")
     return [tuple(one[name] for name in names) for one in seen(job)]
+
+
+def check_two_hosts(job: LocalJob, interface: str | None) -> None:
+    """Assert that a job of one rank on each of two hosts went well, with ``ARGUMENTS`` and ``max_epochs=1``.
+
+    Args:
+        job: A job that ran this code.
+        interface: The network interface that its ranks met through; None: the script was not told one.
+    """
+    assert job.has_succeeded, job
+    assert set(job.model) == MODEL_FILES
+    assert "failure" not in job.artifacts
+    assert places(job) == [(0, "algo-1", 0, 0, 2), (1, "algo-2", 1, 0, 2)]
+    for one in seen(job):
+        assert one["met"] == [0, 1]
+        assert one["arguments"] == ARGUMENTS
+        assert (one["max_epochs"], one["interface"]) == (1, interface)
 
 
 def stop_in_the_middle(label: str, num_hosts: int, running: Future[LocalJob]) -> None:

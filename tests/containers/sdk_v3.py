@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.containers.local_mode import OFFLINE, ROLE, LocalJob, run_job, sdk_environment
+from tests.containers.local_mode import OFFLINE, ROLE, LocalJob, run_job, sdk_variables
 
 _TRAIN = Path(__file__).parent / "scripts" / "model_trainer.py"
 
@@ -46,4 +46,4 @@ def train(
     (folder / "settings.json").write_text(json.dumps(settings))
     command = [*OFFLINE, str(python), str(_TRAIN), str(folder / "settings.json")]
     label = f"com.docker.compose.project={root.name}"
-    return run_job(command, sdk_environment(folder), label, root / "compressed_artifacts", timeout_s)
+    return run_job(command, sdk_variables(folder), label, root / "compressed_artifacts", timeout_s)

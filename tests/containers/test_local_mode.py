@@ -13,7 +13,6 @@ from tests.containers.local_mode import fit, new_label
 
 pytestmark = [pytest.mark.docker, pytest.mark.sdk2]
 
-_MODEL_FILES = {"model.ckpt", "state_dict.pt", "config.yaml"}
 # The generic Estimator sends str(value) of each (sagemaker 2.257.7, estimator.py, EstimatorBase.set_hyperparameters).
 # Without the optimizer's state there is a third to compress, which takes the SDK longer than the training.
 _CHECKPOINTS = {"monitor": None, "save_weights_only": True, "filename": "a b"}
@@ -29,11 +28,6 @@ _HYPERPARAMETERS = {
     "trainer.logger": {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "c d", "version": 3}},
     "trainer.max_time": None,
 }
-
-
-@pytest.fixture(autouse=True)
-def _sdk():
-    pytest.importorskip("sagemaker.local", reason="needs sagemaker[local] 2 (extra local-mode)", exc_type=ImportError)
 
 
 def _estimator(image, **arguments):
@@ -52,16 +46,15 @@ def _own_code(folder, image, *, has_requirements=False, **hyperparameters):
     return folder / "job", estimator, {"training": own_code.points(folder).as_uri()}
 
 
-@pytest.mark.proof
-def test_the_app_of_the_image_trains(image, tmp_path):
+def test_the_app_of_the_image_trains(image, sdk2_python, tmp_path):
     """Without an entry point the image's own script runs, with the types of all hyperparameters restored."""
     data = tmp_path / "digits"
     write_digits(data)
     estimator = _estimator(image, hyperparameters=_HYPERPARAMETERS)
-    job = fit(tmp_path / "job", estimator, {"training": data.as_uri()}, is_offline=True)
+    job = fit(sdk2_python, tmp_path / "job", estimator, {"training": data.as_uri()}, is_offline=True)
     assert job.has_succeeded, job
     assert len(job.exit_codes) == 2
-    assert set(job.model) == _MODEL_FILES
+    assert set(job.model) == own_code.MODEL_FILES
     assert "failure" not in job.artifacts
     config = yaml.safe_load(job.model["config.yaml"])
     trainer, init = config["trainer"], config["data"]["init_args"]
@@ -75,32 +68,24 @@ def test_the_app_of_the_image_trains(image, tmp_path):
     assert [name for name in job.artifacts if name.endswith("c d/version_3/metrics.csv")]
 
 
-@pytest.mark.proof
-def test_own_code_runs_instead_of_the_app(image, tmp_path):
+def test_own_code_runs_instead_of_the_app(image, sdk2_python, tmp_path):
     """An entry point's script runs with its modules beside it, and every rank sees the same typed hyperparameters."""
     hyperparameters = {f"model.{name}": value for name, value in own_code.ARGUMENTS.items()}
-    job = fit(*_own_code(tmp_path, image, has_requirements=True, **hyperparameters), is_offline=True)
-    assert job.has_succeeded, job
-    assert set(job.model) == _MODEL_FILES
-    assert "failure" not in job.artifacts
-    assert own_code.places(job) == [(0, "algo-1", 0, 0, 2), (1, "algo-2", 1, 0, 2)]
-    for one in own_code.seen(job):
-        assert one["met"] == [0, 1]
-        assert one["arguments"] == own_code.ARGUMENTS
-        assert (one["max_epochs"], one["interface"], one["has_requirements"]) == (1, "eth0", True)
+    job = fit(sdk2_python, *_own_code(tmp_path, image, has_requirements=True, **hyperparameters), is_offline=True)
+    own_code.check_two_hosts(job, interface="eth0")
+    assert [one["has_requirements"] for one in own_code.seen(job)] == [True, True]
 
 
-@pytest.mark.proof
-def test_stopped_job_saves_a_checkpoint(image, tmp_path):
+def test_stopped_job_saves_a_checkpoint(image, sdk2_python, tmp_path):
     """``docker stop`` in the middle: a checkpoint of all ranks, the model so far, exit code 143, and the reason."""
     label = new_label()
     endless = {"trainer.max_epochs": -1, "trainer.enable_progress_bar": False}
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(fit, *_own_code(tmp_path, image, **endless), label=label, is_offline=True)
+        running = pool.submit(fit, sdk2_python, *_own_code(tmp_path, image, **endless), label=label, is_offline=True)
         own_code.stop_in_the_middle(label, 2, running)
         job = running.result()
     assert set(job.exit_codes.values()) == {143}, job
     assert "The job was stopped or interrupted (SIGTERM)" in job.artifacts["failure"].decode()
     checkpoints = [name for name in job.artifacts if "/checkpoints/" in name and "lightning_logs" not in name]
     assert [own_code.short(name.removeprefix("data/")) for name in checkpoints] == ["algo-1"]
-    assert set(job.model) == _MODEL_FILES
+    assert set(job.model) == own_code.MODEL_FILES

@@ -9,7 +9,6 @@ from tests.containers import own_code, sdk_v3
 
 pytestmark = [pytest.mark.docker, pytest.mark.sdk3]
 
-_MODEL_FILES = {"model.ckpt", "state_dict.pt", "config.yaml"}
 _CHECKPOINTS = {"monitor": None, "save_weights_only": True, "filename": "a b"}
 
 
@@ -31,7 +30,7 @@ def test_the_app_of_the_image_trains(image, sdk3_python, tmp_path):
     }
     job = sdk_v3.train(sdk3_python, tmp_path / "job", _arguments(image, hyperparameters))
     assert job.has_succeeded, job
-    assert set(job.model) == _MODEL_FILES
+    assert set(job.model) == own_code.MODEL_FILES
     assert "failure" not in job.artifacts
     config = yaml.safe_load(job.model["config.yaml"])
     trainer = config["trainer"]
@@ -53,14 +52,7 @@ def test_own_code_runs_instead_of_the_app(image, sdk3_python, tmp_path):
         {"training": own_code.points(tmp_path)},
         num_hosts=2,
     )
-    assert job.has_succeeded, job
-    assert set(job.model) == _MODEL_FILES
-    assert "failure" not in job.artifacts
-    assert own_code.places(job) == [(0, "algo-1", 0, 0, 2), (1, "algo-2", 1, 0, 2)]
-    for one in own_code.seen(job):
-        assert one["met"] == [0, 1]
-        assert one["arguments"] == own_code.ARGUMENTS
-        assert (one["max_epochs"], one["interface"]) == (1, None)
+    own_code.check_two_hosts(job, interface=None)
     # v3 writes "ethwe", an interface that no container has (train/local/local_container.py).
     assert "interface ethwe (not on this host)" in job.logs["algo-1"]
 

@@ -12,7 +12,7 @@ from tests.containers.emulated_job import submit
 from tests.containers.images import build
 from tests.containers.local_mode import fit
 
-pytestmark = [pytest.mark.docker, pytest.mark.sdk2]
+pytestmark = [pytest.mark.docker, pytest.mark.proof]
 
 _ROUTES = Path(__file__).parent / "routes"
 _TORCHRUN = {"torch_distributed": {"enabled": True}}
@@ -23,18 +23,13 @@ _TABLE = own_code.ARGUMENTS["table"]
 _TYPE = "ml.c5.xlarge"
 
 
-@pytest.fixture(autouse=True)
-def _sdk():
-    pytest.importorskip("sagemaker.local", reason="needs sagemaker[local] 2 (extra local-mode)", exc_type=ImportError)
-
-
 @pytest.fixture(scope="module")
 def toolkit_image(image):
     """Our image with the entry point of AWS's own PyTorch images."""
     return build(_ROUTES / "Dockerfile", "lightning-sm-test/routes", _ROUTES, IMAGE=image)
 
 
-def _fit(folder, image, distribution, hyperparameters=None, **settings):
+def _fit(python, folder, image, distribution, hyperparameters=None, **settings):
     """Train the user's own code with a ``PyTorch`` estimator."""
     folder.mkdir()
     arguments = {
@@ -47,7 +42,9 @@ def _fit(folder, image, distribution, hyperparameters=None, **settings):
         **settings.pop("hosts", {"instance_type": "local", "instance_count": 2}),
     }
     inputs = {"training": own_code.points(folder).as_uri()}
-    return fit(folder / "job", arguments, inputs, estimator="sagemaker.pytorch.PyTorch", is_offline=True, **settings)
+    return fit(
+        python, folder / "job", arguments, inputs, estimator="sagemaker.pytorch.PyTorch", is_offline=True, **settings
+    )
 
 
 def _run_groups(folder, image, groups, channel_groups=None, **hyperparameters):
@@ -76,16 +73,16 @@ def _check(job, places, started_by):
         assert one["met"] == list(range(len(places)))
         assert one["started_by"] == started_by
         assert one["arguments"]["table"] == _TABLE
-    assert set(job.model) == {"model.ckpt", "state_dict.pt", "config.yaml"}
+    assert set(job.model) == own_code.MODEL_FILES
 
 
-@pytest.mark.proof
-def test_mpirun_and_torchrun_start_the_ranks_of_our_launcher(toolkit_image, tmp_path):
+@pytest.mark.sdk2
+def test_mpirun_and_torchrun_start_the_ranks_of_our_launcher(toolkit_image, sdk2_python, tmp_path):
     """What ``distribution={...}`` makes the toolkit start has the ranks that our entry point would give."""
     with ThreadPoolExecutor(2) as pool:
         # Ends with 30 s in which it does nothing (sagemaker_training/mpi.py, WorkerRunner.run): time for the other.
-        mpirun = pool.submit(_fit, tmp_path / "mpirun", toolkit_image, _MPI)
-        torchrun = pool.submit(_fit, tmp_path / "torchrun", toolkit_image, _TORCHRUN)
+        mpirun = pool.submit(_fit, sdk2_python, tmp_path / "mpirun", toolkit_image, _MPI)
+        torchrun = pool.submit(_fit, sdk2_python, tmp_path / "torchrun", toolkit_image, _TORCHRUN)
     _check(mpirun.result(), _TWO_HOSTS_OF_TWO, ["mpirun"])
     _check(torchrun.result(), _TWO_HOSTS, ["torchrun"])
 
@@ -94,7 +91,6 @@ def test_mpirun_and_torchrun_start_the_ranks_of_our_launcher(toolkit_image, tmp_
 # _pytorch_distribution_configuration), and the toolkit starts a torchrun in every group, for its hosts alone.
 
 
-@pytest.mark.proof
 def test_torchrun_in_a_data_group_does_no_harm(toolkit_image, tmp_path):
     """A data host serves under a torchrun that the SDK did not mean to start; the trainers have one of their own.
 
@@ -110,7 +106,6 @@ def test_torchrun_in_a_data_group_does_no_harm(toolkit_image, tmp_path):
     ]
 
 
-@pytest.mark.proof
 def test_torchrun_in_each_of_two_training_groups_is_refused_with_advice_that_helps(toolkit_image, tmp_path):
     """Two training groups with a torchrun each fail instead of training two models; the advice joins the groups."""
     groups = {"one": {"instance_type": _TYPE}, "two": {"instance_type": _TYPE}}

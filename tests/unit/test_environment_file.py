@@ -9,6 +9,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from lightning_sm import __version__
+from tests.sdk import REQUIREMENTS
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer reads pyproject.toml")
 REPOSITORY = Path(__file__).parents[2]
@@ -106,11 +107,12 @@ def test_images_say_which_version_and_source_they_have(name):
     assert labels == {"title": "lightning_sm", "version": __version__, "source": "${SOURCE}"}
 
 
-def test_the_table_of_versions_accepts_what_pyproject_asks_for(project):
-    """Each package of the second table has the bounds of pyproject.toml, and was tested within them."""
+def test_the_table_of_versions_accepts_what_is_asked_for(project):
+    """Each package of the second table was tested within the bounds of pyproject.toml or tests/sdk.py."""
     wanted = [
         *project["dependencies"],
         *(line for extra in project["optional-dependencies"].values() for line in extra),
+        *REQUIREMENTS.values(),
     ]
     specifiers = {one.name: one.specifier for one in map(Requirement, wanted)}
     text = (REPOSITORY / "docs" / "tested.md").read_text(encoding="utf-8").partition("no other combination was run")[2]
@@ -130,8 +132,15 @@ def test_the_table_of_versions_accepts_what_pyproject_asks_for(project):
         "msgspec",
         "boto3",
         "sagemaker",
+        "sagemaker-train",
         "sagemaker-training",
     } <= found
+
+
+def test_the_sdks_that_readers_install_are_those_of_the_tests():
+    """docs/sdk.md and tests/sdk.py ask for the same versions."""
+    text = (REPOSITORY / "docs" / "sdk.md").read_text(encoding="utf-8")
+    assert re.findall("pip install '(sagemaker.+?)'", text) == list(REQUIREMENTS.values())
 
 
 @pytest.mark.parametrize("name", ["pytorch-lightning", "jsonargparse"])

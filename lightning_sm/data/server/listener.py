@@ -37,7 +37,7 @@ class Listener:
     def __init__(self, handlers: Mapping[str, Any], settings: HostSettings, peers: TrustedPeers) -> None:
         # Strangers would fill the log: gRPC has a line for each connection that makes no sense.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-        self._doorman = None if peers.show_certificates else _doorman(settings.address, peers)
+        self._doorman = None if peers.trainers_show_certificates else _doorman(settings.address, peers)
         max_connections = _max_connections(_raise_descriptor_limit())
         self._server = grpc_transport.make_server(
             handlers, settings.credentials, settings.name, max_connections, shares_port=self._doorman is not None

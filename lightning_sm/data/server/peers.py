@@ -41,8 +41,8 @@ class TrustedPeers:
         self._found: dict[str, list[Network]] = {}
         self._own = [_network(address) for address in _own_addresses()]
         self._next_refresh = 0.0
-        #: Whether trainers need no trusted address, because they show a certificate.
-        self.show_certificates = settings.credentials.tls_authority is not None
+        #: Whether a certificate makes a trainer trusted, in place of its address.
+        self.trainers_show_certificates = settings.credentials.tls_authority is not None
 
     @property
     def networks(self) -> list[Network]:

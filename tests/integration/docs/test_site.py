@@ -14,7 +14,7 @@ import pytest
 import lightning_sm
 from tests.integration.report.browser import PROGRAM, browser
 
-pytestmark = [pytest.mark.proof, pytest.mark.sdk2]
+pytestmark = pytest.mark.proof
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -79,8 +79,8 @@ def test_a_loop_without_lightning_reports_its_steps(tmp_path):
     assert re.search(fault, ended.stdout), ended.stdout
 
 
-def _sdk_version(example):
-    return pytest.mark.sdk3 if "sagemaker.train " in example.parsed else pytest.mark.sdk2
+def _sdk(example):
+    return "sdk3" if "sagemaker.train " in example.parsed else "sdk2"
 
 
 class _Service(FakeService):
@@ -96,19 +96,14 @@ class _Service(FakeService):
 @pytest.mark.parametrize(
     "example",
     [
-        # In make test, one of them stands for all.
-        pytest.param(*one.values, id=one.id, marks=[_sdk_version(one.values[0])] + [pytest.mark.proof] * (number > 0))
-        for number, one in enumerate(
-            one for one in of("python") if re.search(r"^from sagemaker\.", one.values[0].parsed, re.M)
-        )
+        pytest.param(*one.values, id=one.id, marks=getattr(pytest.mark, _sdk(one.values[0])))
+        for one in of("python")
+        if re.search(r"^from sagemaker\.", one.values[0].parsed, re.M)
     ],
 )
 def test_jobs_start_with_the_sdk(example, tmp_path, request):
     """The SDK accepts the arguments and sends one job, to a service on this machine."""
-    is_v3 = _sdk_version(example) == pytest.mark.sdk3
-    python = request.getfixturevalue("sdk3_python") if is_v3 else sys.executable
-    if not is_v3 and importlib.util.find_spec("sagemaker") is None:
-        pytest.skip("needs version 2 of the SageMaker SDK (extra local-mode)")
+    python = request.getfixturevalue(f"{_sdk(example)}_python")
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").touch()
     (tmp_path / "page.py").write_text(example.parsed, encoding="utf-8")

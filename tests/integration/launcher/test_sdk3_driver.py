@@ -15,7 +15,7 @@ import pytest
 
 from tests.fakes.job_folder import write_job
 from tests.integration.launching import variables_of
-from tests.sdk3 import drivers_of
+from tests.sdk import drivers_of
 
 _TIMEOUT_S = 180
 

@@ -10,8 +10,6 @@ import tarfile
 import pytest
 import yaml
 
-pytest.importorskip("sagemaker", reason="needs version 2 of the SageMaker SDK (extra local-mode)")
-
 from lightning_sm.job.variables import JOB_SECRET
 from tests.fakes.sagemaker_service import FakeService
 from tests.integration.submit.test_submit import COMPLETED, JOB, ROOT, WITH_NETWORK
@@ -103,7 +101,6 @@ def sent(command, folder, variables, text=""):
     return request, path.replace(name, "NAME"), members
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     "changes",
     [
@@ -111,7 +108,7 @@ def sent(command, folder, variables, text=""):
         pytest.param({"output": None}, id="default bucket"),
     ],
 )
-def test_the_service_gets_what_the_stock_estimator_sends(tmp_path, changes):
+def test_the_service_gets_what_the_stock_estimator_sends(tmp_path, sdk2_python, changes):
     """The same request, code at the same place in S3, with the same files."""
     source = tmp_path / "src"
     (source / "package" / "empty").mkdir(parents=True)
@@ -130,7 +127,7 @@ def test_the_service_gets_what_the_stock_estimator_sends(tmp_path, changes):
     )
     ours = sent([sys.executable, "-m", "lightning_sm", "submit", "job.yaml", "--yes"], tmp_path, {})
     variables = {"SAGEMAKER_USER_CONFIG_OVERRIDE": str(tmp_path / "sagemaker.yaml")}
-    theirs = sent([sys.executable, "-c", ESTIMATOR], tmp_path, variables, json.dumps(job))
+    theirs = sent([str(sdk2_python), "-c", ESTIMATOR], tmp_path, variables, json.dumps(job))
     for request, *_ in (ours, theirs):
         request["InputDataConfig"].sort(key=lambda channel: channel["ChannelName"])
     assert ours == theirs

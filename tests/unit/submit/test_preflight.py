@@ -76,7 +76,7 @@ def test_registries_of_every_partition_are_known(registry, region):
         ({"image": "lightning-sm:latest"}, ["image", "lightning-sm:latest", "ecr"]),
         (
             {"image": "lightning-sm", "build": CODE, "dockerfile": __file__},
-            ["With build: . it is built, and pushed there"],
+            ["With `build: .`, it is built and pushed."],
         ),
         ({"image": IMAGE.replace("111122223333", "<account>")}, ["image", "<account>"]),
         ({"image": IMAGE.replace("us-east-1", "eu-west-1")}, ["image is in eu-west-1", "runs in us-east-1"]),

@@ -137,7 +137,7 @@ def test_with_mutual_tls_any_address_may_connect(tmp_path):
     """The certificate decides, in the handshake."""
     mutual = Credentials("job", "token", *(str(tmp_path / name) for name in "abc"))
     settings = HostSettings("127.0.0.1:0", 1, 1, None, None, "algo-3", mutual)
-    assert peers.TrustedPeers(settings).show_certificates
+    assert peers.TrustedPeers(settings).trainers_show_certificates
 
 
 def test_a_kernel_without_filters_leaves_the_port_open_and_says_so(monkeypatch, caplog):

@@ -68,8 +68,8 @@ def test_own_addresses_hosts_of_the_job_and_the_users_networks_are_trusted(names
 def test_a_certificate_is_as_good_as_an_address(names):
     """With mutual TLS gRPC has verified it."""
     authority = {"tls_certificate": "c", "tls_key": "k", "tls_authority": "a"}
-    assert names.peers(**authority).show_certificates
-    assert not names.peers(tls_certificate="c", tls_key="k").show_certificates
+    assert names.peers(**authority).trainers_show_certificates
+    assert not names.peers(tls_certificate="c", tls_key="k").trainers_show_certificates
 
 
 def test_the_refusal_names_the_address_the_hosts_and_the_setting(names):

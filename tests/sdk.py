@@ -1,4 +1,4 @@
-"""Version 3 of the SageMaker SDK for tests, in a virtual environment that ends with them.
+"""The SageMaker SDKs for tests, each in a virtual environment that ends with them.
 
 Versions 2 and 3 have one distribution name, so they cannot be in one environment.
 """
@@ -16,32 +16,33 @@ from pathlib import Path
 
 import pytest
 
-# An interpreter that has it already, for those who repeat tests.
-VARIABLE = "LIGHTNING_SM_TEST_SDK3"
-# sagemaker-train is the part of version 3 that trains; the rest is what lightning-sm submit imports, which comes by
-# PYTHONPATH, without torch.
-_REQUIREMENTS = ("sagemaker-train>=1.27,<2", "msgspec>=0.19,<1", "psutil>=5.9,<8", "PyYAML>=5.4,<7", "rich>=13.7,<16")
+# sagemaker-train is the part of version 3 that trains.
+REQUIREMENTS = {2: "sagemaker[local]>=2.257.1,<3", 3: "sagemaker-train>=1.27,<2"}
 _TIMEOUT_S = 900
 
 
 @contextmanager
-def sdk3_environment(shared: Path) -> Iterator[Path]:
-    """Provide the interpreter of an environment with version 3, or skip the test if it cannot be installed.
+def sdk_environment(version: int, shared: Path) -> Iterator[Path]:
+    """Provide the interpreter of an environment with an SDK, or skip the test if it cannot be installed.
+
+    ``LIGHTNING_SM_TEST_SDK2`` and ``LIGHTNING_SM_TEST_SDK3`` name interpreters that have one already, for those who
+    repeat tests.
 
     Args:
+        version: 2 or 3.
         shared: A folder of all workers of pytest-xdist: the first one installs, and the last one removes.
     """
-    stated = os.environ.get(VARIABLE)
+    stated = os.environ.get(f"LIGHTNING_SM_TEST_SDK{version}")
     if stated:
         yield Path(stated)
         return
-    folder = shared / "sdk3"
+    folder = shared / f"sdk{version}"
     # Who installs or removes holds one lock for as long as that takes; users share the other one to the end of their
     # tests, when whoever then has it alone removes the environment.
-    with (shared / "sdk3.lock").open("w") as change, (shared / "sdk3.users").open("w") as users:
+    with folder.with_suffix(".lock").open("w") as change, folder.with_suffix(".users").open("w") as users:
         fcntl.flock(change, fcntl.LOCK_EX)
         if not (folder / ".ready").exists():
-            _install(folder)
+            _install(version, folder)
         fcntl.flock(users, fcntl.LOCK_SH)
         fcntl.flock(change, fcntl.LOCK_UN)
         try:
@@ -66,13 +67,13 @@ def drivers_of(python: Path) -> Path:
     return found
 
 
-def _install(folder: Path) -> None:
+def _install(version: int, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     python = folder / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    for command in ([sys.executable, "-m", "venv", str(folder)], [*pip, *_REQUIREMENTS]):
+    for command in ([sys.executable, "-m", "venv", str(folder)], [*pip, REQUIREMENTS[version]]):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode:
             last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
-            pytest.skip(f"needs version 3 of the SageMaker SDK, which cannot be installed: {last}")
+            pytest.skip(f"needs version {version} of the SageMaker SDK, which cannot be installed: {last}")
     (folder / ".ready").touch()
