@@ -225,8 +225,12 @@ class Figures:
 
     @cached_property
     def pace_rank(self) -> int | None:
-        """The rank that sets the pace; None without steps."""
-        return pace_of(self.ranks)[0]
+        """The rank that sets the pace; None without steps.
+
+        It has trained in the last attempt: of earlier attempts, a host may have the records of other hosts, too.
+        """
+        last = {rank: [one.attempt for one in self._of_rank(rank) if lines_of([one], Steps)][-1] for rank in self.ranks}
+        return pace_of({rank: self.ranks[rank] for rank in last if last[rank] == max(last.values())})[0]
 
     @cached_property
     def pace_records(self) -> list[ProcessRecord]:
@@ -240,7 +244,8 @@ class Figures:
         Data hosts know how much longer training waits than this rank, for ranks without a record here: the others wait
         for the one that waits in their backward pass.
         """
-        rank, steps = pace_of(self.ranks)
+        rank = self.pace_rank
+        steps = Totals() if rank is None else self.ranks[rank]
         # By number of the rank, from a name such as "rank 3 on algo-1".
         shares = {int(name.split()[1]): known.wait_fraction for name, known in self.data[0].items()}
         longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
@@ -381,8 +386,11 @@ class Figures:
             last_ranks, last_hosts = _by_name(lines[-1])
             for name, rank in last_ranks.items():
                 ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first_ranks.get(name)))
-            for name, host in last_hosts.items():
-                hosts[name] = hosts.get(name, HostFigures(name)).plus(host.since(first_hosts.get(name)))
+            # An attempt has data hosts of its own: those of the one before build nothing any more.
+            hosts = {
+                name: hosts.get(name, HostFigures(name)).plus(host.since(first_hosts.get(name)))
+                for name, host in last_hosts.items()
+            } or hosts
         return {name: rank for name, rank in ranks.items() if rank.num_steps}, list(hosts.values())
 
     @cached_property

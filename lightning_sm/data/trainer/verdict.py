@@ -16,8 +16,8 @@ _MIN_SECONDS = 1.0
 _SLOWER = 2.0
 # The mean of fewer batches says nothing.
 _MIN_BATCHES = 3
-# The network is the cause if batches were in transit for this part of the waiting.
-_TRANSFER_PART = 0.5
+# Network or workers are the cause if batches were in transit, or workers known to be up, for this part of the waiting.
+_EXPLAINED_PART = 0.5
 _AFTER_A_LOSS = "Look at the end of its log. With a second data host, training would have gone on."
 
 
@@ -87,7 +87,7 @@ def wait_cause(
     others_s = max((other.wait_s for key, other in ranks.items() if key != name), default=rank.wait_s)
     who = f"{name[:1].upper()}{name[1:]} waits" if rank.wait_s >= _SLOWER * others_s else "Training waits"
     who += f" {percent(rank.wait_fraction if share is None else share)} of the time"
-    if rank.transfer_wait_s >= _TRANSFER_PART * rank.wait_s:
+    if rank.transfer_wait_s >= _EXPLAINED_PART * rank.wait_s:
         # A batch whose host was lost arrives late, too.
         return _lost_host(who, hosts) or _slow_link(who, hosts) or _network(who, rank)
     unsteady = (
@@ -170,7 +170,8 @@ def _workers(who: str, rank: RankFigures, hosts: Sequence[HostFigures]) -> WaitC
     workers = sum(host.workers for host in hosts if host.state == "up")
     capacity_s = sum(host.capacity_s for host in hosts)
     busy = sum(host.busy_s for host in hosts) / capacity_s if capacity_s else 0.0
-    if busy < WORKERS_ARE_BUSY or not workers:
+    # A host that was lost may have been back for a moment.
+    if busy < WORKERS_ARE_BUSY or not workers or capacity_s < _EXPLAINED_PART * rank.wait_s:
         return None
     build_s = rank.produce_s / max(1, rank.num_batches)
     owners = "the only worker of the data hosts is" if workers == 1 else f"the {workers} workers of the data hosts are"

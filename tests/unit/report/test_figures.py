@@ -246,6 +246,15 @@ def test_sums_of_data_hosts_start_again_with_a_process(tmp_path):
     assert (host.workers, host.busy_s / host.capacity_s) == (2, pytest.approx(1.0))
 
 
+def test_data_hosts_are_those_of_the_last_attempt(tmp_path):
+    """The service may give an instance group other names of hosts, and what the ranks did counts for both."""
+    for attempt, name in ((1, "algo-1"), (2, "algo-2")):
+        lines = [replace(line, hosts=[{**line.hosts[0], "name": name}]) for line in (data(1, 100), data(2, 200))]
+        write(tmp_path, head(100 * attempt), *lines, attempt=attempt)
+    ranks, (host,) = of(tmp_path).data
+    assert (ranks["rank 0"].num_steps, host.name, host.num_built) == (400, "algo-2", 200)
+
+
 def test_events_of_all_hosts_are_in_the_order_of_time(tmp_path):
     """With seconds since the first process began."""
     write(tmp_path, head(0), Event(BEGIN + 9, "checkpoint_saved", "step 5"), Span(BEGIN + 3, "startup", BEGIN, 3.0))
@@ -408,3 +417,14 @@ def test_the_rank_that_comes_last_to_the_backward_pass_sets_the_pace(tmp_path):
     run = of(tmp_path)
     assert run.pace.parts["forward"] == pytest.approx(3.5)
     assert [pace.own_s for pace in run.rank_paces] == [pytest.approx(0.005), pytest.approx(0.035)]
+
+
+def test_a_rank_whose_last_record_is_elsewhere_does_not_set_the_pace(tmp_path):
+    """A host has the records of other hosts from earlier attempts only: their rank would hide the last attempt."""
+    for attempt, rank, forward in ((1, 0, 0.1), (1, 1, 0.7), (2, 0, 0.1)):
+        who, begin = f"rank-{rank}", 100.0 * attempt
+        parts = {"data_wait": 0.0, "forward": forward, "backward": 0.9 - forward}
+        line = Steps(BEGIN + begin + 10, 40 * attempt, 40, 20, parts)
+        write(tmp_path, head(begin, who=who, world_size=2), Loader(BEGIN + begin), line, who=who, attempt=attempt)
+    run = of(tmp_path)
+    assert (run.pace_rank, run.pace.num_trained, len(run.rank_paces)) == (0, 80, 2)
