@@ -6,13 +6,10 @@ The sources are the whole repository, so that each relative link works here as i
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-os.environ["SAGEMAKER_SUPPRESS_V2_WARNING"] = "1"
 
 import site_pages
 

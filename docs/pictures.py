@@ -101,7 +101,7 @@ _PAGE, _PHONE = {"": 900}, {"-phone": 390}
 REPORTS = {
     "report": ReportPicture(_PAGE | _PHONE, "h2:nth-of-type(3)"),
     "report-side-by-side": ReportPicture({"": 960} | _PHONE, ".columns ~ .columns h3:nth-of-type(2)"),
-    "report-interrupted": ReportPicture({"": 390}, "h2:nth-of-type(2)"),
+    "report-interrupted": ReportPicture({"": 640}, "h2:nth-of-type(2)"),
 }
 _TERMINALS = ["terminal", "doctor"]
 
