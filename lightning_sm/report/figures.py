@@ -386,11 +386,10 @@ class Figures:
             last_ranks, last_hosts = _by_name(lines[-1])
             for name, rank in last_ranks.items():
                 ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first_ranks.get(name)))
-            # An attempt has data hosts of its own: those of the one before build nothing any more.
-            hosts = {
-                name: hosts.get(name, HostFigures(name)).plus(host.since(first_hosts.get(name)))
-                for name, host in last_hosts.items()
-            } or hosts
+            # A host that only an earlier attempt had has no workers any more.
+            for name in {**hosts, **last_hosts} if last_hosts else ():
+                host = last_hosts.get(name, HostFigures(name)).since(first_hosts.get(name))
+                hosts[name] = hosts.get(name, HostFigures(name)).plus(host)
         return {name: rank for name, rank in ranks.items() if rank.num_steps}, list(hosts.values())
 
     @cached_property
@@ -469,8 +468,7 @@ class Figures:
     def _pace_launchers(self) -> list[ProcessRecord]:
         """What the launchers wrote that started the rank that sets the pace."""
         hosts = {(record.attempt, record.head.host) for record in self.pace_records}
-        launchers = [record for record in self.run.records if record.head.who == LAUNCHER]
-        return [record for record in launchers if (record.attempt, record.head.host) in hosts]
+        return [one for one in self.run.records if one.head.who == LAUNCHER and (one.attempt, one.head.host) in hosts]
 
     def name_of(self, rank: int) -> str:
         """Return the name of a rank with a record, for people."""

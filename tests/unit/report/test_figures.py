@@ -246,13 +246,14 @@ def test_sums_of_data_hosts_start_again_with_a_process(tmp_path):
     assert (host.workers, host.busy_s / host.capacity_s) == (2, pytest.approx(1.0))
 
 
-def test_data_hosts_are_those_of_the_last_attempt(tmp_path):
-    """The service may give an instance group other names of hosts, and what the ranks did counts for both."""
+def test_only_data_hosts_of_the_last_attempt_have_workers(tmp_path):
+    """The service may give an instance group other names of hosts; what they did counts for both."""
     for attempt, name in ((1, "algo-1"), (2, "algo-2")):
         lines = [replace(line, hosts=[{**line.hosts[0], "name": name}]) for line in (data(1, 100), data(2, 200))]
         write(tmp_path, head(100 * attempt), *lines, attempt=attempt)
-    ranks, (host,) = of(tmp_path).data
-    assert (ranks["rank 0"].num_steps, host.name, host.num_built) == (400, "algo-2", 200)
+    ranks, hosts = of(tmp_path).data
+    assert ranks["rank 0"].num_steps == 400
+    assert [(host.name, host.num_built, host.workers) for host in hosts] == [("algo-1", 200, 0), ("algo-2", 200, 2)]
 
 
 def test_events_of_all_hosts_are_in_the_order_of_time(tmp_path):
