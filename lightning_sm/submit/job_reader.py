@@ -24,7 +24,7 @@ from lightning_sm.submit.overrides import Override
 from lightning_sm.submit.problems import located, raise_problems
 
 _TAG = "tag:yaml.org,2002:"
-_TEXT, _NULL = f"{_TAG}str", f"{_TAG}null"
+_TEXT, _NULL, _MERGE = f"{_TAG}str", f"{_TAG}null", f"{_TAG}merge"
 _KINDS = {_TEXT: "text", f"{_TAG}bool": "true or false", f"{_TAG}int": "a number", f"{_TAG}float": "a number"}
 _OTHER_RESOLVERS = {f"{_TAG}timestamp", f"{_TAG}float", f"{_TAG}int"}
 _WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z")
@@ -168,7 +168,9 @@ class JobReader:
             path = _join(key, str(name))
             if name_node.tag != _TEXT:
                 place = f"{key}: " if key else ""
-                self.problems.append(f"{position}: {place}a name is {_kind(name_node)}; expected text. Quote it.")
+                why = f"a name is {_kind(name_node)}; expected text. Quote it."
+                why = "<< merges nothing in a job file. Repeat the keys here." if name_node.tag == _MERGE else why
+                self.problems.append(f"{position}: {place}{why}")
             elif name in found:
                 self.problems.append(f"{position}: {path} is given twice, first at {self.positions[path]}. Remove one.")
             else:

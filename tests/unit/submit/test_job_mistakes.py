@@ -94,6 +94,7 @@ MISTAKES = [
     ("name: digits", "name: digits\n---\nname: letters", 4, ["does not fit those above it"]),
     ("name: digits", "name: d\x07", 3, ["a character that YAML does not allow"]),
     ("name: digits", "name: digits\n1: x", 4, ["a name is a number; expected text. Quote it."]),
+    ("name: digits", "name: digits\n<<: {a: x}", 4, ["<< merges nothing in a job file. Repeat the keys here."]),
     ("name: digits", "name: digits\n[a]: x", 4, ["a name is a list; expected text. Quote it."]),
     ("name: digits", "request: &a {Tags: *a}", None, ["an anchor (&) has an alias (*) of itself in it"]),
     ("name: digits", f"request: {'[' * 3000}", None, ["values are nested too deeply"]),
