@@ -168,9 +168,9 @@ class JobReader:
             path = _join(key, str(name))
             if name_node.tag != _TEXT:
                 place = f"{key}: " if key else ""
-                why = f"a name is {_kind(name_node)}; expected text. Quote it."
-                why = "<< merges nothing in a job file. Repeat the keys here." if name_node.tag == _MERGE else why
-                self.problems.append(f"{position}: {place}{why}")
+                no_text = f"a name is {_kind(name_node)}; expected text. Quote it."
+                what = "<< merges nothing in a job file. Repeat the keys here." if name_node.tag == _MERGE else no_text
+                self.problems.append(f"{position}: {place}{what}")
             elif name in found:
                 self.problems.append(f"{position}: {path} is given twice, first at {self.positions[path]}. Remove one.")
             else:

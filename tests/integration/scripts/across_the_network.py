@@ -33,11 +33,11 @@ def train(addresses):
     wanted = undisturbed(addresses, make)[0]
     module = RemoteDataModule(Data(make), addresses, settings=settings)
     loader = seeded(module.train_dataloader())
-    batches, kept, longest = iter(loader), [], 0.0
+    batches, kept, gaps = iter(loader), [], []
     wait_for(module, "up")
     began = time.monotonic()
     for step, batch in enumerate(batches):
-        longest = max(longest, time.monotonic() - began)
+        gaps.append(time.monotonic() - began)
         kept.append({name: value.clone() if hasattr(value, "clone") else value for name, value in batch.items()})
         if step == CUT:
             ask("cut one")
@@ -52,7 +52,8 @@ def train(addresses):
             ask("cut the other")
         began = time.monotonic()
     say(f"same {stream_hash(kept) == wanted} steps {len(kept)}")
-    say(f"longest {longest:.2f} adopted in {adoption:.2f}")
+    longest, replacement = max(gaps[: HEAL + 1]), max(gaps[HEAL + 1 :])
+    say(f"longest {longest:.2f} adopted in {adoption:.2f} replaced in {replacement:.2f}")
     batches = iter(loader)
     next(batches)
     ask("cut the last")
