@@ -27,6 +27,12 @@ settings.load_profile("lightning_sm")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A report takes seconds at the end of each job; the tests of reports ask for them.
 os.environ.setdefault("LIGHTNING_SM_REPORT_S", "0")
+# Nothing is ever sent to AWS: no test finds the credentials of whoever runs it.
+for _name in [name for name in os.environ if name.startswith("AWS_")]:
+    del os.environ[_name]
+os.environ |= {"AWS_EC2_METADATA_DISABLED": "true"} | dict.fromkeys(
+    ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull
+)
 # Before anything imports Lightning, and for the processes that tests start; workers of pytest-xdist inherit it.
 if str(quick_processes.FOLDER) not in sys.path:
     from tests.quick_processes import sitecustomize  # noqa: F401

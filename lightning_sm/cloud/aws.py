@@ -79,13 +79,25 @@ def new_session(**settings: str | None) -> boto3.Session:
     return session
 
 
+def has_credentials(session: boto3.Session) -> bool:
+    """Return whether there are credentials; only AWS knows whether they are valid.
+
+    Raises:
+        AWSError: They are incomplete, or what provides them fails.
+    """
+    try:
+        return session.get_credentials() is not None
+    except BotoCoreError as error:
+        raise AWSError(f"AWS credentials cannot be read: {error}") from error
+
+
 def check_credentials(session: boto3.Session) -> None:
-    """Check that there are credentials; only AWS knows whether they are valid.
+    """Check that there are credentials.
 
     Raises:
         AWSError: There are none.
     """
-    if session.get_credentials() is None:
+    if not has_credentials(session):
         raise AWSError(
             "No AWS credentials: run 'aws configure' or 'aws sso login', or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY. 'lightning-sm submit' with --dry-run or --local needs none."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from botocore.exceptions import ClientError
 
@@ -69,8 +69,7 @@ def find(clients: Clients, name: str) -> Found:
         ClientError: AWS rejects the request.
     """
     name = name.rpartition("/")[2]
-    kinds: tuple[Kind, ...] = ("training", "tuning")
-    for kind in kinds:
+    for kind in get_args(Kind):
         try:
             return describe(clients, kind, name)
         except ClientError as error:  # noqa: PERF203 - two calls at most

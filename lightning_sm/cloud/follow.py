@@ -99,8 +99,7 @@ def _state(found: Found) -> str:
         return f"Tuning job {found.name} is {found.status}: {tuning_progress(found.description)}"
     transitions = found.description.get("SecondaryStatusTransitions") or [{}]
     message = transitions[-1].get("StatusMessage", "")
-    secondary = found.description.get("SecondaryStatus", "")
-    return f"Job {found.name} is {found.status}: {secondary} {message}".rstrip()
+    return f"Job {found.name} is {found.status}: {found.description.get('SecondaryStatus', '')} {message}".rstrip()
 
 
 def tuning_progress(description: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
@@ -49,20 +49,10 @@ def fetch_records(client: Any, description: Mapping[str, Any], folder: Path) -> 
     output = f"{description['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{description['TrainingJobName']}/output/"
     sources = [f"{checkpoints.rstrip('/')}/", output] if checkpoints else [output]
     number = 0
-    for source in sources:
-        bucket, _, prefix = source.removeprefix("s3://").partition("/")
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
-        for key in keys:
-            path = PurePosixPath(key)
-            if FOLDER in path.parts and file_attempt(path):
-                number += 1
-                # A name of our own, because a key may be any path.
-                copy = folder / str(number) / path.parent.name / path.name
-                copy.parent.mkdir(parents=True)
-                client.download_file(bucket, key, str(copy))
-        if f"{prefix}{_ARCHIVE}" in keys:
-            number += _from_archive(client, bucket, f"{prefix}{_ARCHIVE}", folder / "archive")
+    for number, (path, content) in enumerate(_record_files(client, sources), 1):
+        copy = folder / str(number) / path.parent.name / path.name  # a name of our own, because a key may be any path
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(content)
     if not number:
         raise AWSError(_no_record(description, sources))
     return number
@@ -100,19 +90,27 @@ def write_report_of(
         write([folder], description["TrainingJobName"], page, prices)
 
 
-def _from_archive(client: Any, bucket: str, key: str, folder: Path) -> int:
+def _record_files(client: Any, sources: Sequence[str]) -> Iterator[tuple[PurePosixPath, bytes]]:
+    for source in sources:
+        bucket, _, prefix = source.removeprefix("s3://").partition("/")
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
+        for key in keys:
+            path = PurePosixPath(key)
+            if FOLDER in path.parts and file_attempt(path):
+                yield path, client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        if f"{prefix}{_ARCHIVE}" in keys:
+            yield from _archived_files(client, bucket, f"{prefix}{_ARCHIVE}")
+
+
+def _archived_files(client: Any, bucket: str, key: str) -> Iterator[tuple[PurePosixPath, bytes]]:
     """Read an archive as it arrives, without keeping the rest of it."""
     body = client.get_object(Bucket=bucket, Key=key)["Body"]
     try:
         with tarfile.open(fileobj=body, mode="r|gz") as archive:
-            files = list(archived_files(archive))
+            yield from archived_files(archive)
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise AWSError(f"s3://{bucket}/{key} cannot be read as an archive: {error}.") from error
-    for number, (path, content) in enumerate(files):
-        copy = folder / str(number) / path.parent.name / path.name
-        copy.parent.mkdir(parents=True)
-        copy.write_bytes(content)
-    return len(files)
 
 
 def _no_record(description: Mapping[str, Any], sources: Sequence[str]) -> str:

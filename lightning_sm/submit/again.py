@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning_sm.submit.job_file import read_job
 from lightning_sm.submit.overrides import Override
 from lightning_sm.submit.preflight import MAX_NAME_CHARS
 from lightning_sm.submit.service_limits import fitting
-from lightning_sm.submit.submit import dry_run, send
+from lightning_sm.submit.submit import send, show_dry_run
 
 _LOG = command_logger(__name__)
 
@@ -59,9 +58,7 @@ def again(
         )
     region = clients.sagemaker.meta.region_name
     if is_dry_run:
-        json.dump(dry_run(job, region), sys.stdout, indent=2)
-        sys.stdout.write("\n")
-        _LOG.info("0 problems; nothing was sent")
+        show_dry_run(job, region)
     else:
         send(job, wait=False, ask=None if yes else confirm_cost, region=region)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +27,9 @@ _LOG = command_logger(__name__)
 _USAGE = "lightning-sm submit JOB.yaml [--dry-run | --local] [--KEY=VALUE ...]"
 _DESCRIPTION = f"""\
 Submit a training job that is described in a YAML file, with boto3: check it, say what it can cost, ask, submit it, show
-its log until it ends, and write its report. With --dry-run, only check the job and print the request; with --local, run
-it in containers of its image on this machine, with Docker. Every key of the file is also an option and overrides the
-file, for example --groups.trainer.count=4.
+its log until it ends, and write its report. With --dry-run, only check the job, and the account if there are AWS
+credentials, and print the request; with --local, run the job in containers of its image on this machine, with Docker.
+Every key of the file is also an option and overrides the file, for example --groups.trainer.count=4.
 
 {SERVICE}
 """
@@ -79,10 +77,7 @@ def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
     from lightning_sm.submit import submit  # noqa: PLC0415
 
     if options.dry_run:
-        json.dump(submit.dry_run(job), sys.stdout, indent=2)
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        _LOG.info("0 problems; nothing was sent")
+        submit.show_dry_run(job)
         return 0
     if options.local:
         return submit.run_locally(job)

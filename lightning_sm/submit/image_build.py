@@ -81,17 +81,14 @@ def push_image(ecr: Any, image: str) -> str:
 
 def _pushed(ecr: Any, account: str, repository: str, image: str) -> str | None:
     """Return a digest under which Docker knows an image, and which its repository still has."""
-    names: list[str] = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", image)) or []
-    for name in names:
-        known, _, digest = name.partition("@")
+    name = repository.partition("/")[2]
+    known_names: list[str] = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", image)) or []
+    for known_name in known_names:
+        known, _, digest = known_name.partition("@")
         if known != repository:
             continue
         try:
-            ecr.describe_images(
-                registryId=account,
-                repositoryName=repository.partition("/")[2],
-                imageIds=[{"imageDigest": digest}],
-            )
+            ecr.describe_images(registryId=account, repositoryName=name, imageIds=[{"imageDigest": digest}])
         except ClientError as error:
             if error_code(error) != "ImageNotFoundException":
                 raise

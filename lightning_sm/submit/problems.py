@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -58,12 +59,18 @@ def located(text: str, key: str, positions: Mapping[str, str]) -> str:
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise all problems as one error.
+    """Raise all problems as one error, in the order of their lines in the job file.
 
     Raises:
         SubmitError: There are problems.
     """
     if problems:
         # What is not indented is a problem, for people and for editors that open its place.
-        listed = "\n".join(text.replace("\n", "\n    ") for text in problems)
+        listed = "\n".join(text.replace("\n", "\n    ") for text in sorted(problems, key=_line))
         raise SubmitError(f"{count(len(problems), 'problem')}; nothing was sent:\n{listed}")
+
+
+def _line(problem: str) -> int:
+    """Return the line that a problem is about; 0 for options, and for what concerns the whole file."""
+    position = re.match(r".*?:(\d+): ", problem)
+    return 0 if position is None else int(position[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,7 +13,7 @@ from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
 from lightning_sm._log import command_logger
-from lightning_sm.cloud.aws import Clients, check_credentials, new_session
+from lightning_sm.cloud.aws import Clients, check_credentials, has_credentials, new_session
 from lightning_sm.cloud.follow import follow
 from lightning_sm.errors import SubmitError
 from lightning_sm.job.redaction import shown
@@ -32,21 +34,33 @@ _LOG = command_logger(__name__)
 
 
 def dry_run(job: Job, region: str | None = None) -> dict[str, Any]:
-    """Check a job and return the request that would be sent; nothing is sent.
+    """Check a job, and the account if there are credentials, and return the request that would be sent.
 
-    It is that of CreateTrainingJob; with ``tune`` of CreateHyperParameterTuningJob. It shows ``(hidden)`` in place of
-    secrets: the job's own, and those of hyperparameters and variables whose names say so.
+    Nothing is sent. It is the request of CreateTrainingJob; with ``tune`` of CreateHyperParameterTuningJob. It shows
+    ``(hidden)`` in place of secrets: the job's own, and those of hyperparameters and variables whose names say so.
 
     Args:
         job: The content of the job file.
         region: Its region; None for the one that is configured.
 
     Raises:
-        AWSError: No region is configured.
-        SubmitError: The job has problems, which the message lists.
+        AWSError: No region is configured, or AWS does not accept the credentials.
+        SubmitError: The job has problems, or the account does, which the message lists.
     """
-    request: dict[str, Any] = shown("", _checked_request(job, new_session(region_name=region).region_name))
+    session = new_session(region_name=region)
+    clients = Clients(session) if has_credentials(session) else None
+    if clients is None:
+        _LOG.info("There are no AWS credentials, so the account is not checked.")
+    request: dict[str, Any] = shown("", _checked(clients, job, session.region_name)[1])
     return request
+
+
+def show_dry_run(job: Job, region: str | None = None) -> None:
+    """Write the result of ``dry_run``, whose errors it raises, to stdout as JSON."""
+    json.dump(dry_run(job, region), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    _LOG.info("0 problems; nothing was sent")
 
 
 def send(
@@ -79,10 +93,7 @@ def send(
     session = new_session(region_name=region)
     check_credentials(session)
     region, clients = session.region_name, Clients(session)
-    if job.max_cost is not None:
-        job = with_list_prices(clients, job, region)
-    _checked_request(job, region)
-    check_account(clients, job, region).report()
+    job, _ = _checked(clients, job, region)
     _LOG.info("0 problems")
     if ask is not None:
         ask(with_list_prices(clients, job, region))
@@ -171,8 +182,10 @@ def _request(job: Job, region: str) -> dict[str, Any]:
     return training_job(job, name, output, None if job.source_dir is None else code_address(output, name))
 
 
-def _checked_request(job: Job, region: str) -> dict[str, Any]:
-    """Check everything that can be checked without the service, and return the request."""
+def _checked(clients: Clients | None, job: Job, region: str) -> tuple[Job, dict[str, Any]]:
+    """Check everything that can be checked before the job is sent; return it, with the prices used, and the request."""
+    if clients is not None and job.max_cost is not None:
+        job = with_list_prices(clients, job, region)
     check(job, "cloud", region).report()
     request = _request(prepared(job), region)
     operation, warnings = "CreateTrainingJob", list[str]()
@@ -180,4 +193,6 @@ def _checked_request(job: Job, region: str) -> dict[str, Any]:
         request, warnings = tuning_job(job.tune, job.name, request)
         operation = "CreateHyperParameterTuningJob"
     Findings(request_problems(request, operation), warnings, job.positions).report()
-    return request
+    if clients is not None:
+        check_account(clients, job, region).report()
+    return job, request

@@ -199,7 +199,27 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
         "HyperParameters": {**REQUEST["HyperParameters"], **secrets},
     }
     assert service.seen == []
-    assert ended.stderr.splitlines()[-1] == "lightning-sm: 0 problems; nothing was sent"
+    assert ended.stderr.splitlines()[-2:] == [
+        "lightning-sm: There are no AWS credentials, so the account is not checked.",
+        "lightning-sm: 0 problems; nothing was sent",
+    ]
+
+
+def test_a_dry_run_looks_at_the_account(submit, service):
+    """With credentials, it reports the problems of a submission, also by prices from AWS's list; nothing changes."""
+    service.images = ["1"]
+    ended = submit(JOB, "--dry-run")
+    assert ended.returncode == 2
+    assert re.search(r"job\.yaml:\d+: image is .*, which is not in ECR", ended.stderr), ended.stderr
+    service.images, service.prices = ["latest"], {"ml.g5.xlarge": 1.5, "ml.c6i.4xlarge": 0.75}
+    ended = submit({**JOB, "max_cost": 3.7}, "--dry-run")
+    assert ended.returncode == 2
+    assert "max_cost is 3.7, but the job can cost $3.75" in ended.stderr
+    ended = submit({**JOB, "max_cost": 3.8}, "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["RoleArn"] == JOB["role"]
+    assert {line.split()[0] for line in service.seen} == {"POST", "HEAD"}
+    assert set(service.operations) == {"DescribeImages", "GetProducts"}
 
 
 def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
@@ -347,7 +367,7 @@ def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
     assert ended.returncode == 0, ended.stderr
     uri = json.loads(json.loads(ended.stdout)["HyperParameters"]["sagemaker_submit_directory"])
     assert re.fullmatch(r"s3://bucket/output/digits-[0-9a-f-]+/source/sourcedir.tar.gz", uri)
-    assert service.seen == []
+    assert service.uploads == []
 
 
 @pytest.mark.proof
@@ -457,6 +477,7 @@ def test_a_lost_answer_does_not_make_a_second_job(submit, service):
     [
         (["AWS_DEFAULT_REGION"], "--dry-run", "No AWS region"),
         (["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"], "--yes", "No AWS credentials"),
+        (["AWS_SECRET_ACCESS_KEY"], "--dry-run", "AWS credentials cannot be read: Partial credentials found in env"),
     ],
 )
 def test_what_is_missing_on_this_machine_is_said(submit, service, variables, mode, words):

@@ -1,7 +1,5 @@
 """Pre-flight against botocore's own validation, for any job."""
 
-import os
-
 import boto3
 import pytest
 from botocore.session import get_session
@@ -67,10 +65,7 @@ JOBS = st.builds(
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """One session for all jobs."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    session = boto3.Session(aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1")  # noqa: S106
+    session = boto3.Session(region_name="us-east-1")
     monkeypatch.setattr(submit, "new_session", lambda **_: session)
 
 
