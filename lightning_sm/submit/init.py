@@ -84,12 +84,7 @@ def main(options: argparse.Namespace) -> int:
     """
     file: Path = options.output
     write_new(file, first_job_file(options.script, file, os.environ))
-    _LOG.info(
-        "Wrote %s for %s. Fill in the values in <...>; then: lightning-sm submit %s --dry-run",
-        file,
-        options.script,
-        file,
-    )
+    _LOG.info("Wrote %s for %s. Fill in each <...>; then: lightning-sm submit %s --dry-run", file, options.script, file)
     return 0
 
 

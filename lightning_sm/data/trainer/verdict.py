@@ -16,7 +16,7 @@ _MIN_SECONDS = 1.0
 _SLOWER = 2.0
 # The mean of fewer batches says nothing.
 _MIN_BATCHES = 3
-# Network or workers are the cause if batches were in transit, or workers known to be up, for this part of the waiting.
+# Network or workers are the cause if batches were in transit, or all workers known to be up, for this part of the wait.
 _EXPLAINED_PART = 0.5
 _AFTER_A_LOSS = "Look at the end of its log. With a second data host, training would have gone on."
 
@@ -171,7 +171,7 @@ def _workers(who: str, rank: RankFigures, hosts: Sequence[HostFigures]) -> WaitC
     capacity_s = sum(host.capacity_s for host in hosts)
     busy = sum(host.busy_s for host in hosts) / capacity_s if capacity_s else 0.0
     # A host that was lost may have been back for a moment.
-    if busy < WORKERS_ARE_BUSY or not workers or capacity_s < _EXPLAINED_PART * rank.wait_s:
+    if busy < WORKERS_ARE_BUSY or not workers or capacity_s < _EXPLAINED_PART * rank.wait_s * workers:
         return None
     build_s = rank.produce_s / max(1, rank.num_batches)
     owners = "the only worker of the data hosts is" if workers == 1 else f"the {workers} workers of the data hosts are"

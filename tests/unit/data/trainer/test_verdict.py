@@ -96,7 +96,7 @@ def test_a_rank_that_waits_for_its_data_holds_up_the_others_by_data():
     """The others seem busy all the time, because they wait for it in the backward pass."""
     own = waiting(62.0, produce_s=60.0, busy_s=38.0, sync_s=36.0)
     others = [replace(RANK, busy_s=100.0, sync_s=98.0)] * 3
-    text = verdict(ranks(*others, own), [replace(HOST, busy_s=39.0)])
+    text = verdict(ranks(*others, own), [replace(HOST, busy_s=195.0, capacity_s=200.0)])
     assert text.startswith("Rank 3 on algo-4 waits 62% of the time for the transforms")
 
 
@@ -104,7 +104,7 @@ def test_a_rank_that_waits_for_another_in_the_forward_pass_is_not_slow():
     """It waits for the buffers of rank 0, which waits for its data."""
     main = waiting(62.0, produce_s=60.0, busy_s=38.0, sync_s=36.0)
     other = replace(RANK, busy_s=100.0, sync_s=37.0)
-    text = verdict(ranks(main, other), [replace(HOST, busy_s=39.0)])
+    text = verdict(ranks(main, other), [replace(HOST, busy_s=195.0, capacity_s=200.0)])
     assert text.startswith("Rank 0 on algo-1 waits 62% of the time for the transforms")
 
 
