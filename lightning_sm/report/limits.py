@@ -9,14 +9,7 @@ from statistics import fmean
 
 from lightning_sm._text import count, duration, percent, size, step_time, times
 from lightning_sm.data.trainer.verdict import paces, wait_cause
-from lightning_sm.record.limits import (
-    MIN_SECONDS,
-    MIN_STEPS,
-    NOT_INPUT_BOUND,
-    WORTH_SHOWING,
-    WaitCause,
-    slow_rank,
-)
+from lightning_sm.record.limits import MIN_SECONDS, MIN_STEPS, NOT_INPUT_BOUND, WORTH_SHOWING, WaitCause, slow_rank
 from lightning_sm.report.figures import RESTARTS, Figures
 
 # From this share of the job on, what a change could remove is named before the work of the training itself.

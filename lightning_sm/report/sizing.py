@@ -2,17 +2,18 @@
 
 The model of a step, as in tf.data service's autoscaler: the slowest part sets the pace,
 
-    T(W) = max(t0, c / (W * e), wire)
+    T(W) = max(t0, c / (W * e), wire) + rest
 
 with ``t0`` a step without waiting for data, ``c`` the seconds of work of all workers for the batches of one step, ``W``
-workers that are busy for the share ``e`` of the time, and ``wire`` the time of the network for a step.
+workers that are busy for the share ``e`` of the time, ``wire`` the time of the network for a step, and ``rest`` what
+the measured step took beyond this.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, step_time
@@ -46,6 +47,8 @@ class MeasuredRun:
         num_hosts: Number of data hosts that build the batches.
         busy: ``e``: the share of the time in which they worked while training waited, 0 to 1.
         wire_s: The least time of the network for one step, in seconds; 0 if batches cross none.
+        rest_s: What a measured step took beyond the slowest part, in seconds, such as its share of the wait for the
+            first batch of each epoch.
         most_per_rank: The most workers for the loader of a rank, for which there are CPUs; None if batches are built on
             data hosts.
     """
@@ -57,6 +60,7 @@ class MeasuredRun:
     num_hosts: int = 0
     busy: float = 1.0
     wire_s: float = 0.0
+    rest_s: float = 0.0
     most_per_rank: int | None = None
 
     @property
@@ -84,7 +88,7 @@ class MeasuredRun:
             "workers": self.cost_s / max(1e-9, workers * self.busy),
         }
         limit = max(terms, key=lambda name: terms[name])
-        return terms[limit], limit
+        return terms[limit] + self.rest_s, limit
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,8 @@ def measure(run: Figures) -> MeasuredRun:
     # In the backward pass, each rank waits for the data of the others, too: of those without a record here as well.
     own = [rank.step_s * (1.0 - rank.waiting) for rank in run.ranks.values()]
     own += [rank.busy_s / rank.num_timed for rank in run.data[0].values() if rank.busy_s and rank.num_timed]
-    return _remote(run, min(own)) if run.data[0] else _local(run, min(own))
+    measured = _remote(run, min(own)) if run.data[0] else _local(run, min(own))
+    return replace(measured, rest_s=max(0.0, run.pace.step_s - measured.predict(measured.workers)[0]))
 
 
 def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | None = None) -> Sizing:

@@ -30,13 +30,16 @@ def local(folder, *, waiting, workers=2, cpus=4, hosts=None, **values):
 
 
 def test_the_work_of_a_step_decides(tmp_path):
-    """96 ms of work and 21 ms a step that does not wait: two workers take 48 ms, four 24 ms, and six are enough."""
+    """96 ms of work and 21 ms a step that does not wait: two workers take 48 ms, four 24 ms, and six are enough.
+
+    The measured step took 2 ms longer than that, which stay.
+    """
     planned = plan(of(input_bound(tmp_path)), PRICES)
     assert [(line.workers, line.num_hosts) for line in planned.lines] == [(2, 1), (4, 2), (6, 3)]
     assert [line.step_s for line in planned.lines] == [
         pytest.approx(0.05),
-        pytest.approx(0.024),
-        pytest.approx(0.021),
+        pytest.approx(0.026),
+        pytest.approx(0.023),
     ]
     assert [line.limit for line in planned.lines] == ["workers", "workers", "training"]
 
@@ -53,25 +56,25 @@ def test_the_whole_job_has_more_than_steps(tmp_path):
     planned = plan(of(input_bound(tmp_path)), PRICES, steps=12_000)
     first, *_, best = planned.lines
     assert first.seconds == pytest.approx(11 + 10 * 1 + 600)
-    assert best.seconds == pytest.approx(11 + 10 * 1 + 12_000 * 0.021)
+    assert best.seconds == pytest.approx(11 + 10 * 1 + 12_000 * 0.023)
     assert best.cost == pytest.approx((1.41 + 3 * 0.2) * best.seconds / 3600)
     said = sentence(planned, PRICES)
     assert "Use 3 data hosts instead of 1, with 6 workers in all, which would remove the wait: a step would" in said
-    assert "the job of 12,000 steps 4 min 33 s instead of 10 min 21 s. It would cost $0.15 instead of $0.28." in said
+    assert "the job of 12,000 steps 4 min 57 s instead of 10 min 21 s. It would cost $0.17 instead of $0.28." in said
 
 
 def test_the_measured_transfer_counts(tmp_path):
-    """Batches of 20 MB of which each took 30 ms to arrive do not come every 21 ms, however many workers there are."""
+    """Batches of 20 MB of which each took 30 ms to arrive do not come every 23 ms, however many workers there are."""
     run = of(input_bound(tmp_path, num_bytes=20_000_000, transfer_s=0.03))
     *_, last = plan(run, Prices()).lines
-    assert (last.limit, last.step_s) == ("network", pytest.approx(0.03))
+    assert (last.limit, last.step_s) == ("network", pytest.approx(0.032))
 
 
 def test_the_latency_of_small_batches_is_no_limit_of_the_network(tmp_path):
     """They are in transit for 30 ms, too, but many at once."""
     run = of(input_bound(tmp_path, num_bytes=1_000, transfer_s=0.03))
     *_, last = plan(run, Prices()).lines
-    assert (last.limit, last.step_s) == ("training", pytest.approx(0.021))
+    assert (last.limit, last.step_s) == ("training", pytest.approx(0.023))
 
 
 def test_idle_workers_are_not_the_answer(tmp_path):
@@ -259,4 +262,4 @@ def test_the_table_says_what_it_rests_on(tmp_path):
     text = as_text(plan(of(input_bound(tmp_path)), PRICES), PRICES)
     assert "A step needs 96 ms of work by all workers together." in text
     assert re.search(r"^2 \(measured\) +1 +50 ms", text, re.MULTILINE)
-    assert re.search(r"^4 \(best\) +2 +24 ms", text, re.MULTILINE)
+    assert re.search(r"^4 \(best\) +2 +26 ms", text, re.MULTILINE)
