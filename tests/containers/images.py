@@ -48,7 +48,7 @@ def what_is_missing() -> list[str]:
     """What this machine lacks to build the images."""
     if os.environ.get(BASE_VARIABLE) or _has(_DEBIAN) or shutil.which("mmdebstrap"):
         return []
-    return [f"mmdebstrap, or {BASE_VARIABLE} (such as mambaorg/micromamba:2.5.0)"]
+    return [f"mmdebstrap, or {BASE_VARIABLE} (such as mambaorg/micromamba)"]
 
 
 def _build_stand_in() -> str:
