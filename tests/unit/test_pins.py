@@ -18,3 +18,9 @@ def test_actions_are_named_by_commit(workflow):
     assert used
     others = [line for line in used if not line.startswith("./")]
     assert [line for line in others if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", line)] == []
+
+
+def test_the_base_of_the_image_is_named_by_digest():
+    """The default, of which all platforms have the same."""
+    text = (REPOSITORY / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    assert re.search(r"^ARG BASE_IMAGE=[\w/.-]+:[\d.]+@sha256:[0-9a-f]{64}$", text, re.MULTILINE)
