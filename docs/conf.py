@@ -19,11 +19,12 @@ project = "lightning_sm"
 release = version = lightning_sm.__version__
 root_doc = "README"
 smartquotes = False  # "--local" in a text is an option
-include_patterns = ["*.md", "app/README.md", "benchmarks/README.md", "docs/**.md"]
+include_patterns = ["*.md", "app/README.md", "benchmarks/README.md", "docs/**.md", "docs/**.ipynb"]
 # Not searched for pages, which would take seconds.
 exclude_patterns = [".*", "outputs", "tests", "lightning_sm", "docker"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+nb_execution_mode = "off"  # a test executes the notebook; the site shows what it has
 myst_heading_anchors = 4
 
 autodoc_inherit_docstrings = False  # Lightning documents its own hooks

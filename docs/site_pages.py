@@ -52,7 +52,7 @@ def _toctrees(readme: str) -> str:
     parts = re.split(r"^\*\*(.+)\*\*", section, flags=re.MULTILINE)[1:]
     trees = []
     for caption, links in zip(parts[::2], parts[1::2], strict=True):
-        entries = "\n".join(re.findall(r"\]\(([\w/.-]+)\.md\)", links))
+        entries = "\n".join(re.findall(r"\]\(([\w/.-]+)\.(?:md|ipynb)\)", links))
         trees.append(f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n")
     return "".join(trees)
 

@@ -36,8 +36,8 @@ def site(tmp_path_factory):
 
 
 def test_every_page_is_there(site):
-    """Each Markdown page of the documentation, the project's own, and the reference; index.html leads to the first."""
-    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+    """Each page and notebook of the documentation, the project's own, and the reference; index.html leads to the first."""
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "docs").glob("*.ipynb")]
     missing = [page for page in pages if not (site / page.relative_to(REPOSITORY).with_suffix(".html")).is_file()]
     assert missing == []
     assert 'url=README.html"' in (site / "index.html").read_text(encoding="utf-8")
