@@ -65,12 +65,13 @@ def _read(found: re.Match[str]) -> PageImage:
 
 def _directives(image: PageImage) -> str:
     files = {"": image.file} | image.others
-    is_on_all_screens = not any(screen == "only-phone" for screen, _ in map(_MEDIA.__getitem__, files))
+    media = [_MEDIA[one] for one in files]
+    is_on_all_screens = not any(screen == "only-phone" for screen, _ in media)
+    has_all_colours = not any(colours == "only-dark" for _, colours in media)
     lines = []
-    for media, file in files.items():
-        screen, colours = _MEDIA[media]
+    for (screen, colours), file in zip(media, files.values(), strict=True):
         container = "on-all-screens" if is_on_all_screens else screen
         lines += ["", f".. container:: {container}", "", f"   .. image:: {file}"]
-        lines += [f"      :alt: {image.text}", f"      :class: {colours}"]
+        lines += [f"      :alt: {image.text}", *([] if has_all_colours else [f"      :class: {colours}"])]
         lines += [] if image.width is None else [f"      :width: {image.width}px"]
     return "\n".join(["```{eval-rst}", *lines, "```", ""])

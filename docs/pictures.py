@@ -103,7 +103,7 @@ REPORTS = {
     "report-side-by-side": ReportPicture({"": 960} | _PHONE, ".columns ~ .columns h3:nth-of-type(2)"),
     "report-interrupted": ReportPicture({"": 640}, "h2:nth-of-type(2)"),
 }
-_TERMINALS = ["terminal", "doctor"]
+_TERMINALS = ["terminal", "terminal-phone", "doctor"]
 
 
 def files() -> set[Path]:
@@ -172,13 +172,14 @@ def doctor() -> None:
 
 
 def interrupted_digits() -> None:
-    """Write the moving picture of README: a job that is interrupted, and resumes."""
+    """Write the moving pictures of README: a job that is interrupted, and resumes."""
     shown = f"$ lightning-sm local {' '.join(_DIGITS_OPTIONS)} -- {' '.join(_DIGITS)}"
     lines = _lines(["local", *_DIGITS_OPTIONS, "--discard", "--", *_DIGITS])
     kept = [line for line in lines if any(re.search(one, line.text) for one in _SHOWN)]
     title = "A job on two emulated trainer hosts and a data host: interrupted, resumed, done"
-    picture = terminal.moving(title, terminal.paced([terminal.TimedLine(0.0, shown), *kept]))
-    _svg("terminal").write_text(picture, encoding="utf-8")
+    paced = terminal.paced([terminal.TimedLine(0.0, shown), *kept])
+    for name, on_phone in (("terminal", False), ("terminal-phone", True)):
+        _svg(name).write_text(terminal.moving(title, paced, on_phone=on_phone), encoding="utf-8")
 
 
 def _lines(arguments: Sequence[str]) -> Iterator[terminal.TimedLine]:

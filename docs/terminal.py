@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import html
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Of progress lines, what one looks at first.
 _LEFT_OUT = re.compile(r" (train_loss_step|train_loss|train_acc|steps_per_s|samples_per_s|memory_gb|eta)=\S+")
 _COLUMNS, _ROWS = 118, 24
+_PHONE_COLUMNS = 66
 _CHAR_PX, _LINE_PX, _MARGIN_PX = 7.8, 19, 16
 # Nobody watches a job wait: longer pauses last this long, and the end stays for this long.
 _LONGEST_PAUSE_S, _SPEED, _END_S = 1.2, 4.0, 7.0
@@ -86,18 +88,26 @@ def still(title: str, lines: Sequence[str]) -> str:
     for number, line in enumerate(lines):
         kind = kind if line.startswith("  ") else _kind(line)
         texts.append(_text(number, line.rstrip(), kind))
-    return _document(title, len(lines), [], texts)
+    return _document(title, _COLUMNS, len(lines), [], texts)
 
 
-def moving(title: str, lines: Sequence[TimedLine]) -> str:
+def moving(title: str, lines: Sequence[TimedLine], *, on_phone: bool = False) -> str:
     """Return lines as an SVG, which shows them one by one, scrolls, and begins again.
 
     Args:
         title: What the picture shows.
         lines: The lines, in the order of time.
+        on_phone: Whether it is half as wide: what does not fit into a line continues below it.
     """
+    columns = _PHONE_COLUMNS if on_phone else _COLUMNS
+    if on_phone:
+        lines = [
+            TimedLine(line.at_s, part)
+            for line in lines
+            for part in textwrap.wrap(line.text, columns, subsequent_indent="    ", break_on_hyphens=False) or [""]
+        ]
     total_s = lines[-1].at_s + _END_S
-    styles, texts = [], []
+    styles, texts, kind = [], [], _OTHER
     hidden: dict[float, int] = {}  # lines that have left the screen, by the percentage of the time
     for number, line in enumerate(lines):
         percent = 100 * line.at_s / total_s
@@ -106,7 +116,8 @@ def moving(title: str, lines: Sequence[TimedLine]) -> str:
             f"{percent + 0.01:.2f}%, 100% {{ opacity: 1 }} }}"
             f" .l{number} {{ animation: l{number} {total_s:.2f}s linear infinite }}"
         )
-        texts.append(_text(number, line.text, _kind(line.text)))
+        kind = kind if line.text.startswith("    ") else _kind(line.text)
+        texts.append(_text(number, line.text, kind))
         hidden[percent] = max(0, number + 1 - _ROWS)
     scroll, before = ["0% { transform: translateY(0px) }"], 0
     for percent, rows in hidden.items():
@@ -120,11 +131,11 @@ def moving(title: str, lines: Sequence[TimedLine]) -> str:
         f"@media (prefers-reduced-motion) {{ text {{ animation: none !important }} .screen {{ animation: none; "
         f"{_up(before)} }} }}",
     ]
-    return _document(title, _ROWS, styles, texts)
+    return _document(title, columns, _ROWS, styles, texts)
 
 
-def _document(title: str, rows: int, styles: Sequence[str], texts: Sequence[str]) -> str:
-    width = _COLUMNS * _CHAR_PX + 2 * _MARGIN_PX
+def _document(title: str, columns: int, rows: int, styles: Sequence[str], texts: Sequence[str]) -> str:
+    width = columns * _CHAR_PX + 2 * _MARGIN_PX
     height = rows * _LINE_PX + 2 * _MARGIN_PX
     return "\n".join(
         [
