@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 
-from lightning_sm._arguments import CommandParser, did_you_mean
+from lightning_sm._arguments import CommandParser
 from lightning_sm._log import command_logger, show_log_lines
+from lightning_sm._text import closest
 from lightning_sm._version import __version__
 from lightning_sm.cloud.installed import check_boto3
 from lightning_sm.doctor import command as doctor
@@ -37,6 +38,8 @@ examples:
 
 New shells complete then. Generate the script again after an update.
 """
+# What other tools call a command of ours.
+_ELSEWHERE = {"top": "report --live"}
 # In the order of the help.
 _NAMES = ("train", "local", "doctor", "report", "compare", "plan", "init", "submit", "jobs", "completion")
 
@@ -71,7 +74,9 @@ def _run(argv: list[str]) -> int:
     known = [*_NAMES, *parser.option_names]
     if argv[0] not in known:  # argparse would ask for a command first, or list all of them
         kind = "option" if argv[0].startswith("-") else "command"
-        parser.error(f"unknown {kind} {argv[0]}.{did_you_mean(argv[0], known)}")
+        near = closest(argv[0], [*known, *_ELSEWHERE])
+        hint = "" if near is None else f" Did you mean {_ELSEWHERE.get(near, near)}?"
+        parser.error(f"unknown {kind} {argv[0]}.{hint}")
     options = parser.parse_args(argv[:end])
     if options.subcommand == "train":
         script, *args = options.command or [None]

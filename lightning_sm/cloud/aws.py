@@ -61,10 +61,11 @@ class Clients:
         return self._session.client(service, region_name=region, config=_QUICK_CONFIG)
 
 
-def new_session(**settings: str | None) -> boto3.Session:
+def new_session(default_region: str | None = None, **settings: str | None) -> boto3.Session:
     """Open a session.
 
     Args:
+        default_region: Its region, where neither the settings nor the user's configuration name one.
         settings: Arguments of ``boto3.Session``, such as ``region_name``.
 
     Raises:
@@ -72,6 +73,8 @@ def new_session(**settings: str | None) -> boto3.Session:
     """
     try:
         session = boto3.Session(**settings)
+        if session.region_name is None and default_region is not None:
+            session = boto3.Session(**{**settings, "region_name": default_region})
     except BotoCoreError as error:  # for example, AWS_PROFILE names an unknown profile
         raise AWSError(f"No AWS session: {error}") from error
     if session.region_name is None:
@@ -79,25 +82,17 @@ def new_session(**settings: str | None) -> boto3.Session:
     return session
 
 
-def has_credentials(session: boto3.Session) -> bool:
-    """Return whether there are credentials; only AWS knows whether they are valid.
+def check_credentials(session: boto3.Session) -> None:
+    """Check that there are credentials; only AWS knows whether they are valid.
 
     Raises:
-        AWSError: They are incomplete, or what provides them fails.
+        AWSError: There are none, or they are incomplete.
     """
     try:
-        return session.get_credentials() is not None
+        found = session.get_credentials()
     except BotoCoreError as error:
         raise AWSError(f"AWS credentials cannot be read: {error}") from error
-
-
-def check_credentials(session: boto3.Session) -> None:
-    """Check that there are credentials.
-
-    Raises:
-        AWSError: There are none.
-    """
-    if not has_credentials(session):
+    if found is None:
         raise AWSError(
             "No AWS credentials: run 'aws configure' or 'aws sso login', or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY. 'lightning-sm submit' with --dry-run or --local needs none."

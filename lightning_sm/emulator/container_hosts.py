@@ -81,10 +81,10 @@ class ContainerHost(EmulatedHost):
         return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
     def terminate(self) -> None:
-        """Send SIGTERM to process 1, once it is not frozen; a container that has not started yet is killed."""
+        """Send SIGTERM to process 1, once it is not frozen; a container that does not listen yet is killed."""
         if self._is_frozen:  # with the signal, Docker would let the container continue
             self._is_told = True
-        elif not tell(self._container, "kill", "--signal", "TERM") and self.exit_code is None:
+        elif not (self.listens() and tell(self._container, "kill", "--signal", "TERM")) and self.exit_code is None:
             self.kill()
 
     def freeze(self) -> None:

@@ -15,8 +15,12 @@ def write_new(file: Path, text: str) -> None:
         OutputDirectoryError: It exists, or cannot be written.
     """
     try:
-        with file.open("x", encoding="utf-8") as new:
-            new.write(text)
+        content = text.encode()
+        with file.open("xb") as new:
+            new.write(content)
+    except UnicodeEncodeError as error:
+        name = error.object[max(0, error.start - 20) : error.end]
+        raise OutputDirectoryError(f"{file} cannot be written: {name!r} is not text. Rename that file.") from error
     except FileExistsError:
         raise OutputDirectoryError(f"{file} exists, and is not replaced. Remove it, or name another file.") from None
     except OSError as error:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, SSOError, TokenRetrievalError
 
 from lightning_sm.cloud.aws import Clients, error_code
 from lightning_sm.errors import AWSError
@@ -63,8 +63,8 @@ def _found(what: str, permission: str, found: Iterator[JobProblem | str]) -> Ite
 def _credentials(clients: Clients) -> Iterator[JobProblem | str]:
     try:
         clients.look("sts").get_caller_identity()
-    except ClientError as error:  # no permission is needed for this call
-        raise AWSError(f"AWS does not accept your credentials: {error}") from error
+    except (ClientError, SSOError, TokenRetrievalError) as error:  # no permission is needed for this call
+        raise AWSError(f"AWS does not accept your credentials; renew them, as with aws sso login: {error}") from error
     yield from ()
 
 

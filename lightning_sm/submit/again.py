@@ -66,7 +66,7 @@ def again(
 def _changes(settings: Sequence[str]) -> list[Override]:
     pairs = [setting.partition("=") for setting in settings]
     for key, equals, _ in pairs:
-        if not equals:
+        if not (key and equals):
             raise SubmitError(f"--set {key}: expected KEY=VALUE, as in --set max_run_s=3600.")
     return [Override(key, text) for key, _, text in pairs]
 

@@ -71,6 +71,8 @@ def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
     options = parser.parse_args(words)
     if options.file is None and not overrides:
         parser.error("no job file is given")
+    if options.local and not options.wait:
+        parser.error("argument --no-wait: not allowed with argument --local, which ends with the job")
     job = read_job(options.file, overrides)
     check_boto3("lightning-sm submit")
     from lightning_sm.cloud.follow import exit_code, reason_of  # noqa: PLC0415
@@ -93,14 +95,15 @@ def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
 
 def _write_report(job: Job, description: Mapping[str, Any], write: ReportWriter) -> None:
     """Write the report of a job that has ended into this folder, if that is possible: the job's outcome stands."""
-    from lightning_sm.cloud.aws import Clients, new_session, one_line_errors  # noqa: PLC0415 - loads boto3
+    from lightning_sm.cloud.aws import Clients, one_line_errors  # noqa: PLC0415 - loads boto3
     from lightning_sm.cloud.records import write_report_of  # noqa: PLC0415
     from lightning_sm.submit.price_list import with_list_prices  # noqa: PLC0415
+    from lightning_sm.submit.submit import session_of  # noqa: PLC0415
 
     page = Path(f"{description['TrainingJobName']}.html")
     try:
         with one_line_errors():
-            session = new_session()
+            session = session_of(job)
             clients = Clients(session)
             prices = Prices(with_list_prices(clients, job, session.region_name).prices)
             write_report_of(clients.s3, description, write, page, prices)

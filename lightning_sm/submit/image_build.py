@@ -64,7 +64,7 @@ def push_image(ecr: Any, image: str) -> str:
     except ClientError as error:
         if error_code(error) != "RepositoryNotFoundException":
             raise
-        ecr.create_repository(repositoryName=name)
+        ecr.create_repository(registryId=account, repositoryName=name)
         _LOG.info("Created the repository %s", name)
     digest = _pushed(ecr, account, repository, image)
     if digest is None:

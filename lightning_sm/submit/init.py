@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 
 from lightning_sm._log import command_logger
@@ -26,45 +27,6 @@ examples:
 exit codes: 0 the file is written, 2 it exists, or there is no such script"""
 # The part of a job's name that the user chooses may have this many characters, as preflight checks.
 _NAME_CHARS = 39
-
-_FILE = """\
-# The job of {script}. Fill in what stands in <...>; then:
-#   lightning-sm submit {file} --dry-run                  checks everything, and sends nothing
-#   lightning-sm submit {file} --local --image=<image>    runs the job here, in containers
-#   lightning-sm submit {file}                            submits it
-# All keys: lightning-sm submit --help
-name: "{name}"
-
-# An image with lightning_sm in Amazon ECR, and the role that the job runs under.
-image: <account>.dkr.ecr.{region}.amazonaws.com/lightning-sm:latest
-role: arn:aws:iam::<account>:role/<role>
-
-# The folder is sent with the job, all of it. List what the image lacks in its requirements.txt, such as lightning.
-source_dir: {source_dir}
-script: {script}
-
-# Hosts that train. To build the batches on CPU hosts, add: data: {{instance_type: ml.c6i.4xlarge}}
-groups:
-  trainer: {{instance_type: ml.g5.xlarge, count: 1}}
-
-# The files of a channel are at /opt/ml/input/data/<channel> on the hosts (SM_CHANNEL_<CHANNEL>).
-# channels:
-#   training: {{uri: s3://<bucket>/<prefix>}}
-
-# Options of the script.
-# hyperparameters: {{data.batch_size: 64}}
-
-# A job that was interrupted, or is submitted again, goes on from its checkpoints there.
-checkpoints: s3://<bucket>/{name}/checkpoints
-
-# The job ends after this time, in seconds, and is not submitted if it can cost more than max_cost.
-max_run_s: 3600
-# prices: {{ml.g5.xlarge: <price>}}
-# max_cost: 20
-
-# Spot capacity is cheaper, and may be interrupted; max_wait_s includes waiting and restarts.
-# spot: {{max_wait_s: 7200}}
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +65,8 @@ def first_job_file(script: Path, file: Path, environment: Mapping[str, str]) -> 
         raise SubmitError(f"There is no file {script}; expected the path of a training script.")
     name = re.sub(r"[^a-zA-Z0-9]+", "-", script.stem)[:_NAME_CHARS].strip("-")
     source_dir = os.path.relpath(script.absolute().parent, file.absolute().parent)
-    return _FILE.format(
+    template = resources.files(__package__).joinpath("first_job.yaml").read_text(encoding="utf-8")
+    return template.format(
         # Texts of JSON are those of YAML, whatever a path looks like.
         script=json.dumps(script.name, ensure_ascii=False),
         source_dir=json.dumps(source_dir, ensure_ascii=False),

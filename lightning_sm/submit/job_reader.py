@@ -102,6 +102,8 @@ class JobReader:
                 if kind is not Any:
                     self.problems.append(f"{option}: the value is not YAML: {_explained(override.text, error)[1]}")
                     return
+            except RecursionError:
+                _stop(f"{option}: {_TOO_DEEP}")
         outer = self._root
         for part in parts[:-1]:
             inner = next((value for name, value in outer.value if name.value == part), None)
@@ -277,6 +279,8 @@ def _explained(text: str, error: yaml.YAMLError) -> tuple[int, str]:
     number = 0 if mark is None else min(mark.line, len(lines) - 1)
     if mark is not None and "\t" in lines[number][: mark.column + 1]:
         return number + 1, "a tab is where YAML needs a space; YAML indents with spaces."
+    if lines[number].startswith("---"):
+        return number + 1, "a second document begins here; a job file has one. Remove ---, or what follows it."
     opening = lines[began.line][began.column : began.column + 1] if began is not None else ""
     if began is not None and opening in {'"', "'", "[", "{"}:
         return began.line + 1, f"{opening} is not closed, or a comma is missing after it."

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from lightning_sm._arguments import did_you_mean
 from lightning_sm.errors import HyperparameterError, JobConfigError, TopologyError
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.hyperparameters import encode
@@ -22,7 +23,7 @@ from lightning_sm.job.variables import DATA_GROUPS, JOB_SECRET, SETTINGS, misspe
 from lightning_sm.submit.cost_limit import cost_problems
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.problems import Findings, JobProblem
-from lightning_sm.submit.service_limits import PLACES, matches
+from lightning_sm.submit.service_limits import PLACES, matches, values_of
 from lightning_sm.submit.training_job import NAME_ENDING_CHARS, config_of, prepared, script_options
 from lightning_sm.submit.tuning import tuning_problems
 
@@ -65,7 +66,8 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
     if mode == "local":
         problems += _local_channels(job)
     else:
-        problems += [*cost_problems(job), *_addresses(job, region), *([] if options else _secrets(job))]
+        found = [*_instance_types(job), *_addresses(job, region)]
+        problems += [*cost_problems(job), *found, *([] if options else _secrets(job))]
     return Findings(problems, [*_advice(job, mode)], job.positions)
 
 
@@ -153,6 +155,11 @@ def _script(job: Job) -> Iterator[JobProblem]:
             f"script is {job.script!r}, which is not a file in source_dir, {folder}. Only that folder is sent with the "
             "job; script is a path in it.",
         )
+    for path in folder.rglob("*"):
+        is_loop = path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())
+        if is_loop or not (path.is_file() or path.is_dir()):
+            what = "a link to a folder around it" if is_loop else "neither a file nor a folder, or a link to nothing"
+            yield JobProblem("source_dir", f"source_dir has {path.relative_to(folder)}, which is {what}. Remove it.")
     if job.requested("EnableNetworkIsolation"):
         yield JobProblem(
             "source_dir",
@@ -174,6 +181,8 @@ def _build(job: Job) -> Iterator[JobProblem]:
     if not file.is_file():
         key = "build" if job.dockerfile is None else "dockerfile"
         yield JobProblem(key, f"{key}: there is no file {file}. If the Dockerfile is elsewhere, set dockerfile.")
+    if "@" in job.image:
+        yield JobProblem("image", f"image is {job.image}; with build, expected a tag in place of the digest.")
 
 
 def _environment(job: Job) -> Iterator[JobProblem]:
@@ -192,6 +201,15 @@ def _requested(job: Job) -> Iterator[JobProblem]:
         for place in places:
             if job.requested(place) is not None:
                 yield JobProblem(f"request.{place}", f"request has {place}, which the key {key} decides. Use {key}.")
+
+
+def _instance_types(job: Job) -> Iterator[JobProblem]:
+    known = values_of("TrainingInstanceType")
+    for name, kind in ((name, group.instance_type) for name, group in job.groups.items()):
+        if kind not in known:
+            key, near = f"groups.{name}.instance_type", did_you_mean(kind, known)
+            new = "If it is new: pip install --upgrade boto3."
+            yield JobProblem(key, f"{key} is {kind!r}, which is not an instance type of training jobs.{near} {new}")
 
 
 def _addresses(job: Job, region: str | None) -> Iterator[JobProblem]:
@@ -233,6 +251,7 @@ def _secrets(job: Job) -> Iterator[JobProblem]:
     """Find values that are secret by their name or form, unless ``not_secret`` names them."""
     environment = {name: value for name, value in job.environment.items() if name != JOB_SECRET.name}
     sources = {"config": config_of(job), "hyperparameters": job.hyperparameters, "environment": environment}
+    sources["tune.ranges"] = {} if job.tune is None else {name: one.values for name, one in job.tune.ranges.items()}
     found = [
         (source, path)
         for source, values in sources.items()
@@ -270,6 +289,9 @@ def _advice(job: Job, mode: Literal["cloud", "local"]) -> Iterator[str]:
     if job.checkpoints is None and (job.spot is not None or job.max_restarts):
         key = "spot" if job.spot is not None else "max_restarts"
         yield f"{key} without checkpoints: scripts start again from the beginning. Set checkpoints: s3://..."
+    known = [*job.groups, *(group.instance_type for group in job.groups.values())]
+    for name in sorted(job.prices.keys() - set(known)):
+        yield f"prices has {name}, which is neither an instance type nor a group of the job.{did_you_mean(name, known)}"
     if mode == "cloud" and job.source_dir is not None:
         for name in _NOT_CODE:
             if Path(job.source_dir, name).exists():

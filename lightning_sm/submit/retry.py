@@ -16,15 +16,7 @@ from lightning_sm.submit.job_file import Retries
 _LOG = command_logger(__name__)
 
 # Refusals that may pass: a quota that other jobs use up at the moment, no capacity, throttling.
-_TRANSIENT_CODES = frozenset(
-    {
-        "ResourceLimitExceeded",
-        "ThrottlingException",
-        "Throttling",
-        "InsufficientCapacity",
-        "InsufficientInstanceCapacity",
-    }
-)
+_TRANSIENT_CODES = frozenset({"ResourceLimitExceeded", "ThrottlingException", "InsufficientCapacity"})
 # "... is 0 Instances, with current utilization of 0 Instances and a request delta of 1 Instances."
 _QUOTA = re.compile(r"is (\d+) Instances.* delta of (\d+) Instances", re.DOTALL)
 # The FailureReason of a job without hosts: "CapacityError: Unable to provision requested ML compute capacity".

@@ -81,6 +81,11 @@ def matches(member: str, value: str) -> bool:
     return not list(_violations(value, _input_shape().members[member], member))
 
 
+def values_of(shape: str) -> list[str]:
+    """Return the values that the model knows of an enumeration, such as ``TrainingInstanceType``."""
+    return list(_service().shape_for(shape).enum)
+
+
 def fitting(value: Mapping[str, Any], structure: str) -> tuple[dict[str, Any], list[str]]:
     """Return what a structure of SageMaker's API can hold of a value, and the names of what it cannot.
 
@@ -134,7 +139,7 @@ def _violations(value: Any, shape: Any, path: str) -> Iterator[JobProblem]:
                 yield from _violations(item, shape.member, f"{path}[{index}]")
         case "map":
             for name, item in value.items():
-                yield from _violations(name, shape.key, f"{path} (name)")
+                yield from _violations(name, shape.key, f"{path}[{name!r}] (name)")
                 yield from _violations(item, shape.value, f"{path}[{name!r}]")
         case "string":
             yield from _text_violations(value, shape, path)
@@ -160,10 +165,8 @@ def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
     if pattern is not None and not re.fullmatch(_pattern(pattern), text):
         yield _problem(path, f"is {quoted}, which does not match {pattern}.")
     if shape.enum and text not in shape.enum:
-        near = f" Did you mean ml.{text}?" if f"ml.{text}" in shape.enum else did_you_mean(text, shape.enum)
-        yield _problem(
-            path, f"is {quoted}, which the installed botocore does not know.{near} If it is new: update boto3."
-        )
+        new = "If it is new: pip install --upgrade boto3."
+        yield _problem(path, f"is {quoted}, which the service's model lacks.{did_you_mean(text, shape.enum)} {new}")
 
 
 def _pattern(pattern: str) -> str:
@@ -172,7 +175,7 @@ def _pattern(pattern: str) -> str:
 
 def _problem(path: str, text: str) -> JobProblem:
     key = _key(path)
-    entry = re.fullmatch(r"\w+\['(.*)'\]", path.removeprefix(_DEFINITION))
+    entry = re.fullmatch(r"\w+\['(.*)'\](?: \(name\))?", path.removeprefix(_DEFINITION))
     if key == "request":
         line = f"request.{path}"
     else:

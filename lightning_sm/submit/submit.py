@@ -9,19 +9,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import boto3
 from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
 from lightning_sm._log import command_logger
-from lightning_sm.cloud.aws import Clients, check_credentials, has_credentials, new_session
+from lightning_sm.cloud.aws import Clients, check_credentials, new_session
 from lightning_sm.cloud.follow import follow
-from lightning_sm.errors import SubmitError
+from lightning_sm.emulator.docker import docker_program
+from lightning_sm.errors import AWSError, SubmitError
 from lightning_sm.job.redaction import shown
 from lightning_sm.submit.account import check_account
 from lightning_sm.submit.image_build import build_image, push_image
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.local import ignored_keys, run_containers
-from lightning_sm.submit.preflight import check
+from lightning_sm.submit.preflight import ECR_IMAGE, check
 from lightning_sm.submit.price_list import with_list_prices
 from lightning_sm.submit.problems import Findings
 from lightning_sm.submit.retry import submit_until_capacity
@@ -31,6 +33,16 @@ from lightning_sm.submit.training_job import new_job_name, prepared, training_jo
 from lightning_sm.submit.tuning import tuning_job
 
 _LOG = command_logger(__name__)
+
+
+def session_of(job: Job, region: str | None = None) -> boto3.Session:
+    """Open the session of a job: in the region that is given or configured, else in that of its image.
+
+    Raises:
+        AWSError: There is no region, or the profile does not exist.
+    """
+    image = ECR_IMAGE.fullmatch(job.image)
+    return new_session(image and image["region"], region_name=region)
 
 
 def dry_run(job: Job, region: str | None = None) -> dict[str, Any]:
@@ -44,15 +56,19 @@ def dry_run(job: Job, region: str | None = None) -> dict[str, Any]:
         region: Its region; None for the one that is configured.
 
     Raises:
-        AWSError: No region is configured, or AWS does not accept the credentials.
+        AWSError: There is no region.
         SubmitError: The job has problems, or the account does, which the message lists.
     """
-    session = new_session(region_name=region)
-    clients = Clients(session) if has_credentials(session) else None
-    if clients is None:
-        _LOG.info("There are no AWS credentials, so the account is not checked.")
-    request: dict[str, Any] = shown("", _checked(clients, job, session.region_name)[1])
-    return request
+    session = session_of(job, region)
+    region, clients = session.region_name, Clients(session)
+    job, request = _checked(clients, job, region)
+    try:
+        check_credentials(session)
+        check_account(clients, job, region).report()
+    except AWSError as error:
+        _LOG.warning("warning: the account was not checked: %s", error)
+    redacted: dict[str, Any] = shown("", request)
+    return redacted
 
 
 def show_dry_run(job: Job, region: str | None = None) -> None:
@@ -90,10 +106,13 @@ def send(
         ContainerError: The image cannot be built or pushed.
         SubmitError: The job has problems, or the account does, which the message lists; or the service rejects the job.
     """
-    session = new_session(region_name=region)
+    session = session_of(job, region)
     check_credentials(session)
     region, clients = session.region_name, Clients(session)
     job, _ = _checked(clients, job, region)
+    check_account(clients, job, region).report()
+    if job.build is not None:
+        docker_program()  # or it would be missed only after the question
     _LOG.info("0 problems")
     if ask is not None:
         ask(with_list_prices(clients, job, region))
@@ -182,9 +201,9 @@ def _request(job: Job, region: str) -> dict[str, Any]:
     return training_job(job, name, output, None if job.source_dir is None else code_address(output, name))
 
 
-def _checked(clients: Clients | None, job: Job, region: str) -> tuple[Job, dict[str, Any]]:
-    """Check everything that can be checked before the job is sent; return it, with the prices used, and the request."""
-    if clients is not None and job.max_cost is not None:
+def _checked(clients: Clients, job: Job, region: str) -> tuple[Job, dict[str, Any]]:
+    """Check all that can be checked without the account; return the job, with the prices used, and the request."""
+    if job.max_cost is not None:
         job = with_list_prices(clients, job, region)
     check(job, "cloud", region).report()
     request = _request(prepared(job), region)
@@ -193,6 +212,4 @@ def _checked(clients: Clients | None, job: Job, region: str) -> tuple[Job, dict[
         request, warnings = tuning_job(job.tune, job.name, request)
         operation = "CreateHyperParameterTuningJob"
     Findings(request_problems(request, operation), warnings, job.positions).report()
-    if clients is not None:
-        check_account(clients, job, region).report()
     return job, request

@@ -28,6 +28,7 @@ def test_commands_start_without_torch(argument):
     [
         (["reprot"], "unknown command reprot. Did you mean report?"),
         (["dokter"], "unknown command dokter. Did you mean doctor?"),
+        (["tpo"], "unknown command tpo. Did you mean report --live?"),
         (["xyzzy"], "unknown command xyzzy.\n"),
         (["--versoin"], "unknown option --versoin. Did you mean --version?"),
         (["report", "x", "--onec"], "lightning-sm report: error: unknown option --onec. Did you mean --once?"),

@@ -36,7 +36,7 @@ def site(tmp_path_factory):
 
 
 def test_every_page_is_there(site):
-    """Each page and notebook of the documentation, the project's own, and the reference; index.html leads to the first."""
+    """Each page and notebook of the documentation, the project's own, the reference; index.html leads to the first."""
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "docs").glob("*.ipynb")]
     missing = [page for page in pages if not (site / page.relative_to(REPOSITORY).with_suffix(".html")).is_file()]
     assert missing == []

@@ -138,6 +138,22 @@ def test_an_account_that_cannot_be_reached_is_a_warning(service, monkeypatch):
     assert all("was not checked: Could not connect" in one for one in warnings), warnings
 
 
+def test_a_session_that_is_over_ends_it(service, monkeypatch, tmp_path):
+    """That of IAM Identity Center, for example: the answer says what renews it."""
+    (tmp_path / "config").write_text(
+        "[profile sso]\nsso_start_url = https://example.com\nsso_region = us-east-1\nsso_account_id = 111122223333\n"
+        "sso_role_name = role\nregion = us-east-1\n"
+    )
+    for name, value in {"CONFIG_FILE": str(tmp_path / "config"), "PROFILE": "sso"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))  # where tokens are kept
+    with pytest.raises(AWSError, match="renew them, as with aws sso login"):
+        check(job())
+    assert service.operations == []
+
+
 def test_credentials_that_aws_does_not_accept_end_it(service):
     """They are the first thing that is asked about."""
     service.has_valid_key = False

@@ -26,7 +26,7 @@ JOB = Job(
 @pytest.fixture(autouse=True)
 def _session(monkeypatch):
     session = boto3.Session(region_name="us-east-1")
-    monkeypatch.setattr(submit, "new_session", lambda **_: session)
+    monkeypatch.setattr(submit, "new_session", lambda *_, **__: session)
 
 
 def test_each_target_gets_the_same_training_job(capsys):

@@ -199,10 +199,9 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
         "HyperParameters": {**REQUEST["HyperParameters"], **secrets},
     }
     assert service.seen == []
-    assert ended.stderr.splitlines()[-2:] == [
-        "lightning-sm: There are no AWS credentials, so the account is not checked.",
-        "lightning-sm: 0 problems; nothing was sent",
-    ]
+    *_, warning, last = ended.stderr.splitlines()
+    assert warning.startswith("lightning-sm: warning: the account was not checked: No AWS credentials: run 'aws conf")
+    assert last == "lightning-sm: 0 problems; nothing was sent"
 
 
 def test_a_dry_run_looks_at_the_account(submit, service):
@@ -220,6 +219,28 @@ def test_a_dry_run_looks_at_the_account(submit, service):
     assert json.loads(ended.stdout)["RoleArn"] == JOB["role"]
     assert {line.split()[0] for line in service.seen} == {"POST", "HEAD"}
     assert set(service.operations) == {"DescribeImages", "GetProducts"}
+
+
+def test_a_dry_run_outlives_credentials_that_are_not_accepted(submit, service):
+    """They are no part of the job; to submit it, they have to be renewed."""
+    service.has_valid_key = False
+    ended = submit(JOB, "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    assert "warning: the account was not checked: AWS does not accept your credentials" in ended.stderr
+    assert service.operations == []
+
+
+def test_without_another_region_a_job_has_that_of_its_image(submit, service):
+    """SageMaker takes images of its own region only."""
+    environment = {name: value for name, value in service.environment.items() if name != "AWS_DEFAULT_REGION"}
+    service.endings = [COMPLETED]
+    for mode in ("--dry-run", "--yes"):
+        ended = submit(JOB, mode, environment=environment)
+        assert ended.returncode == 0, ended.stderr
+    assert len(service.requests) == 1
+    ended = submit({**JOB, "image": "here:1"}, "--dry-run", environment=environment)
+    assert ended.returncode == 2
+    assert "No AWS region" in ended.stderr
 
 
 def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
@@ -394,10 +415,10 @@ def test_a_job_with_problems_is_not_sent(submit, service):
     """First those of the rules are said, then those of the service's model, all at once."""
     ended = submit({**JOB, "name": "a_b", "role": None}, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
     job = {**JOB, "environment": {"a-b": "x" * 513}, "request": {"ResourceConfig": {"KeepAlivePeriodInSeconds": 30000}}}
-    limited = submit(job, "--yes", "--groups.trainer.instance_type=ml.g5.xlarg")
+    limited = submit(job, "--yes")
     for code, text, words in [
-        (ended.returncode, ended.stderr, ["name is 'a_b'", "role"]),
-        (limited.returncode, limited.stderr, ["'a-b'", "513 characters", "30000", "ml.g5.xlarge"]),
+        (ended.returncode, ended.stderr, ["name is 'a_b'", "role", "Did you mean ml.g5.xlarge?"]),
+        (limited.returncode, limited.stderr, ["'a-b'", "513 characters", "30000"]),
     ]:
         assert code == 2
         assert "nothing was sent" in text
@@ -475,13 +496,12 @@ def test_a_lost_answer_does_not_make_a_second_job(submit, service):
 @pytest.mark.parametrize(
     ("variables", "mode", "words"),
     [
-        (["AWS_DEFAULT_REGION"], "--dry-run", "No AWS region"),
         (["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"], "--yes", "No AWS credentials"),
-        (["AWS_SECRET_ACCESS_KEY"], "--dry-run", "AWS credentials cannot be read: Partial credentials found in env"),
+        (["AWS_SECRET_ACCESS_KEY"], "--yes", "AWS credentials cannot be read: Partial credentials found in env"),
     ],
 )
 def test_what_is_missing_on_this_machine_is_said(submit, service, variables, mode, words):
-    """Region or credentials; with what to do."""
+    """Credentials, or a part of them; with what to do."""
     environment = {name: value for name, value in service.environment.items() if name not in variables}
     ended = submit(JOB, mode, environment=environment)
     assert ended.returncode == 2

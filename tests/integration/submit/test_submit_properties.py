@@ -66,7 +66,7 @@ JOBS = st.builds(
 def _quick(monkeypatch):
     """One session for all jobs."""
     session = boto3.Session(region_name="us-east-1")
-    monkeypatch.setattr(submit, "new_session", lambda **_: session)
+    monkeypatch.setattr(submit, "new_session", lambda *_, **__: session)
 
 
 @pytest.mark.proof

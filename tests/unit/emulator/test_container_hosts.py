@@ -23,6 +23,10 @@ case "$1" in
     image) echo "$ENTRY_POINT";;
     info) echo "$ABOUT";;
     create) while [ "$1" != --env-file ]; do shift; done; cat "$2" > "$CALLS.variables";;
+    start) if [ -p "$CALLS.end" ]; then read code < "$CALLS.end"; exit "$code"; fi;;
+    ps) echo running;;
+    exec) echo "$STATUS";;
+    kill) case "$*" in *TERM*) echo 143;; *) echo 137;; esac > "$CALLS.end";;
 esac
 """
 
@@ -79,6 +83,20 @@ def test_no_value_of_a_variable_is_on_a_command_line(calls, tmp_path):
     assert JOB_SECRET.name in variables
     assert "hush" not in created
     assert "--env=KEY" in created
+
+
+@pytest.mark.parametrize(("caught", "exit_code"), [("0", 137), ("4000", 143)])
+def test_a_host_that_would_lose_its_signal_is_killed(calls, tmp_path, monkeypatch, caught, exit_code):
+    """The kernel drops SIGTERM to a process 1 that has no handler yet, and the host would begin to train."""
+    os.mkfifo(calls.with_name("calls.end"))
+    monkeypatch.setenv("STATUS", f"SigBlk:\t0000000000000000\nSigCgt:\t{caught:0>16}")
+    with LocalCluster(ClusterSpec(), tmp_path / "jobs", ContainerRuntime("an-image")) as cluster:
+        host = cluster.hosts[0]
+        output = Output(io.BytesIO(), [host.name])
+        started = cluster.runtime.start(host, [], output, threading.Event())
+        started.terminate()
+        started.waiter.join(60)
+        assert started.exit_code == exit_code
 
 
 def test_a_script_is_named_as_the_container_sees_it(calls, tmp_path, monkeypatch):

@@ -38,17 +38,18 @@ def filled(text):
 
 
 def test_a_dry_run_accepts_it_once_it_is_filled_in(folder, monkeypatch, caplog):
-    """The checks of the request have nothing to say, not even a warning."""
+    """The checks of the request have nothing to say, not even a warning; those of the account need credentials."""
     put(folder, src__digits=PARSER)
     assert main(["init", "src/digits.py"]) == 0
     (folder / "job.yaml").write_text(filled((folder / "job.yaml").read_text()))
     session = boto3.Session(region_name="us-east-1")
-    monkeypatch.setattr(submit, "new_session", lambda **_: session)
+    monkeypatch.setattr(submit, "new_session", lambda *_, **__: session)
     caplog.clear()
     request = submit.dry_run(read_job("job.yaml"))
     assert request["TrainingJobName"].startswith("digits-")
     assert request["HyperParameters"]["sagemaker_program"] == '"digits.py"'
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "the account was not checked: No AWS credentials" in warning
 
 
 def test_every_comment_that_is_a_key_is_right(folder):
@@ -113,6 +114,14 @@ def test_a_script_that_does_not_exist_is_an_error(folder, caplog):
     assert main(["init", "gone.py"]) == 2
     assert "There is no file gone.py" in caplog.text
     assert list(folder.iterdir()) == []
+
+
+def test_a_name_that_is_no_text_leaves_no_file(folder, caplog):
+    """Files may be called anything; a job file is text."""
+    os.close(os.open(b"train\xff.py", os.O_CREAT | os.O_WRONLY))
+    assert main(["init", os.fsdecode(b"train\xff.py")]) == 2
+    assert "is not text. Rename that file." in caplog.text
+    assert not (folder / "job.yaml").exists()
 
 
 def test_the_region_of_this_machine_is_filled_in(folder, monkeypatch):

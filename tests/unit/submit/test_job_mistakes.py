@@ -91,7 +91,7 @@ MISTAKES = [
     ("name: digits", "name: @digits", 3, ["quote a value that", "begins with a sign such as @"]),
     ("name: digits", "name: *digits", 3, ["quote a value that", "begins with a sign such as @ or *"]),
     ("name: digits", "name: !digits x", 3, ["name: the value does not fit its YAML type. Quote it"]),
-    ("name: digits", "name: digits\n---\nname: letters", 4, ["does not fit those above it"]),
+    ("name: digits", "name: digits\n---\nname: letters", 4, ["a second document begins here"]),
     ("name: digits", "name: d\x07", 3, ["a character that YAML does not allow"]),
     ("name: digits", "name: digits\n1: x", 4, ["a name is a number; expected text. Quote it."]),
     ("name: digits", "name: digits\n<<: {a: x}", 4, ["<< merges nothing in a job file. Repeat the keys here."]),
@@ -251,7 +251,14 @@ MISTAKES = [
         ["nothing reads LIGHTNING_SM_DATAGROUPS. Did you mean LIGHT"],
     ),
     ("name: digits", "request: {RoleArn: a}", 3, ["request has RoleArn, which the key role decides. Use role."]),
+    ("ml.g5.xlarge", "g5.xlarge", 6, ["groups.trainer.instance_type is 'g5.xlarge'", "Did you mean ml.g5.xlarge?"]),
     # secrets
+    (
+        "spot: {max_wait_s: 7200}",
+        "tune: {objective: a, ranges: {api_key: {values: [hunter2, b]}}, direction: maximize}",
+        21,
+        ["tune.ranges.api_key looks like a secret", "not_secret: [api_key]"],
+    ),
     (
         "NCCL_DEBUG: INFO",
         "WANDB_API_KEY: hunter2",
@@ -339,6 +346,7 @@ def test_a_value_that_cannot_be_read_has_no_consequences(tmp_path):
         (["--spot=true"], "--spot: spot is true; expected keys with values"),
         (["--spot.max_wait_s=60"], "--spot.max_wait_s: spot.max_wait_s is 60 and max_run_s is 3600"),
         (["--groups.trainer={count: 1"], "--groups.trainer: the value is not YAML: { is not closed"),
+        (["--hyperparameters.a=" + 3000 * "["], "--hyperparameters.a: values are nested too deeply"),
         (
             ["--channels.test={uri: s3://bucket/a, uri: s3://bucket/b}"],
             "--channels.test: channels.test.uri is given twice",

@@ -1,5 +1,6 @@
 """The rules between the keys of a job file."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,10 @@ def test_registries_of_every_partition_are_known(registry, region):
             {"image": "lightning-sm", "build": CODE, "dockerfile": __file__},
             ["With `build: .`, it is built and pushed."],
         ),
+        (
+            {"image": f"{IMAGE.partition(':')[0]}@sha256:{64 * 'a'}", "build": CODE, "dockerfile": __file__},
+            ["with build, expected a tag in place of the digest"],
+        ),
         ({"image": IMAGE.replace("111122223333", "<account>")}, ["image", "<account>"]),
         ({"image": IMAGE.replace("us-east-1", "eu-west-1")}, ["image is in eu-west-1", "runs in us-east-1"]),
         ({"checkpoints": "s3://bucket/output/"}, ["output is s3://bucket/output", "equal to checkpoints"]),
@@ -104,6 +109,11 @@ def test_every_contradiction_is_a_problem(changes, words):
     [
         ({"spot": Spot(86400)}, "us-east-1", ["spot without checkpoints"]),
         ({"max_restarts": 1}, "us-east-1", ["max_restarts without checkpoints"]),
+        (
+            {"prices": {"ml.g5.xlarg": 1.41}},
+            "us-east-1",
+            ["prices has ml.g5.xlarg, which", "Did you mean ml.g5.xlarge?"],
+        ),
     ],
 )
 def test_what_is_rarely_meant_is_a_warning(changes, region, words):
@@ -135,6 +145,23 @@ def test_what_is_not_meant_to_be_uploaded_is_a_warning(tmp_path):
     named = [warning.split()[2].rstrip(",") for warning in findings.warnings]
     assert named == [".aws", ".env", ".git", ".venv", "venv"]
     findings.report()
+
+
+@pytest.mark.parametrize("mode", ["cloud", "local"])
+def test_what_cannot_be_copied_is_a_problem(tmp_path, mode):
+    """A link to nothing, as editors leave it, a link around itself, and a pipe; a link to a file is one."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "same.py").symlink_to("train.py")
+    job = replace(JOB, source_dir=str(tmp_path), script="train.py", channels={})
+    assert check(job, mode).problems == []
+    (tmp_path / ".#train.py").symlink_to("me@host.1")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "all").symlink_to("..")
+    os.mkfifo(tmp_path / "pipe")
+    found = {problem.text.split()[2].rstrip(","): problem.text for problem in check(job, mode).problems}
+    assert set(found) == {".#train.py", "package/all", "pipe"}
+    assert "a link to a folder around it" in found["package/all"]
+    assert "a link to nothing" in found[".#train.py"]
 
 
 def test_local_mode_needs_neither_role_nor_registry(tmp_path):

@@ -55,7 +55,12 @@ def test_a_good_request_has_no_problems():
         (["HyperParameters", "a"], "a b", "a\nb", "does not match"),
         (["Environment"], {f"K{i}": "1" for i in range(100)}, {f"K{i}": "1" for i in range(101)}, "allows 100"),
         (["Environment", "A"], "x" * 512, "x" * 513, "environment: "),
-        (["Environment"], {"_a9": "1"}, {"9a": "1"}, "does not match"),
+        (
+            ["Environment"],
+            {"_a9": "1"},
+            {"9a": "1"},
+            "environment: Environment['9a'] (name) is '9a', which does not match",
+        ),
         (["RetryStrategy", "MaximumRetryAttempts"], 1, 31, "request: RetryStrategy"),
         (["ResourceConfig", "KeepAlivePeriodInSeconds"], 21600, 21601, "request: ResourceConfig.Keep"),
         (["ResourceConfig", "InstanceType"], "ml.p5.48xlarge", "ml.g5.xlarg", "ml.g5.xlarge"),
