@@ -29,9 +29,12 @@ EXIT_AFTER_EXCEPTION_S = 120.0
 CONSEQUENCE_S = 3.0
 # When a rank dies, other ranks of the host can fail before it has exited: wait this long for it.
 OWN_CAUSE_S = 5.0
+# A launcher is lost after this silence, in which it tries to connect again: a reset, and a packet that is lost at every
+# attempt to connect, cost seconds.
+LOST_S = 15.0
 # When a rank dies, ranks on other hosts can fail seconds before its own launcher sees the exit. Wait this long for the
-# real cause.
-CAUSE_ELSEWHERE_S = 10.0
+# real cause, which may be a host that is lost.
+CAUSE_ELSEWHERE_S = LOST_S + 2.0
 # For hosts that have never connected, which would otherwise be stopped without learning why. A setting.
 ABSENT_HOSTS_S = 10.0
 # The host that failed first must exit first, so that SageMaker shows its exit code and reason as the job's. Its
@@ -40,9 +43,6 @@ MAIN_HOST_LEAVES_LATER_S = 1.0
 
 # ---- After a failure on another host.
 
-# A launcher is lost after this silence, in which it tries to connect again: a reset, and a packet that is lost at every
-# attempt to connect, cost seconds.
-LOST_S = 15.0
 # For the scripts that still run. SageMaker gives a stopped job 120 s.
 AFTER_FAILURE_S = 150.0
 

@@ -255,6 +255,34 @@ def test_a_host_that_starts_after_the_failure_of_the_first_one_ends_with_its_rea
     assert re.match(r"ValueError: meant to fail\s+on trainer host algo-1\b", failure(hosts.folder / "algo-2"))
 
 
+@pytest.mark.proof  # a host is lost after 15 s
+def test_a_host_that_was_killed_is_the_reason_of_the_one_that_lost_its_connection(work, tmp_path):
+    """Which fails at once, and hears nothing from the other one's launcher; it does not report the consequence."""
+    hosts = Hosts(tmp_path / "hosts")
+    (work / "wait.py").write_text(_WAIT)
+    gone = work / "gone"
+    (work / "lose.py").write_text(
+        "import pathlib, time\nprint('ready', flush=True)\n"
+        f"while not pathlib.Path({str(gone)!r}).exists():\n    time.sleep(0.05)\n"
+        "raise ConnectionResetError('Connection reset by peer')"
+    )
+
+    def launcher(host, script):
+        return started(hosts.folder / host, work, script, **{**hosts.env(host), "LIGHTNING_SM_PEERS_TIMEOUT_S": "60"})
+
+    with launcher("algo-1", "lose.py") as first, launcher("algo-2", "wait.py") as second:
+        first.wait_for("ready")
+        second.wait_for("ready")
+        killed = psutil.Process(second.process.pid)
+        met = "the launchers have met"
+        until(lambda: any(one.status == "ESTABLISHED" for one in killed.net_connections()), met, TIMEOUT_S)
+        for process in [*killed.children(recursive=True), killed]:
+            process.kill()
+        gone.touch()
+        assert first.exit_code() == 1
+    assert failure(hosts.folder / "algo-1").startswith("Lost host algo-2: its launcher has sent nothing for 15 s")
+
+
 @pytest.mark.parametrize("scheme", ["s3", "file"])
 def test_the_first_checkpoint_is_waited_for_before_its_upload_has_begun(work, tmp_path, scheme):
     """The agent has shown nothing yet when the script ends; its address does not matter, only that it is elsewhere."""
