@@ -94,7 +94,10 @@ clean: ## remove virtual environments and outputs
 # One resolve in each step for everything that is installed then: another one could change torch. lightning-bolts comes
 # without its dependencies, because it asks for pytorch-lightning<2 (see app/bolts_compat.py).
 LOCAL = $(call install,$(VENV)) --constraint constraints.txt --editable
-TESTED := '.[vision,report,completion,submit]' --group lint --group test
+GROUPS := --group lint --group test
+EXTRAS := vision,report,completion,submit
+TESTED := '.[$(EXTRAS)]' $(GROUPS)
+WITH_TOOLKIT := '.[$(EXTRAS),container]' $(GROUPS)
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -113,9 +116,10 @@ $(DEV): $(READY)
 	$(LOCAL) $(TESTED)
 	@touch $@
 
-# The stock toolkit, against which some tests run, compiles a C extension. Without a compiler those tests are skipped.
+# The stock toolkit, against which some tests run, compiles a C extension.
 $(TOOLKIT): $(DEV)
-	-$(LOCAL) '.[vision,report,completion,submit,container]' --group lint --group test
+	$(if $(shell command -v gcc cc),$(LOCAL) $(WITH_TOOLKIT),\
+		@echo "make: no C compiler: tests against sagemaker-training will be skipped; on Debian and Ubuntu: apt install gcc")
 	@touch $@
 
 $(SPHINX): $(TOOLKIT)
