@@ -20,44 +20,14 @@ from typing import Any
 HIDDEN = "(hidden)"
 
 # Words before "key", and before "tokens", that say that it opens something. Any other key may be that of a mapping.
-_OPENING = [
-    "access",
-    "account",
-    "admin",
-    "api",
-    "app",
-    "auth",
-    "client",
-    "consumer",
-    "decryption",
-    "deploy",
-    "encryption",
-    "gcp",
-    "gpg",
-    "hf",
-    "hmac",
-    "hub",
-    "kaggle",
-    "license",
-    "master",
-    "openai",
-    "pgp",
-    "private",
-    "refresh",
-    "rsa",
-    "secret",
-    "service",
-    "session",
-    "signing",
-    "ssh",
-    "storage",
-    "subscription",
-    "wandb",
-]
+_OPENING = (
+    "access|account|admin|api|app|auth|client|consumer|decryption|deploy|encryption|gcp|gpg|hf|hmac|hub|kaggle|"
+    "license|master|openai|pgp|private|refresh|rsa|secret|service|session|signing|ssh|storage|subscription|wandb"
+)
 # The end of a part of a name, whose words are joined in lower case.
 _SAYS_SECRET = re.compile(
     r"(?:token|authorization|connectionstring|(?:secret|password|passwd|passphrase|credential|webhook|"
-    rf"(?:{'|'.join(_OPENING)})(?:key|token))s?)\Z"
+    rf"(?:{_OPENING})(?:key|token))s?)\Z"
 )
 # Words that say so wherever they are in a part of a name, unless it counts them ("passwords_per_second").
 _ALWAYS_SECRET = frozenset(
