@@ -47,7 +47,7 @@ _ALWAYS_SECRET = frozenset(
     ]
 )
 # Short words that say so at the end only: "pin_memory" and "auth_type" are open.
-_SECRET_AT_THE_END = frozenset(["pwd", "jwt", "dsn", "cookie", "cookies", "bearer", "pin", "pat", "auth"])
+_SECRET_AT_THE_END = frozenset(["pw", "pwd", "jwt", "dsn", "cookie", "cookies", "bearer", "pin", "pat", "auth"])
 # Words behind a name that says so.
 _FORMS_OF_VALUES = frozenset(["value", "values", "header", "string", "text", "json", "pem", "raw", "hex"])
 # Words before "token" in the names of tokenizers' special tokens, and of counts.
@@ -63,9 +63,9 @@ _FORMS = re.compile(
     r"""|(?P<bearer>\b[Bb]earer\s+)[^\s"',;]+"""
     r"""|(?P<query>(?:(?<=[?&;])sig|\bX-(?:Amz|Goog)-(?:Signature|Security-Token|Credential))=)[^&\s"']+"""
     r"""|(?P<begin>-----BEGIN [A-Z ]*PRIVATE KEY-----).*"""
-    # The services' own marks: GitHub, GitLab, Hugging Face, Slack, and JSON Web Tokens.
+    # The services' own marks: GitHub, GitLab, Hugging Face, Slack, OpenAI and Anthropic, and JSON Web Tokens.
     r"""|\b(?:gh[a-z]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_\w{20,}|xox[a-z]-[\w-]{10,}"""
-    r"""|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)""",
+    r"""|sk-(?:(?:proj|ant|svcacct)-[\w-]{16,}|[A-Za-z0-9]{32,})|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)""",
     re.DOTALL,
 )
 _BASIC = re.compile(r"(\b[Bb]asic\s+)([A-Za-z0-9+/]{4,}={0,2})(?![A-Za-z0-9+/=])")

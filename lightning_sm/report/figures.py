@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from statistics import fmean
 from typing import TypeVar
+
+import msgspec
 
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.record.events import (
@@ -48,6 +50,7 @@ RUNNING = "no end recorded"
 _USUAL_EVENTS = {"checkpoint_saved", "succeeded"}
 
 _L = TypeVar("_L", bound=Line)
+_F = TypeVar("_F", RankFigures, HostFigures)
 
 
 @dataclass(frozen=True)
@@ -394,14 +397,13 @@ class Figures:
 
     @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
-        """Steps and values of each metric; what an attempt repeats replaces what the one before had logged."""
+        """Steps and values of each metric, nan for what was no finite number; an attempt's replace those before it."""
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for record in self.main_records:
             own: dict[str, list[tuple[int, float]]] = defaultdict(list)
             for line in lines_of([record], Metrics):
                 for name, value in line.values.items():
-                    if value is not None:
-                        own[name].append((line.step, value))
+                    own[name].append((line.step, math.nan if value is None else value))
             for name, points in own.items():
                 series[name] = [point for point in series[name] if point[0] < points[0][0]] + points
         return dict(series)
@@ -527,10 +529,21 @@ def _stopped_at(record: ProcessRecord) -> float:
 
 
 def _by_name(line: DataService) -> tuple[dict[str, RankFigures], dict[str, HostFigures]]:
-    """Return what ranks and data hosts had done, by their names; those of data hosts lose the address behind them."""
-    ranks = {name: RankFigures(**rank) for name, rank in line.ranks.items()}
-    hosts = [HostFigures(**{**host, "name": host["name"].partition(" (")[0]}) for host in line.hosts]
+    """Return what ranks and data hosts had done, by their names; those of data hosts lose the address behind them.
+
+    A line with wrong values, as a damaged record has, counts as an empty one.
+    """
+    try:
+        ranks = {name: _known(RankFigures, rank) for name, rank in line.ranks.items()}
+        hosts = [_known(HostFigures, {**one, "name": str(one["name"]).partition(" (")[0]}) for one in line.hosts]
+    except (msgspec.ValidationError, KeyError):
+        return {}, {}
     return ranks, {host.name: host for host in hosts}
+
+
+def _known(kind: type[_F], values: Mapping[str, object]) -> _F:
+    """Return figures without the fields that only another version of this package knows."""
+    return msgspec.convert({name: values[name] for name in kind.__struct_fields__ if name in values}, kind)
 
 
 def lines_of(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:

@@ -16,8 +16,8 @@ _WIDTH = 110
 # Where the run had no data hosts: hosts of a group with this name serve data.
 _DATA_GROUP = "data"
 _NUM_WORKERS = "num_workers"
-_WORKERS = re.compile(rf"(--(?:[\w.]*\.)?{_NUM_WORKERS}=).*", re.ASCII)
-_OPTION = re.compile(r"--([\w.+]+)=(.*)", re.ASCII | re.DOTALL)
+_WORKERS_OF_HOST = "data_service.workers"
+_OPTION = re.compile(r"--([\w.+]+)=.*", re.ASCII | re.DOTALL)
 
 
 def job_of_plan(planned: Sizing, prices: Prices) -> str:
@@ -33,17 +33,17 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
     import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few commands write a file
 
     run = planned.run
-    command, options = run.command, map(_OPTION.fullmatch, run.command)
-    given = {found[1]: found[2] for found in options if found is not None} | run.hyperparameters
+    command = run.command
+    given = {_option(word): word.partition("=")[2] for word in command if _option(word)} | run.hyperparameters
     hyperparameters = {name: value for name, value in given.items() if HIDDEN not in value}
     notes = [f"Planned from {run.run.name}.", sentence(planned, prices)]
-    if planned.best.per_rank is not None:
-        number = planned.best.per_rank
-        names = {name for name in hyperparameters if name.rpartition(".")[2] == _NUM_WORKERS}
-        hyperparameters |= dict.fromkeys(names, str(number))
-        command = tuple(_WORKERS.sub(rf"\g<1>{number}", word) for word in command)
-        if not names:
-            notes.append(f"Set {_NUM_WORKERS}={number} in the script: no hyperparameter and no argument has this name.")
+    number, names = planned.best.per_rank, {name for name in given if name.rpartition(".")[2] == _NUM_WORKERS}
+    if number is None:
+        number, names = round(planned.best.workers / planned.best.num_hosts), {_WORKERS_OF_HOST} & given.keys()
+    elif not names:
+        notes.append(f"Set {_NUM_WORKERS}={number} in the script: no hyperparameter and no argument has this name.")
+    hyperparameters |= dict.fromkeys(names, str(number))
+    command = tuple(word if _option(word) not in names else f"--{_option(word)}={number}" for word in command)
     groups = _groups(planned)
     hosts = " ".join(f"--group {name}={group['count']}" for name, group in groups.items())
     notes.append(f"On this machine: lightning-sm local {hosts} -- {shlex.join(command or ('train.py',))}")
@@ -51,6 +51,12 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
     values: dict[str, Any] = {"image": "<image>", "role": "<role>", "script": script, "groups": groups}
     values |= {"hyperparameters": hyperparameters} if hyperparameters else {}
     return "\n".join([*map(_comment, notes), yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=_WIDTH)])
+
+
+def _option(word: str) -> str:
+    """Return the name of an option with its value; empty if a word is none."""
+    found = _OPTION.fullmatch(word)
+    return "" if found is None else found[1]
 
 
 def _groups(planned: Sizing) -> dict[str, Any]:

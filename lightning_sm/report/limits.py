@@ -51,28 +51,14 @@ _SPANS = {
 }
 # By part of a step: the limit, whether it is the work of the training itself, and what to change.
 _PARTS = {
-    "forward": (
-        "the forward pass",
-        True,
-        "Look at training_step: Python that runs per sample, values read from the GPU, or a model that could be "
-        "compiled.",
-    ),
+    "forward": ("the forward pass", True, "In training_step, look for Python per sample and values read from the GPU."),
     "backward": (
         "the backward pass",
         True,
-        "Lower precision or a compiled model make it shorter, and less exchange of gradients "
-        "(accumulate_grad_batches).",
+        "Lower the precision, compile the model, or exchange gradients less often (accumulate_grad_batches).",
     ),
-    "optimizer": (
-        "the optimizer",
-        True,
-        "Choose a fused or simpler optimizer, or step less often (accumulate_grad_batches).",
-    ),
-    "to_device": (
-        "the transfer to the device",
-        False,
-        "Pin memory (pin_memory=True), send smaller types (uint8), and look at the hooks for batches.",
-    ),
+    "optimizer": ("the optimizer", True, "Choose a fused one, or step less often (accumulate_grad_batches)."),
+    "to_device": ("the transfer to the device", False, "Pin memory (pin_memory=True), and send smaller types (uint8)."),
     "other": ("Python between the steps", False, "Look at callbacks, loggers, and how often they run."),
 }
 
@@ -151,8 +137,11 @@ def _of_steps(run: Figures) -> Iterator[Limit]:
         held_up = _OWN if own_s >= extra_s else ("backward",)
         left = max(0.0, 1.0 - extra_s / max(1e-9, sum(parts[part] for part in held_up)))
         parts |= {part: left * parts[part] for part in held_up}
+    unseen = run.world_size > max(1, len(known), len(ranks))
     for part, seconds in parts.items():
         name, is_work, change = _PARTS[part]
+        if part == "backward" and unseen:
+            name, change = f"{name}, or a slower rank", f"The records of all {run.world_size} ranks would say which."
         finding = f"It takes {step_time(seconds / run.pace.num_steps)} of the {step_time(run.pace.step_s)} of a step."
         if run.on_gpu and part == "other":
             name, change = "Python, for which the GPU idles", f"{change} Look at Python in training_step, too."
@@ -179,7 +168,7 @@ def _of_restarts(run: Figures) -> Iterator[Limit]:
     apart_s = run.shares[RESTARTS]
     steps = sum(restart.num_repeated for restart in run.restarts)
     finding = f"Training was restarted {times(len(run.restarts))}: {duration(apart_s)} from its end to the next step"
-    change = "Look at what the script does at its start, and at what it saves and does after an interruption."
+    change = "Check what the script does at its start, and what it saves and does after the signal."
     if steps:
         finding += f", and {count(steps, 'step')} were trained again ({duration(run.repeated_s)})"
         change += " Save checkpoints more often (every_n_train_steps)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from lightning_sm._text import duration, percent, rate, size, step_time
 from lightning_sm._version import __version__
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import PARTS
-from lightning_sm.record.limits import NOT_INPUT_BOUND
+from lightning_sm.record.limits import MIN_STEPS, NOT_INPUT_BOUND
 from lightning_sm.record.prices import Prices
 from lightning_sm.report import verdict
 from lightning_sm.report.figures import Figures
@@ -61,6 +62,8 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
         parts=PARTS,
         prices=prices,
         open_rows=_OPEN_ROWS,
+        finite=finite,
+        min_steps=MIN_STEPS,
         version=__version__,
         written=max(run.attempts[-1].end for run in runs),
     )
@@ -101,14 +104,19 @@ def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
         yield "steps wait for data", percent(run.pace.waiting)
     # What the model is judged by: a metric of the validation rather than a loss, or than one of the training.
     for name in sorted(_metric_names(run), key=lambda name: (not name.startswith("val"), "loss" in name))[:1]:
-        values = [value for _, value in run.metrics[name]]
-        best = f"{(min if _LOWER_IS_BETTER.search(name) else max)(values):.4g}"
-        last = f"{values[-1]:.4g}"
+        values = finite(run.metrics[name])
+        best = f"{(min if _LOWER_IS_BETTER.search(name) else max)(values, default=math.nan):.4g}"
+        last = f"{run.metrics[name][-1][1]:.4g}"
         yield f"best {name}", best if best == last else f"{best} (last {last})"
     if run.samples_per_s is not None:
         yield "samples per second", rate(run.samples_per_s)
     if run.pace.num_steps:
         yield "time of a step", step_time(run.pace.step_s)
+
+
+def finite(points: Sequence[tuple[int, float]]) -> list[float]:
+    """Return the values of a metric that are numbers: a loss may become nan."""
+    return [value for _, value in points if math.isfinite(value)]
 
 
 def _metric_names(run: Figures) -> list[str]:

@@ -45,7 +45,7 @@ def _largest(run: Figures) -> str:
         return f"{count(run.pace.num_trained, 'step')}: too few for a verdict, which takes {MIN_STEPS}."
     limit = leading(limits(run), run.seconds)
     if limit is None:
-        return "Nothing takes a large part of the time."
+        return "Nothing that a change would remove takes a large part of the time."
     share = f", {_cost(run, limit)}" if limit.seconds else ""
     return f"Limited by {limit.name}{share}. {limit.finding}".rstrip()
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -222,7 +223,7 @@ def test_samples_of_ranks_without_a_record_are_those_of_the_others(tmp_path):
 
 def test_what_an_attempt_repeats_is_not_there_twice(tmp_path):
     """The curve goes on from the checkpoint, as that of a job that was never interrupted."""
-    first = [Metrics(BEGIN + step, step, 0, {"loss": 1.0 / step, "nan": None}) for step in (10, 20, 30)]
+    first = [Metrics(BEGIN + step, step, 0, {"loss": 1.0 / step}) for step in (10, 20, 30)]
     second = [Metrics(BEGIN + 100 + step, step, 0, {"loss": 0.1 * step}) for step in (20, 40)]
     write(tmp_path, head(1), *first)
     write(tmp_path, head(99), *second, attempt=2)
@@ -234,6 +235,19 @@ def test_a_value_that_lines_repeat_is_not_lost(tmp_path):
     lines = [Metrics(BEGIN + step, step, 0, {"acc": 0.5 if step < 30 else 0.7}) for step in (10, 20, 30, 40)]
     write(tmp_path, head(1), *lines)
     assert of(tmp_path).metrics == {"acc": [(10, 0.5), (20, 0.5), (30, 0.7), (40, 0.7)]}
+
+
+def test_what_only_another_version_knows_of_data_hosts_is_left_out(tmp_path):
+    """And a line with damaged values counts as an empty one: a report of the rest is better than none."""
+    known = data(1, 100)
+    newer = msgspec.structs.replace(known, hosts=[{**host, "newer": 1} for host in known.hosts])
+    write(tmp_path / "newer", head(1), newer)
+    assert of(tmp_path / "newer").data[1][0].workers == 2
+    for damage in ({"num_built": "many"}, {"name": None}):
+        damaged = msgspec.structs.replace(known, hosts=[{**host, **damage} for host in known.hosts])
+        folder = tmp_path / next(iter(damage))
+        write(folder, head(1), damaged)
+        assert [host.workers for host in of(folder).data[1]] in ([], [2])
 
 
 def test_sums_of_data_hosts_start_again_with_a_process(tmp_path):

@@ -71,8 +71,17 @@ def test_arguments_are_part_of_the_job(remote, tmp_path):
     given = "train.py", "fit", "--data_service.workers=1", "--trainer.callbacks+=Timer", "--lr=1", "--token=(hidden)"
     _launched(tmp_path / "run", *given, hyperparameters={"lr": "3"})
     assert main(["plan", str(remote), *_PRICES, "--save", str(saved)]) == 0
-    expected = {"data_service.workers": "1", "trainer.callbacks+": "Timer", "lr": "3"}
+    expected = {"data_service.workers": "2", "trainer.callbacks+": "Timer", "lr": "3"}
     assert yaml.safe_load(saved.read_text())["hyperparameters"] == expected
+
+
+def test_a_number_of_workers_of_the_measured_hosts_is_not_that_of_others(remote, tmp_path):
+    """In the hyperparameters, and in the command for this machine."""
+    saved = tmp_path / "planned.yaml"
+    _launched(tmp_path / "run", "train.py", "fit", "--data_service.workers=2")
+    assert main(["plan", str(remote), *_PRICES, "--kind", "ml.c5.4xlarge", "--save", str(saved)]) == 0
+    assert yaml.safe_load(saved.read_text())["hyperparameters"] == {"data_service.workers": "15"}
+    assert "--group data=1 -- train.py fit --data_service.workers=15" in saved.read_text().replace("\n#  ", "")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """The headlines of real jobs, each of which had one known limit (``python -m tests.records`` makes the records)."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
-from lightning_sm.report import verdict
+from lightning_sm.report import page, verdict
 from lightning_sm.report.figures import Figures
 from tests.records.__main__ import JOBS
 
@@ -50,6 +51,21 @@ def test_the_headline_names_the_known_limit(name):
     first, *_ = verdict.changes(run, Prices())
     known = NAMES[name]
     assert first.startswith(known[0].upper() + known[1:])
+
+
+def test_a_slow_rank_of_another_host_is_possible(tmp_path):
+    """The main host of a job on the service has its own record only: no advice on what may be only a wait."""
+    folder = tmp_path / "slow_rank"
+    shutil.copytree(_RECORDS / "slow_rank", folder)
+    for file in folder.rglob("algo-2*"):
+        file.unlink()
+    run = Figures(read_run(folder))
+    assert verdict.headline(run).startswith("Limited by the backward pass, or a slower rank")
+    first, *_ = verdict.changes(run, Prices())
+    assert first.endswith("The records of all 2 ranks would say which.")
+    text = page.render([run], Prices())
+    assert "the records of the other ranks are not" in text
+    assert "for which the others wait" not in text
 
 
 @pytest.mark.parametrize("name", NAMES)

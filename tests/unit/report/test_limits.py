@@ -23,6 +23,7 @@ class Run:
     loaders: dict[int, Loader] = field(default_factory=dict)
     data: tuple[dict, list] = ({}, [])
     rank_paces: tuple[RankPace, ...] = ()
+    world_size: int = 1
     restarts: tuple[TrainingRestart, ...] = ()
     repeated_s: float = 0.0
     shares: dict[str, float] = field(default_factory=dict)

@@ -192,6 +192,26 @@ def test_the_best_value_is_the_smallest_of_an_error(tmp_path, name, best):
     assert f"best {name} {best} (last 2)" in text
 
 
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [([0.5, 0.7, None], "best val_acc 0.7 (last nan)"), ([None, None], "best val_acc nan")],
+)
+def test_a_metric_that_becomes_nan_is_shown(tmp_path, values, shown):
+    """It is what one opens the page for."""
+    lines = [Metrics(BEGIN + 10 + n, n, 0, {"val_acc": value}) for n, value in enumerate(values, 1)]
+    write(tmp_path, head(1), *(steps(10 + t) for t in range(4)), *lines)
+    text = " ".join(" ".join(Text(rendered(tmp_path)).words).split())
+    assert shown in text
+    assert "The model logged nothing" not in text
+
+
+def test_too_few_steps_are_no_advice(tmp_path):
+    """The page does not say that nothing is worth a change."""
+    write(tmp_path, head(1), steps(10, step=20))
+    text = " ".join(" ".join(Text(rendered(tmp_path)).words).split())
+    assert "Too few steps for advice, which takes 50." in text
+
+
 def test_the_use_of_each_host_is_drawn_over_time(tmp_path):
     """CPUs and memory of each, and GPUs and their memory where there are any; hosts without a record have no axes."""
     gpus = [GpuUse(0.7, 8 * 10**9, 16 * 10**9)]
