@@ -1,7 +1,7 @@
 """Train ResNet-18 to classify small images: handwritten digits by default, or CIFAR-10.
 
 The digits (1,797 scans, 10 classes) come with scikit-learn, so the first command below works without a download. It
-takes about a minute on one CPU core and reaches a validation accuracy of at least 97 %. CIFAR-10 is downloaded on
+takes about a minute on one CPU core and reaches a validation accuracy of at least 97%. CIFAR-10 is downloaded on
 first use and needs a GPU.
 
 On a laptop, on all of its GPUs or on its CPU:

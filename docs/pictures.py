@@ -47,7 +47,7 @@ _STEPS = 600
 _FIRST_OF_MACHINE = "EFA and NCCL"
 
 _DIGITS_OPTIONS = ["--group", "trainer=2", "--group", "data=1", "--fault", "interrupt@step=40"]
-_DIGITS = ["app/train.py", "fit", "--config", "app/configs/digits.yaml", "--trainer.max_epochs=4"]
+_DIGITS = ["app/train.py", "fit", "--config", "app/configs/digits.yaml"]
 # What a reader of half a minute needs; each line of the job that matches none of these is left out.
 _SHOWN = [
     r"^Attempt \d",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 _LEFT_OUT = re.compile(r" (train_loss_step|train_loss|train_acc|steps_per_s|samples_per_s|memory_gb|eta)=\S+")
 _COLUMNS, _ROWS = 118, 24
 _PHONE_COLUMNS = 66
+_WIDE_TABLE = re.compile(r"^attempt +host |^-+ {2}-|^ +\d+ {2}algo-")
 _CHAR_PX, _LINE_PX, _MARGIN_PX = 7.8, 19, 16
 # Nobody watches a job wait: longer pauses last this long, and the end stays for this long.
 _LONGEST_PAUSE_S, _SPEED, _END_S = 1.2, 4.0, 7.0
@@ -23,8 +24,8 @@ _OTHER = "other"
 # The first that fits decides. Colours repeat what words say.
 _KINDS = {
     "command": r"^\$ ",
-    "bad": r"^Fault |^\S+ +problem |^\d+ problem",
-    "warned": r"^\S+ +warning ",
+    "bad": r"^Fault |^\S.*? {2,}problem |^\d+ problem",
+    "warned": r"^\S.*? {2,}warning ",
     "saved": r"Interrupted: |Resuming from|\+ (training|serving)",
     "progress": "epoch=|^epoch ",
 }
@@ -69,7 +70,7 @@ def shortened(text: str) -> str:
 
 def paced(lines: Sequence[TimedLine]) -> list[TimedLine]:
     """Return the lines at the pace of the picture: faster than the job, and without its long pauses."""
-    at_s, before_s, result = 0.5, 0.0, []
+    at_s, before_s, result = 0.0, 0.0, []
     for line in lines:
         at_s += min(_LONGEST_PAUSE_S, (line.at_s - before_s) / _SPEED)
         before_s = line.at_s
@@ -97,15 +98,16 @@ def moving(title: str, lines: Sequence[TimedLine], *, on_phone: bool = False) ->
     Args:
         title: What the picture shows.
         lines: The lines, in the order of time.
-        on_phone: Whether it is half as wide: what does not fit into a line continues below it.
+        on_phone: Whether it is half as wide, without tables that need more. What else does not fit into a line
+            continues below it.
     """
     columns = _PHONE_COLUMNS if on_phone else _COLUMNS
-    if on_phone:
-        lines = [
-            TimedLine(line.at_s, part)
-            for line in lines
-            for part in textwrap.wrap(line.text, columns, subsequent_indent="    ", break_on_hyphens=False) or [""]
-        ]
+    lines = [
+        TimedLine(line.at_s, part)
+        for line in lines
+        if not (on_phone and _WIDE_TABLE.search(line.text))
+        for part in textwrap.wrap(line.text, columns, subsequent_indent="    ", break_on_hyphens=False) or [""]
+    ]
     total_s = lines[-1].at_s + _END_S
     styles, texts, kind = [], [], _OTHER
     hidden: dict[float, int] = {}  # lines that have left the screen, by the percentage of the time

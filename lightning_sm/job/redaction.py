@@ -132,7 +132,7 @@ def shown_arguments(arguments: Sequence[str], hidden: str | None = HIDDEN) -> li
             text = shown(_plain(name), value, hidden)
             words.append(f"{name}={'null' if text is None else text}")
         else:
-            words.append(argument if is_named else _shown_text(argument, hidden))
+            words.append(_shown_text(argument, hidden))
     return words
 
 

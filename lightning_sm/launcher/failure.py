@@ -234,7 +234,9 @@ def _with_place(
     is_named = is_passed_on and place is not None and place.role is Role.DATA
     where = ending if is_named else _where(place, ending, "passed on to" if is_passed_on else "on")
     text = shortened("\n".join(lines), _MAX_EXCEPTION_CHARS)
-    return Reason(_with_frames(f"{text}\n{where}", frames), " ".join([*text.splitlines()[:2], where]))
+    # What follows a sentence may be a table.
+    first, *rest = text.splitlines()
+    return Reason(_with_frames(f"{text}\n{where}", frames), " ".join([first, *rest[: not first.endswith(".")], where]))
 
 
 def _with_frames(reason: str, frames: Sequence[str]) -> str:

@@ -315,9 +315,7 @@ class _HostLauncher:
         ending = f"(exit code {exit_code}) on {self._place}"
         if self._control.saved() is not None and exit_code in (0, INTERRUPTED_EXIT_CODE):
             # Another host may have been told to stop, and this one may not have been yet.
-            return stopped_reason(
-                child.stopped_by or signal.SIGTERM, f"The training has saved its state and left {ending}"
-            )
+            return stopped_reason(child.stopped_by or signal.SIGTERM, f"Training saved its state and exited {ending}")
         # Those that announce themselves leave with another code, unless they have finished.
         if exit_code == 0 and child.stopped_by is not None and not self._control.beats():
             note = "whether its work is complete is not known"

@@ -167,7 +167,7 @@ def _of_restarts(run: Figures) -> Iterator[Limit]:
         return
     apart_s = run.shares[RESTARTS]
     steps = sum(restart.num_repeated for restart in run.restarts)
-    finding = f"Training was restarted {times(len(run.restarts))}: {duration(apart_s)} from its end to the next step"
+    finding = f"Training was restarted {times(len(run.restarts))}: {duration(apart_s)} from the last step to the next"
     change = "Check what the script does at its start, and what it saves and does after the signal."
     if steps:
         finding += f", and {count(steps, 'step')} were trained again ({duration(run.repeated_s)})"

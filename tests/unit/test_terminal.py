@@ -16,7 +16,7 @@ def test_lines_keep_their_order_and_no_pause_is_long():
     """The job's hundred seconds become some that one watches."""
     paced = TERMINAL["paced"]([TimedLine(0.0, "$ a"), TimedLine(90.0, "b"), TimedLine(90.4, "c")])
     assert [line.text for line in paced] == ["$ a", "b", "c"]
-    assert [round(line.at_s, 2) for line in paced] == [0.5, 1.7, 1.8]
+    assert [round(line.at_s, 2) for line in paced] == [0.0, 1.2, 1.3]
 
 
 def test_a_picture_shows_each_line_from_its_time_on_and_ends_with_the_last_ones():

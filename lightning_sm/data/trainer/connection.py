@@ -53,6 +53,7 @@ class ServiceConnection:
         is_of_job: Whether it is that of a job. Its data hosts have run the same script, and it lasts until the process
             exits: a script may run several Trainers before training has finished.
         channels: Names of the input channels of this host.
+        host: Name of this host in the job. Default: that of this machine.
 
     Attributes:
         closes_on_teardown: Whether it ends with the run of a Trainer.
@@ -69,6 +70,7 @@ class ServiceConnection:
         *,
         is_of_job: bool = False,
         channels: Iterable[str] = (),
+        host: str | None = None,
     ) -> None:
         self.addresses = list(addresses)
         self.settings = settings
@@ -77,6 +79,7 @@ class ServiceConnection:
         self.closes_on_teardown = not is_of_job
         self.reporter = Reporter(lambda: self.feeder)
         self._channels = frozenset(channels)
+        self._host = host or socket.gethostname()
         self._host_channels: tuple[str, ...] | None = None
         self._feeder: FeederClient | None = None
         self._num_ranks = 1
@@ -98,7 +101,8 @@ class ServiceConnection:
         addresses = [f"{job.addresses.get(host, host)}:{port}" for host in topology.data_hosts]
         key = (tuple(addresses), settings, job.name)
         if key not in cls._of_jobs:
-            cls._of_jobs[key] = cls(addresses, settings, job.name or UNNAMED_JOB, is_of_job=True, channels=job.channels)
+            name, host = job.name or UNNAMED_JOB, job.current_host
+            cls._of_jobs[key] = cls(addresses, settings, name, is_of_job=True, channels=job.channels, host=host)
         return cls._of_jobs[key]
 
     @classmethod
@@ -164,7 +168,7 @@ class ServiceConnection:
         if self._feeder is not None:
             return
         rank, self._num_ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-        name = f"rank {rank} on {socket.gethostname()}"
+        name = f"rank {rank} on {self._host}"
         client = HeartbeatRequest(name, self._num_ranks, wants_figures=rank == 0)
         credentials = Credentials.of(self.settings, self.job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process

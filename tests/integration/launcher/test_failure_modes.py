@@ -32,7 +32,7 @@ STOPPED = r"The job was stopped or interrupted \(SIGTERM\)\. "
 PEER_LEFT = r"RuntimeError: .*by peer"  # the other rank met the failure first, and left
 # The other rank failed first, and SIGTERM of this host's launcher came while this rank was still ending for that.
 ENDED = r"killed by SIGTERM \(exit code 143\) .*\s.*RuntimeError: .*by peer"
-SAVED = "The training has saved its state and left"  # with the batches that it still had
+SAVED = "Training saved its state and exited"  # with the batches that it still had
 KILLED = r"killed by SIGKILL \(exit code 137\)"
 
 

@@ -244,6 +244,20 @@ def test_reason_is_never_longer_than_the_service_keeps(tail):
     assert "exit code 1" in failure_reason(tail, 1)
 
 
+@pytest.mark.parametrize(
+    ("lines", "headline"),
+    [
+        (("ValueError: num_nodes is 3.", "host  group", "algo-1  trainer"), "ValueError: num_nodes is 3. on "),
+        (("ValueError: sizes do not match:", "3 and 4"), "ValueError: sizes do not match: 3 and 4 on "),
+    ],
+)
+def test_a_table_below_a_sentence_is_not_in_the_headline(lines, headline):
+    """Its first row says nothing by itself; the second line of a message without a full stop does."""
+    said = failure._with_place(lines, (), Place("algo-1", Role.TRAINER), "exit code 1")
+    assert said.headline == f"{headline}trainer host algo-1 (exit code 1)"
+    assert all(line in said.text for line in lines)
+
+
 def test_the_headline_of_last_lines_is_the_very_last():
     """Of an exception it is the first line and the place; a stop comes before either."""
     place = Place("algo-1", Role.TRAINER)

@@ -329,7 +329,7 @@ def test_restarts_cost_their_starts_and_the_steps_that_are_trained_again(tmp_pat
     (limit,) = [limit for limit in limits(run) if limit.name == "restarts"]
     assert limit.seconds == pytest.approx(6.0 + 40 * 0.05)
     assert limit.finding == (
-        "Training was restarted once: 6 s from its end to the next step, and 40 steps were trained again (2 s)."
+        "Training was restarted once: 6 s from the last step to the next, and 40 steps were trained again (2 s)."
     )
     assert limit.change.endswith("Save checkpoints more often (every_n_train_steps).")
 
