@@ -195,7 +195,7 @@ class HostRuntime(ABC):
         """Return the environment of all hosts."""
 
     def host_environment(self, folder: Path) -> dict[str, str]:
-        """Return what the environment of one host has besides.
+        """Return the variables of one host that not all hosts have.
 
         Args:
             folder: Folder of the host in that of the job.

@@ -21,7 +21,7 @@ from lightning_sm.record.events import PARTS, HostUse
 from lightning_sm.report.figures import OTHER, RESTARTS, SHUTDOWN, STEPS, WAITING, Figures
 
 _WIDTH = 8.0  # inches
-# Parts of the time of a run, and points of a curve, that can be told apart.
+# The most bars of a run, and points of a curve, that a reader can tell apart.
 _MAX_BARS, _MAX_POINTS = 80, 160
 # Two colours that nothing else has, which become variables of the page.
 _INK, _GRID, _PAPER = "#010203", "#040506", "#070809"
@@ -53,16 +53,11 @@ _DASHES = ("-", "--", "-.", ":")
 _MAX_HOSTS = 8
 _SETTINGS: Any = {
     "svg.fonttype": "none",  # text stays text: it can be selected, searched, and read out
-    "text.color": _INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     "axes.edgecolor": _GRID,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     "axes.facecolor": "none",
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 8),
     "axes.labelsize": 9,
     "hatch.linewidth": 0.6,
     "font.family": ["sans-serif"],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_sm._arguments import positive_whole_number
 from lightning_sm._log import command_logger
-from lightning_sm._text import for_terminal
+from lightning_sm._text import count, for_terminal, times
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.new_file import write_new, write_whole
 from lightning_sm.record.prices import Prices, read_prices
@@ -132,7 +132,7 @@ def write_report(
     """
     named = dict(zip(map(str, sources), names, strict=False))
     if len(names) > len(sources):
-        raise JobConfigError(f"--name is given {len(names)} times, for {len(sources)} folders of runs.")
+        raise JobConfigError(f"--name is given {times(len(names))}, for {count(len(sources), 'folder')} of runs.")
     runs = [Figures(replace(run, name=named.get(run.source, run.name))) for run in read_runs(sources, job)]
     for run in runs:  # first, so that a page that takes too long costs no verdict
         _print(f"{run.run.name}: {verdict.ending(run)} {verdict.headline(run)}")

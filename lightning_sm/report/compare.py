@@ -70,10 +70,8 @@ def compare(first: Figures, second: Figures, prices: Prices, steps: int | None =
     work = 1.0
     if first.samples_per_step and second.samples_per_step:
         work = first.samples_per_step / second.samples_per_step
-    return (
-        Training(first, steps, _price(first, prices)),
-        Training(second, math.ceil(steps * work), _price(second, prices)),
-    )
+    of_second = math.ceil(steps * work)
+    return Training(first, steps, _price(first, prices)), Training(second, of_second, _price(second, prices))
 
 
 def as_text(first: Training, second: Training, prices: Prices) -> str:

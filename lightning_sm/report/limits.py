@@ -66,7 +66,7 @@ _PARTS = {
 def limits(run: Figures, advice: str = "") -> list[Limit]:
     """Return what limits a run, the most seconds first, without what is not worth a change.
 
-    Nearly full memory costs nothing until it ends the job: it comes last, with 0 seconds.
+    Nearly full memory costs nothing until it ends the job, and idle GPUs no time: they come last, with 0 seconds.
 
     Args:
         run: The run.
@@ -80,7 +80,7 @@ def limits(run: Figures, advice: str = "") -> list[Limit]:
     found = [_of_waiting(run, advice), *_of_steps(run), *_of_spans(run), *_of_restarts(run)]
     worth = [limit for limit in found if limit.seconds >= max(MIN_SECONDS, WORTH_SHOWING * run.seconds)]
     worth.sort(key=lambda limit: -limit.seconds)
-    return [*worth, *_of_memory(run)]
+    return [*worth, *_of_memory(run), *_of_idle_gpus(run)]
 
 
 def leading(found: Sequence[Limit], seconds: float) -> Limit | None:
@@ -180,3 +180,14 @@ def _of_memory(run: Figures) -> Iterator[Limit]:
         host, used, total = run.fullest_memory
         finding = f"{host} had {size(used)} of {size(total)} in use. A job that needs more is killed."
         yield Limit("memory near its limit", 0.0, finding, "Use smaller batches or fewer workers, or a larger host.")
+
+
+def _of_idle_gpus(run: Figures) -> Iterator[Limit]:
+    """Yield the first trainer host that has GPUs on which nothing ran."""
+    for host in run.hosts:
+        uses = [use.gpus for use in host.uses if use.gpus]
+        idle = sum(round(fmean(gpu.use for gpu in one), 2) == 0.0 for one in zip(*uses, strict=False))
+        if idle and host.role == "trainer":
+            finding = f"Nothing ran on {idle} of the {count(len(uses[0]), 'GPU')} of {host.name}."
+            yield Limit("an idle GPU", 0.0, finding, "Use all of them (devices=auto), or an instance type with fewer.")
+            return

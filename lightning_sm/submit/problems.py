@@ -15,7 +15,7 @@ _LOG = command_logger(__name__)
 
 
 class JobProblem(NamedTuple):
-    """Why a job cannot be submitted.
+    """A reason why a job cannot be submitted.
 
     Attributes:
         key: Key of the job file that has to change, with dots between its parts; empty for the whole file.

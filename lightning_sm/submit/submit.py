@@ -129,7 +129,7 @@ def send(
         return follow(clients, "tuning", name, shows_log=shows_log) if wait else {"HyperParameterTuningJobName": name}
     except (ClientError, BotoCoreError, Boto3Error) as error:
         raise SubmitError(f"AWS rejected the request or cannot be reached: {error}") from error
-    except OSError as error:  # a file of source_dir cannot be read
+    except OSError as error:  # a file in source_dir cannot be read
         raise SubmitError(f"The job was not submitted: {error}") from error
 
 

@@ -155,7 +155,7 @@ class SageMakerCLI(LightningCLI):
         return defaults
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the settings of the data service, of which a script's own hooks may then set defaults."""
+        """Add the settings of the data service first, so that a script's own hooks can set their defaults."""
         super().add_default_arguments_to_parser(parser)
         parser.add_class_arguments(DataServiceSettings, DATA_SERVICE)
 

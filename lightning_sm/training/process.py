@@ -90,7 +90,7 @@ class PreparedProcess:
         return {**vars(self), "_undo": ExitStack(), "_after_run": ExitStack()}
 
     def follow(self, environment: SageMakerEnvironment) -> None:
-        """Take the rank of an environment, and listen for the runs that Lightning makes with it.
+        """Take over the rank of an environment, and be told of the runs that Lightning makes with it.
 
         Args:
             environment: The environment.

@@ -23,7 +23,7 @@ from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
 # Start and size: of the pickle first, then of each buffer.
 _PLACE = struct.Struct("<QQ")
 
-# Smaller pieces of memory are part of the pickle: their place would be as long as they are.
+# Smaller buffers stay in the pickle: a place and a copy of their own would cost more than they save.
 _MIN_BUFFER_BYTES = 256
 
 # A tensor travels with the whole storage that it is a view of, so that tensors that share memory still do, unless the

@@ -63,7 +63,7 @@ class NewSnapshot(Message, frozen=True):
 
 
 class StartWorkers(Message, frozen=True):
-    """To the main process: start workers; answered by ``StartedWorkers``."""
+    """Ask the main process to start workers; it answers with ``StartedWorkers``."""
 
     opening: Opening
 

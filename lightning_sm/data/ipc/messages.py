@@ -132,8 +132,7 @@ class MessageSocket:
         # The kernel ends a read with the data to which descriptors belong: they are all of one message.
         if flags & socket.MSG_CTRUNC:
             logger.error(
-                "This process has no descriptor left for a message with descriptors (limit: %d). Raise the limit: "
-                "ulimit -n.",
+                "This process has run out of file descriptors (limit: %d). Raise the limit with ulimit -n.",
                 resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             )
             for fd in fds:
@@ -171,4 +170,4 @@ class Released(IntEnum):
 
     SLOT = 1  # number: the ring; value: the slot, which no tensor aliases now
     STEP = 2  # number: the pass; value: all steps below it were taken
-    PASS = 3  # number: the pass, which is over
+    PASS = 3  # number: the pass, which has ended

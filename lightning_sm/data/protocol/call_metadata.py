@@ -18,7 +18,8 @@ from lightning_sm.job.variables import JOB_SECRET
 PROTOCOL_VERSION = "2"
 SERVICE = "lightning_sm.DataHost"
 
-# Data hosts unpickle what these calls bring: a dataset or a DataModule, and what samplers have yielded.
+# Data hosts unpickle what these calls bring, a dataset or a DataModule and what samplers have yielded, so both sides
+# must have proved the token first.
 CONFIRMED = ("Load", "Fetch")
 
 VERSION_KEY = "lightning-sm-protocol"

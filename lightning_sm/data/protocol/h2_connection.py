@@ -30,7 +30,7 @@ from lightning_sm.data.protocol.grpc_status import CallError, CallStatus, respon
 from lightning_sm.data.protocol.wire import Wire
 
 _HEAD = struct.Struct(">BHBBI")  # 4.1: length in 24 bits, type, flags, stream
-_UPDATE = struct.Struct(">BHBBII")  # 6.9
+_UPDATE = struct.Struct(">BHBBII")  # 6.9: the same head, and the increment of the window
 _DATA, _SETTINGS, _WINDOW_UPDATE = 0, 4, 8
 _OF_BLOCKS = (1, 5, 9)  # HEADERS, PUSH_PROMISE, CONTINUATION: between these, no other frame may be (6.10)
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
@@ -234,7 +234,7 @@ class Http2Connection:
             return
         self._flush()
         timeout_s = self._heard_at + _SILENT_S - time.monotonic()
-        # A connection that may be lost is not, once it brings a single byte.
+        # A single byte proves that a silent connection is not lost, so wait for one.
         if self._wire.wait(min(num_bytes, 1) if self._is_pinged else num_bytes, timeout_s):
             self._heard_at, self._is_pinged = time.monotonic(), False
         elif timeout_s <= 0:

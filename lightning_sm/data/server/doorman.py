@@ -84,7 +84,7 @@ class Doorman:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. gRPC must have stopped before: the filter would pass strangers to it."""
+        """Stop listening. Stop gRPC first: without this thread, it would get the connections of strangers."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -133,9 +133,9 @@ class Doorman:
             if error.errno not in _TOO_LONG:
                 raise FilterError(error.strerror) from error
             logger.warning(
-                "The kernel's filter has no room for the %d addresses that this data host trusts: it accepts "
-                "connections from all addresses. Only the job's token protects it from strangers; mutual TLS "
-                "(data_service.tls_authority) would, too.",
+                "This data host trusts %d addresses, more than the kernel's filter holds, so it accepts connections "
+                "from any address. Only the job's token keeps strangers out. For mutual TLS, set "
+                "data_service.tls_authority.",
                 len(networks),
             )
             _attach(self._socket, program(EVERYONE))

@@ -156,23 +156,23 @@ class ServiceConnection:
             raise DataServiceError("The connection to the data hosts is closed.")
         return self._feeder
 
-    def open(self, trainer: Any) -> None:
+    def open(self, rank: int, num_ranks: int, *, is_quiet: bool) -> None:
         """Start the feeder.
 
         Args:
-            trainer: The Trainer; None if there is none.
+            rank: This rank.
+            num_ranks: Number of ranks, which a data host serves together.
+            is_quiet: Whether another rank of this host logs what all of them would.
 
         Raises:
             DataSettingsError: A TLS file cannot be read.
         """
         if self._feeder is not None:
             return
-        rank, self._num_ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-        name = f"rank {rank} on {self._host}"
-        client = HeartbeatRequest(name, self._num_ranks, wants_figures=rank == 0)
+        self._num_ranks = num_ranks
+        client = HeartbeatRequest(f"rank {rank} on {self._host}", num_ranks, wants_figures=rank == 0)
         credentials = Credentials.of(self.settings, self.job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
-        is_quiet = trainer is not None and trainer.local_rank != 0
         self._feeder = FeederClient(Configure(self.addresses, credentials, client, is_quiet=is_quiet))
         weakref.finalize(self, self._feeder.close)
 

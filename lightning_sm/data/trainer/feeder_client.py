@@ -329,7 +329,7 @@ class FeederClient:
             self.release(message.ring, message.slot)
 
     def _raise_error(self, pass_id: int | None) -> None:
-        """Raise an error that ends all passes, or the one at which a pass has arrived."""
+        """Raise the error that ends all passes, or the one that a pass comes to next."""
         error = self._error or next(iter(self._inboxes.get(pass_id or 0, ())), None)
         if isinstance(error, kinds.Failed):
             raise error.exception()

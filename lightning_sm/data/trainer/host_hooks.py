@@ -192,7 +192,8 @@ class _HostHooks:
             DataServiceError: It failed, or the data hosts returned different results.
         """
         trainer = self._datamodule.trainer
-        self.connection.open(trainer)
+        rank, num_ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        self.connection.open(rank, num_ranks, is_quiet=trainer is not None and trainer.local_rank != 0)
         self._open_again()
         outcome: Any = None
         if trainer is None or trainer.is_global_zero:

@@ -71,7 +71,7 @@ class RemoteIterator(_BaseDataLoaderIter):
             super()._reset(loader, first_iter=True)
         self._source = source
         self._num_resets = 0
-        if begins_at is not None:  # after torch has drawn a seed: so has the run that goes on
+        if begins_at is not None:  # after super() has drawn a seed: the interrupted run drew one here, too
             self._base_seed, self._num_resets = begins_at.seed, begins_at.number
             self._num_yielded = begins_at.num_batches
         self._reports, self._is_step = source.reports(loader)

@@ -139,7 +139,8 @@ class LoaderSource:
             loader: The loader.
         """
         connection = self.connection
-        connection.open(self.trainer)
+        is_quiet = self.trainer is not None and self.trainer.local_rank != 0
+        connection.open(self.rank, self.world_size, is_quiet=is_quiet)
         if self._feeder is not connection.feeder:  # a connection ends with an exception, and begins again
             self._feeder, self._slots, self._digest, self._close = connection.feeder, None, "", None
         self._is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)

@@ -42,6 +42,6 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-    """Return the groups of an optimizer without their parameters, and its state, whose tensors are not copied."""
+    """Return an optimizer's groups, without parameters, and its state. Tensors are not copied."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return deepcopy(groups), {parameter: dict(state) for parameter, state in optimizer.state.items()}

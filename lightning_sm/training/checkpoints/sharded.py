@@ -77,7 +77,7 @@ def _save_afresh(
 ) -> None:
     path = strategy.broadcast(filepath)
     if strategy.local_rank == 0:
-        # Shards of the old one that other hosts wrote would be read in place of the new ones, which this host lacks.
+        # Otherwise, old shards that other hosts wrote would be read in place of new ones, which this host lacks.
         remove_folder(path)
     strategy.barrier("lightning_sm.save_afresh")
     save(checkpoint, path, storage_options)

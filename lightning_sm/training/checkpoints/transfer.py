@@ -191,7 +191,7 @@ class _Transfer:
         return [host for host, files in enumerate(self._files) if files.get(name) != wanted]
 
     def _broadcast(self, name: str, source: int, *, is_receiver: bool) -> None:
-        """Send a file of one host to all others."""
+        """Send a file from one host to all others."""
         length, _ = self._files[source][name]
         # A file without content is a piece without bytes, so that the receiver makes the file.
         for start in range(0, max(1, length), _PIECE_BYTES):

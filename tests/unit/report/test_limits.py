@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 
-from lightning_sm.record.events import Loader
+from lightning_sm.record.events import GpuUse, HostUse, Loader
 from lightning_sm.record.limits import RankPace, slow_rank
 from lightning_sm.record.totals import Totals
-from lightning_sm.report.figures import TrainingRestart
+from lightning_sm.report.figures import HostSummary, TrainingRestart
 from lightning_sm.report.limits import cause_of_wait, leading, limits
 from lightning_sm.report.verdict import headline
 
@@ -24,6 +25,7 @@ class Run:
     data: tuple[dict, list] = ({}, [])
     rank_paces: tuple[RankPace, ...] = ()
     world_size: int = 1
+    hosts: tuple[HostSummary, ...] = ()
     restarts: tuple[TrainingRestart, ...] = ()
     repeated_s: float = 0.0
     shares: dict[str, float] = field(default_factory=dict)
@@ -140,6 +142,21 @@ def test_full_memory_is_said_although_it_costs_no_second_yet():
     assert names(times)[-1] == "memory near its limit"
     assert limits(times)[-1].finding.startswith("algo-1 had 98 GB of 100 GB in use")
     assert "memory near its limit" not in names(replace(times, fullest_memory=("algo-1", 90 * 10**9, 100 * 10**9)))
+
+
+def test_a_gpu_on_which_nothing_ran_is_named():
+    """It costs no time, but money; a data host's would be no help, and GPUs that wait for data are in use at times."""
+    uses = tuple(
+        HostUse(t, 0.5, 2 * 10**9, 16 * 10**9, gpus=[GpuUse(use, 10**9, 16 * 10**9) for use in (0.3, 0.0, 0.0, 0.0)])
+        for t in range(3)
+    )
+    trainer = HostSummary("algo-1", "trainer", "trainer", None, 4, 4, uses)
+    found = limits(replace(HEALTHY, hosts=(trainer,)))[-1]
+    assert (found.name, found.seconds) == ("an idle GPU", 0.0)
+    assert found.finding == "Nothing ran on 3 of the 4 GPUs of algo-1."
+    busy = tuple(msgspec.structs.replace(use, gpus=use.gpus[:1]) for use in uses)
+    for host in (replace(trainer, uses=busy), replace(trainer, role="data"), replace(trainer, uses=())):
+        assert "an idle GPU" not in names(replace(HEALTHY, hosts=(host,)))
 
 
 @pytest.mark.parametrize("rank", [{"forward": 8.7, "backward": 0.6}, {"forward": 0.3, "backward": 9.0}])

@@ -284,7 +284,7 @@ class PipelineParallelStrategy(DDPStrategy):
 
     @property
     def _fetches(self) -> bool:
-        """Whether this rank fetches the batches of its replica."""
+        """Whether this rank fetches its replica's batches."""
         return self._replica.position == 0
 
     @property

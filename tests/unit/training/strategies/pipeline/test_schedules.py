@@ -39,6 +39,13 @@ def replica():
     dist.destroy_process_group()
 
 
+def _slowly_converging():
+    """A layer whose power iteration goes on after its construction; that of random weights may have ended."""
+    layer = nn.Linear(4, 4)
+    nn.init.zeros_(layer.weight).diagonal().add_(torch.tensor([1.0, 0.99, 0.98, 0.97]))
+    return layer
+
+
 @pytest.mark.parametrize(
     ("make", "microbatches", "named"),
     [
