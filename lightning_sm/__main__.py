@@ -38,7 +38,7 @@ examples:
 
 New shells complete then. Generate the script again after an update.
 """
-# What other tools call a command of ours.
+# Names that people know from other tools, with the command that does the same here.
 _ELSEWHERE = {"top": "report --live"}
 # In the order of the help.
 _NAMES = ("train", "local", "doctor", "report", "compare", "plan", "init", "submit", "jobs", "completion")

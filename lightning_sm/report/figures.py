@@ -397,7 +397,7 @@ class Figures:
 
     @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
-        """Steps and values of each metric, nan for what was no finite number; an attempt's replace those before it."""
+        """Steps and values of each metric, with nan for nan and inf; steps that an attempt repeats have its values."""
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for record in self.main_records:
             own: dict[str, list[tuple[int, float]]] = defaultdict(list)

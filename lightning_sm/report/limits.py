@@ -51,13 +51,13 @@ _SPANS = {
 }
 # By part of a step: the limit, whether it is the work of the training itself, and what to change.
 _PARTS = {
-    "forward": ("the forward pass", True, "In training_step, look for Python per sample and values read from the GPU."),
+    "forward": ("the forward pass", True, "Compile the model; avoid Python per sample, and values read from the GPU."),
     "backward": (
         "the backward pass",
         True,
         "Lower the precision, compile the model, or exchange gradients less often (accumulate_grad_batches).",
     ),
-    "optimizer": ("the optimizer", True, "Choose a fused one, or step less often (accumulate_grad_batches)."),
+    "optimizer": ("the optimizer", True, "Use a fused or simpler one, or step less often (accumulate_grad_batches)."),
     "to_device": ("the transfer to the device", False, "Pin memory (pin_memory=True), and send smaller types (uint8)."),
     "other": ("Python between the steps", False, "Look at callbacks, loggers, and how often they run."),
 }
@@ -141,7 +141,7 @@ def _of_steps(run: Figures) -> Iterator[Limit]:
     for part, seconds in parts.items():
         name, is_work, change = _PARTS[part]
         if part == "backward" and unseen:
-            name, change = f"{name}, or a slower rank", f"The records of all {run.world_size} ranks would say which."
+            name, change = f"{name}, or a slower rank", "A report from the records of all ranks tells which."
         finding = f"It takes {step_time(seconds / run.pace.num_steps)} of the {step_time(run.pace.step_s)} of a step."
         if run.on_gpu and part == "other":
             name, change = "Python, for which the GPU idles", f"{change} Look at Python in training_step, too."

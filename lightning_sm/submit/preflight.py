@@ -6,6 +6,7 @@ limits of single values are in ``service_limits``.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -156,9 +157,11 @@ def _script(job: Job) -> Iterator[JobProblem]:
             "job; script is a path in it.",
         )
     for path in folder.rglob("*"):
-        is_loop = path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())
+        # Path.resolve would raise an error for a link to itself.
+        is_loop = path.is_symlink() and Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(path))
         if is_loop or not (path.is_file() or path.is_dir()):
-            what = "a link to a folder around it" if is_loop else "neither a file nor a folder, or a link to nothing"
+            no_file = "a link to nothing" if path.is_symlink() else "neither a file nor a folder"
+            what = "a link to a folder around it" if is_loop else no_file
             yield JobProblem("source_dir", f"source_dir has {path.relative_to(folder)}, which is {what}. Remove it.")
     if job.requested("EnableNetworkIsolation"):
         yield JobProblem(

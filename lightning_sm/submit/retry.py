@@ -15,8 +15,9 @@ from lightning_sm.submit.job_file import Retries
 
 _LOG = command_logger(__name__)
 
-# Refusals that may pass: a quota that other jobs use up at the moment, no capacity, throttling.
-_TRANSIENT_CODES = frozenset({"ResourceLimitExceeded", "ThrottlingException", "InsufficientCapacity"})
+# Refusals that may pass: throttling; a quota that other jobs use up at the moment, or no capacity.
+_THROTTLED = frozenset({"ThrottlingException", "Throttling"})
+_NO_CAPACITY_NOW = frozenset({"ResourceLimitExceeded", "InsufficientCapacity", "InsufficientInstanceCapacity"})
 # "... is 0 Instances, with current utilization of 0 Instances and a request delta of 1 Instances."
 _QUOTA = re.compile(r"is (\d+) Instances.* delta of (\d+) Instances", re.DOTALL)
 # The FailureReason of a job without hosts: "CapacityError: Unable to provision requested ML compute capacity".
@@ -69,7 +70,7 @@ def submit_until_capacity(
 
 def _may_pass(error: ClientError) -> bool:
     """Return whether the service may accept the same job later."""
-    if error.response["Error"]["Code"] not in _TRANSIENT_CODES:
+    if error.response["Error"]["Code"] not in _THROTTLED | _NO_CAPACITY_NOW:
         return False
     quota = _QUOTA.search(str(error))
     return quota is None or int(quota[2]) <= int(quota[1])  # a job larger than the quota never fits

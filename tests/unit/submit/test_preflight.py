@@ -149,7 +149,7 @@ def test_what_is_not_meant_to_be_uploaded_is_a_warning(tmp_path):
 
 @pytest.mark.parametrize("mode", ["cloud", "local"])
 def test_what_cannot_be_copied_is_a_problem(tmp_path, mode):
-    """A link to nothing, as editors leave it, a link around itself, and a pipe; a link to a file is one."""
+    """Links to nothing, as editors leave them, to themselves and to a folder around them, and a pipe."""
     (tmp_path / "train.py").touch()
     (tmp_path / "same.py").symlink_to("train.py")
     job = replace(JOB, source_dir=str(tmp_path), script="train.py", channels={})
@@ -157,9 +157,12 @@ def test_what_cannot_be_copied_is_a_problem(tmp_path, mode):
     (tmp_path / ".#train.py").symlink_to("me@host.1")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "all").symlink_to("..")
+    (tmp_path / "self").symlink_to("self")
     os.mkfifo(tmp_path / "pipe")
     found = {problem.text.split()[2].rstrip(","): problem.text for problem in check(job, mode).problems}
-    assert set(found) == {".#train.py", "package/all", "pipe"}
+    assert set(found) == {".#train.py", "package/all", "pipe", "self"}
+    assert "neither a file nor a folder" in found["pipe"]
+    assert "a link to nothing" in found["self"]
     assert "a link to a folder around it" in found["package/all"]
     assert "a link to nothing" in found[".#train.py"]
 
