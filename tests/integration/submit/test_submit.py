@@ -319,7 +319,7 @@ def test_no_capacity_is_tried_again(submit, service):
     ended = submit(JOB, "--yes")
     assert ended.returncode == 0, ended.stderr
     assert len({request["TrainingJobName"] for request in service.requests}) == 2
-    assert "No capacity in try 1 of 2 (CapacityError: none left)" in ended.stderr
+    assert "Try 1 of 2 got no hosts (CapacityError: none left)" in ended.stderr
 
 
 def test_a_failed_job_is_a_failed_command(submit, service):
