@@ -45,7 +45,6 @@ _DEFINITION = "TrainingJobDefinition."
 _ADVICE = {
     "hyperparameters": " Nest options, as in {data: {batch_size: 32}}, or put a file into a channel named config.",
 }
-IF_NEW = f"If it is new: pip install --upgrade boto3 (botocore {botocore.__version__} is installed)."
 _SHOWN_CHARS = 60
 # Kinds of values in the model: Python's types, words for one value, and what its size counts.
 _KINDS: Mapping[str, tuple[Any, str, str]] = {
@@ -156,7 +155,8 @@ def _member_violations(value: Mapping[str, Any], shape: Any, path: str) -> Itera
             yield from _violations(item, shape.members[name], place)
         else:
             near = did_you_mean(str(name), list(shape.members))
-            yield _problem(place, f"is not known to the service's model.{near} {IF_NEW}")
+            new = f"If it is new: pip install --upgrade boto3 ({botocore.__version__} is installed)."
+            yield _problem(place, f"is not known to the service's model.{near} {new}")
 
 
 def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
@@ -165,7 +165,8 @@ def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
     if pattern is not None and not re.fullmatch(_pattern(pattern), text):
         yield _problem(path, f"is {quoted}, which does not match {pattern}.")
     if shape.enum and text not in shape.enum:
-        yield _problem(path, f"is {quoted}, which the service's model lacks.{did_you_mean(text, shape.enum)} {IF_NEW}")
+        new = "If it is new: pip install --upgrade boto3."
+        yield _problem(path, f"is {quoted}, which the service's model lacks.{did_you_mean(text, shape.enum)} {new}")
 
 
 def _pattern(pattern: str) -> str:

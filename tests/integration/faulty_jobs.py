@@ -301,8 +301,7 @@ def local_ranks():
     else:
         until((here / "ready").exists)
         report(1)
-    while worker.poll() is None and not told:
-        time.sleep(0.005)
+    worker.wait()
 
 
 def started():

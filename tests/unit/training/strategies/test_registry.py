@@ -15,7 +15,6 @@ print(type(trainer.strategy).__name__)
 """
 
 
-@pytest.mark.matrix(rows=["after", "question"])
 @pytest.mark.parametrize(
     "imports",
     [
