@@ -19,9 +19,9 @@ from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 from lightning_sm.submit.cost_limit import confirm_cost
 from lightning_sm.submit.job_file import read_job
 from lightning_sm.submit.overrides import Override
-from lightning_sm.submit.preflight import MAX_NAME_CHARS
 from lightning_sm.submit.service_limits import fitting
 from lightning_sm.submit.submit import send, show_dry_run
+from lightning_sm.submit.training_job import MAX_NAME_CHARS
 
 _LOG = command_logger(__name__)
 
@@ -48,12 +48,13 @@ def again(
         SubmitError: A change is not possible, or the new job has problems.
     """
     keys = _keys(clients, description)
-    stated = [Override(key, json.dumps(value), is_json=True) for key, value in keys.items()]
+    name = description["TrainingJobName"]
+    stated = [Override(key, json.dumps(value), name, is_json=True) for key, value in keys.items()]
     job = read_job(None, [*stated, *_changes(settings)])
     if job.checkpoints is not None and job.checkpoints == keys["checkpoints"]:
         _LOG.warning(
             "warning: the new job resumes from the checkpoints of %s, in %s. To begin anew: --set checkpoints=s3://...",
-            description["TrainingJobName"],
+            name,
             job.checkpoints,
         )
     region = clients.sagemaker.meta.region_name
@@ -68,7 +69,7 @@ def _changes(settings: Sequence[str]) -> list[Override]:
     for key, equals, _ in pairs:
         if not (key and equals):
             raise SubmitError(f"--set {key}: expected KEY=VALUE, as in --set max_run_s=3600.")
-    return [Override(key, text) for key, _, text in pairs]
+    return [Override(key, text, f"--set {key}") for key, _, text in pairs]
 
 
 def _keys(clients: Clients, description: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lightning_sm._arguments import CommandParser
 from lightning_sm._log import command_logger
 from lightning_sm._untested import SERVICE
 from lightning_sm.cloud.installed import check_boto3
-from lightning_sm.errors import AWSError, JobConfigError, OutputDirectoryError, SubmitError
-from lightning_sm.record.prices import Prices
+from lightning_sm.errors import SubmitError
 from lightning_sm.submit.cost_limit import confirm_cost
 from lightning_sm.submit.job_file import Job, read_job
 from lightning_sm.submit.job_keys import KeyPath, all_keys, is_section, shown_default
@@ -87,28 +85,10 @@ def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
     description = submit.send(job, wait=options.wait, shows_log=True, ask=ask)
     code = exit_code(description) if options.wait else 0
     if options.wait and job.tune is None:
-        _write_report(job, description, write_report)
+        submit.write_report_here(job, description, write_report)
     if code:
         _LOG.error("the job did not complete: %s", reason_of(description) or "no reason given")
     return code
-
-
-def _write_report(job: Job, description: Mapping[str, Any], write: ReportWriter) -> None:
-    """Write the report of a job that has ended into this folder, if that is possible: the job's outcome stands."""
-    from lightning_sm.cloud.aws import Clients, one_line_errors  # noqa: PLC0415 - loads boto3
-    from lightning_sm.cloud.records import write_report_of  # noqa: PLC0415
-    from lightning_sm.submit.price_list import with_list_prices  # noqa: PLC0415
-    from lightning_sm.submit.submit import session_of  # noqa: PLC0415
-
-    page = Path(f"{description['TrainingJobName']}.html")
-    try:
-        with one_line_errors():
-            session = session_of(job)
-            clients = Clients(session)
-            prices = Prices(with_list_prices(clients, job, session.region_name).prices)
-            write_report_of(clients.s3, description, write, page, prices)
-    except (AWSError, JobConfigError, OutputDirectoryError) as error:
-        _LOG.info("No report was written here: %s", error)
 
 
 def add_arguments(parser: CommandParser) -> None:

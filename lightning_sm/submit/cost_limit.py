@@ -45,7 +45,12 @@ def confirm_cost(job: Job) -> None:
         )
     sys.stderr.write(f"{text}\nSubmit it? [y/N] ")
     sys.stderr.flush()
-    if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+    try:
+        answer = sys.stdin.readline().strip().lower()
+    except KeyboardInterrupt:
+        sys.stderr.write("\nNothing was sent.\n")
+        raise
+    if answer not in {"y", "yes"}:
         raise SubmitError("The job was not confirmed; nothing was sent.")
 
 

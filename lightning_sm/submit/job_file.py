@@ -17,6 +17,7 @@ from lightning_sm.job.variables import JOB_SECRET, MAX_RESTARTS
 from lightning_sm.submit.job_keys import key
 from lightning_sm.submit.job_reader import JobReader
 from lightning_sm.submit.overrides import Override
+from lightning_sm.submit.problems import Position
 
 _DAY_S = 24 * 60 * 60  # the default of SageMaker's SDKs
 
@@ -128,14 +129,14 @@ class Job:
     Relative paths in a job file, or in options that are given together with one, start from the folder of the file.
 
     Attributes:
-        positions: Where each key is written; a changed copy has none.
+        positions: Where each key is written.
     """
 
     image: str = key(
         "Docker image: `<account>.dkr.ecr.<region>.amazonaws.com/name:tag`, in the region of the job; with `--local` "
         "any local image.",
         "111122223333.dkr.ecr.eu-west-1.amazonaws.com/lightning-sm:latest",
-        ("image_uri", "training_image", "container"),
+        ("image_uri", "training_image", "container", "framework_version", "py_version"),
     )
     groups: dict[str, Group] = key(
         "Instance groups by name. With more than one the cluster is [heterogeneous](../heterogeneous-clusters.md): "
@@ -277,6 +278,7 @@ class Job:
             *("vpc_config", "networking", "subnets", "security_group_ids", "volume_kms_key", "output_kms_key"),
             *("tensorboard_output_config", "mlflow_config", "keep_alive_period_in_seconds", "max_retry_attempts"),
             *("training_plan", "enable_remote_debug", "enable_network_isolation", "encrypt_inter_container_traffic"),
+            *("disable_profiler", "profiler_config", "debugger_hook_config"),
         ),
         made=dict,
     )
@@ -286,7 +288,7 @@ class Job:
         ("tuner", "tuning"),
         default=None,
     )
-    positions: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
+    positions: Mapping[str, Position] = field(default_factory=dict, compare=False, repr=False)
 
     def requested(self, place: str) -> Any:
         """Return what ``request`` says at a place, such as ``OutputDataConfig.KmsKeyId``; None if it says nothing."""

@@ -21,7 +21,7 @@ from lightning_sm._text import shortened
 from lightning_sm.job.redaction import shown
 from lightning_sm.submit.job_keys import KeyField, expected, is_section, keys_of, suggestion
 from lightning_sm.submit.overrides import Override
-from lightning_sm.submit.problems import located, raise_problems
+from lightning_sm.submit.problems import Position, position_of, raise_problems
 
 _TAG = "tag:yaml.org,2002:"
 _TEXT, _NULL, _MERGE = f"{_TAG}str", f"{_TAG}null", f"{_TAG}merge"
@@ -54,13 +54,13 @@ class JobReader:
         section: The class of the job.
 
     Attributes:
-        positions: Where each key is written, as in ``job.yaml:4``; that of the file by the empty key.
-        problems: What is wrong, each with its position.
+        positions: Where each key is written; that of the file by the empty key.
+        problems: What is wrong, and where.
     """
 
     def __init__(self, section: type) -> None:
-        self.positions: dict[str, str] = {}
-        self.problems: list[str] = []
+        self.positions: dict[str, Position] = {}
+        self.problems: list[tuple[Position | None, str]] = []
         self._section = section
         self._root = yaml.MappingNode(f"{_TAG}map", [])
 
@@ -70,40 +70,40 @@ class JobReader:
         Raises:
             SubmitError: It cannot be read, or is not YAML.
         """
-        name = self.positions[""] = os.fspath(path)
+        file = self.positions[""] = Position(os.fspath(path))
         try:
             text = Path(path).read_bytes().decode("utf-8-sig")
-            node = _compose(text, name)
+            node = _compose(text, file.source)
         except OSError as error:
-            _stop(f"{name}: the file cannot be read: {error.strerror}.")
+            _stop(file, f"the file cannot be read: {error.strerror}.")
         except UnicodeDecodeError as error:
-            _stop(f"{name}: the file is not UTF-8 text (byte {error.start}).")
+            _stop(file, f"the file is not UTF-8 text (byte {error.start}).")
         except yaml.YAMLError as error:
             line, why = _explained(text, error)
-            _stop(f"{name}:{line}: {why}")
+            _stop(Position(file.source, line), why)
         except RecursionError:
-            _stop(f"{name}: {_TOO_DEEP}")
+            _stop(file, _TOO_DEEP)
         if node is None:
-            _stop(f"{name}: the file is empty; a job has at least image and groups.")
+            _stop(file, "the file is empty; a job has at least image and groups.")
         if not isinstance(node, yaml.MappingNode):
-            _stop(f"{name}: the file is {_kind(node)}; expected keys with values, such as image: and groups:.")
+            _stop(file, f"the file is {_kind(node)}; expected keys with values, such as image: and groups:.")
         self._root = node
 
     def override(self, override: Override) -> None:
         """Replace a value by that of an option."""
-        option = f"--{override.key}"
-        mark = yaml.Mark(option, 0, 0, 0, None, 0)
+        option = Position(override.source)
+        mark = yaml.Mark(option.source, 0, 0, 0, None, 0)
         parts, kind = self._place(override.key)
         node: yaml.Node = yaml.ScalarNode(_TEXT, override.text, mark)
         if override.is_json or kind is not str or override.text == "null":
             try:
-                node = _compose(override.text, option) or yaml.ScalarNode(_NULL, "", mark)
+                node = _compose(override.text, option.source) or yaml.ScalarNode(_NULL, "", mark)
             except yaml.YAMLError as error:
                 if kind is not Any:
-                    self.problems.append(f"{option}: the value is not YAML: {_explained(override.text, error)[1]}")
+                    self.problems.append((option, f"the value is not YAML: {_explained(override.text, error)[1]}"))
                     return
             except RecursionError:
-                _stop(f"{option}: {_TOO_DEEP}")
+                _stop(option, _TOO_DEEP)
         outer = self._root
         for part in parts[:-1]:
             inner = next((value for name, value in outer.value if name.value == part), None)
@@ -123,7 +123,7 @@ class JobReader:
         try:
             job = self._instance(self._section, self._root, "")
         except RecursionError:
-            _stop(f"{self.positions.get('', 'the job')}: {_TOO_DEEP}")
+            _stop(self.positions.get("", Position("the job")), _TOO_DEEP)
         raise_problems(self.problems)
         return job
 
@@ -158,23 +158,28 @@ class JobReader:
         if entries.keys() <= fields.keys():  # else an unknown key may stand for the missing one
             for field in fields.values():
                 if field.is_required and field.name not in found:
-                    self._add(key, f"{_join(key, field.name)} is missing, as in {field.shown_example}.")
+                    # A misspelled name of a group makes a new one, which lacks its keys.
+                    around, _, own = key.rpartition(".")
+                    places = [place.rpartition(".") for place in self.positions if around and place != key]
+                    near = did_you_mean(own, [other for place, _, other in places if place == around])
+                    self._add(key, f"{_join(key, field.name)} is missing, as in {field.shown_example}.{near}")
         return None if self.problems else section(**found)
 
     def _entries(self, node: yaml.MappingNode, key: str) -> dict[str, yaml.Node]:
         """Return what a mapping has by name, and note where."""
         found: dict[str, yaml.Node] = {}
         for name_node, value in node.value:
-            position = _position(name_node)
+            position = self._position(name_node)
             name = name_node.value
             path = _join(key, str(name))
             if name_node.tag != _TEXT:
                 place = f"{key}: " if key else ""
                 no_text = f"a name is {_kind(name_node)}; expected text. Quote it."
                 what = "<< merges nothing in a job file. Repeat the keys here." if name_node.tag == _MERGE else no_text
-                self.problems.append(f"{position}: {place}{what}")
+                self.problems.append((position, f"{place}{what}"))
             elif name in found:
-                self.problems.append(f"{position}: {path} is given twice, first at {self.positions[path]}. Remove one.")
+                text = f"{path} is given twice, first at {self.positions[path]}. Remove one."
+                self.problems.append((position, text))
             else:
                 self.positions[path] = position
                 found[name] = value
@@ -218,7 +223,11 @@ class JobReader:
         self._add(key, f"{key} is {what}; expected {expected(kind, field.about.unit)}.{hint}")
 
     def _add(self, key: str, text: str) -> None:
-        self.problems.append(located(text, key, self.positions))
+        self.problems.append((position_of(key, self.positions), text))
+
+    def _position(self, node: yaml.Node) -> Position:
+        mark, file = node.start_mark, self.positions.get("")
+        return Position(mark.name, mark.line + 1 if file is not None and mark.name == file.source else 0)
 
 
 def _compose(text: str, source: str) -> yaml.Node | None:
@@ -232,11 +241,6 @@ def _put(mapping: yaml.MappingNode, name: str, value: yaml.Node | None, mark: ya
     """Replace a value, or remove it, and those of its parts: hyperparameters have names with dots."""
     kept = [entry for entry in mapping.value if not f"{entry[0].value}.".startswith(f"{name}.")]
     mapping.value = [*kept, *([] if value is None else [(yaml.ScalarNode(_TEXT, name, mark), value)])]
-
-
-def _position(node: yaml.Node) -> str:
-    source = node.start_mark.name
-    return source if source.startswith("--") else f"{source}:{node.start_mark.line + 1}"
 
 
 def _kind(node: yaml.Node) -> str:
@@ -290,6 +294,6 @@ def _explained(text: str, error: yaml.YAMLError) -> tuple[int, str]:
     )
 
 
-def _stop(problem: str) -> NoReturn:
-    raise_problems([problem])
+def _stop(position: Position, problem: str) -> NoReturn:
+    raise_problems([(position, problem)])
     raise AssertionError

@@ -16,11 +16,13 @@ class Override(NamedTuple):
     Attributes:
         key: The key, with dots between its parts.
         text: Its value.
+        source: Where it was said, for messages, such as ``--groups.trainer.count``.
         is_json: Whether the value is JSON, and not as people type it.
     """
 
     key: str
     text: str
+    source: str
     is_json: bool = False
 
 
@@ -57,5 +59,5 @@ def parse_overrides(
             if not remaining or remaining[0].startswith("--"):
                 raise SubmitError(f"{option}: expected a value, as in {option}=VALUE.")
             text = remaining.pop(0)
-        overrides.append(Override(key, text))
+        overrides.append(Override(key, text, option))
     return overrides, rest

@@ -24,11 +24,10 @@ from lightning_sm.job.variables import DATA_GROUPS, JOB_SECRET, SETTINGS, misspe
 from lightning_sm.submit.cost_limit import cost_problems
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.problems import Findings, JobProblem
-from lightning_sm.submit.service_limits import PLACES, matches, values_of
-from lightning_sm.submit.training_job import NAME_ENDING_CHARS, config_of, prepared, script_options
+from lightning_sm.submit.service_limits import IF_NEW, PLACES, matches, values_of
+from lightning_sm.submit.training_job import MAX_NAME_CHARS, config_of, prepared, script_options
 from lightning_sm.submit.tuning import tuning_problems
 
-MAX_NAME_CHARS = 63 - NAME_ENDING_CHARS
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 # Amazon ECR, "Private registry"; training images from elsewhere need a VPC and a private registry.
 ECR_IMAGE = re.compile(
@@ -211,8 +210,7 @@ def _instance_types(job: Job) -> Iterator[JobProblem]:
     for name, kind in ((name, group.instance_type) for name, group in job.groups.items()):
         if kind not in known:
             key, near = f"groups.{name}.instance_type", did_you_mean(kind, known)
-            new = "If it is new: pip install --upgrade boto3."
-            yield JobProblem(key, f"{key} is {kind!r}, which is not an instance type of training jobs.{near} {new}")
+            yield JobProblem(key, f"{key} is {kind!r}, which is not an instance type of training jobs.{near} {IF_NEW}")
 
 
 def _addresses(job: Job, region: str | None) -> Iterator[JobProblem]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -35,18 +35,16 @@ def with_list_prices(clients: Clients, job: Job, region: str) -> Job:
         return job
     try:
         pricing = clients.look("pricing", region=_REGION)
-        listed = {one: max(_prices(pricing, one, region), default=None) for one in missing}
+        listed = {one: list(_prices(pricing, one, region)) for one in missing}
     except (ClientError, BotoCoreError) as error:
         _LOG.info("AWS's price list cannot be read: %s", error)
         return job
-    found = {name: price for name, price in listed.items() if price is not None}
+    found = {name: max(prices) for name, prices in listed.items() if prices}
     if not found:
         return job
     shown = ", ".join(f"{name} {Prices().amount(price)}" for name, price in found.items())
     _LOG.info("From AWS's price list for %s, per hour on demand: %s", region, shown)
-    priced = copy.copy(job)
-    priced.prices = {**found, **job.prices}
-    return priced
+    return replace(job, prices={**found, **job.prices})
 
 
 def _prices(pricing: Any, instance_type: str, region: str) -> Iterator[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,6 +11,21 @@ from lightning_sm._text import count
 from lightning_sm.errors import SubmitError
 
 _LOG = command_logger(__name__)
+
+
+class Position(NamedTuple):
+    """Where something is written.
+
+    Attributes:
+        source: The job file, or an option.
+        line: The line of the file; 0 for all of it, and for an option.
+    """
+
+    source: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}" if self.line else self.source
 
 
 class JobProblem(NamedTuple):
@@ -33,12 +47,12 @@ class Findings:
     Attributes:
         problems: Why the job cannot be submitted, each with what to change.
         warnings: What is allowed but rarely intended.
-        positions: Where each key is written, as in ``job.yaml:4``; that of the file by the empty key.
+        positions: Where each key is written; that of the file by the empty key.
     """
 
     problems: list[JobProblem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    positions: Mapping[str, str] = field(default_factory=dict)
+    positions: Mapping[str, Position] = field(default_factory=dict)
 
     def report(self) -> None:
         """Log the warnings, and raise all problems as one error.
@@ -48,29 +62,25 @@ class Findings:
         """
         for warning in self.warnings:
             _LOG.warning("warning: %s", warning)
-        raise_problems([located(one.text, one.key, self.positions) for one in self.problems])
+        raise_problems([(position_of(one.key, self.positions), one.text) for one in self.problems])
 
 
-def located(text: str, key: str, positions: Mapping[str, str]) -> str:
-    """Put before a text where its key is written; if it is not, where the nearest key around it is."""
+def position_of(key: str, positions: Mapping[str, Position]) -> Position | None:
+    """Return where a key is written; if it is not, where the nearest key around it is."""
     while key and key not in positions:
         key = key.rpartition(".")[0]
-    return f"{positions[key]}: {text}" if key in positions else text
+    return positions.get(key)
 
 
-def raise_problems(problems: Sequence[str]) -> None:
+def raise_problems(problems: Sequence[tuple[Position | None, str]]) -> None:
     """Raise all problems as one error, in the order of their lines in the job file.
 
     Raises:
         SubmitError: There are problems.
     """
     if problems:
+        by_line = sorted(problems, key=lambda problem: problem[0].line if problem[0] else 0)
+        texts = [text if position is None else f"{position}: {text}" for position, text in by_line]
         # What is not indented is a problem, for people and for editors that open its place.
-        listed = "\n".join(text.replace("\n", "\n    ") for text in sorted(problems, key=_line))
+        listed = "\n".join(text.replace("\n", "\n    ") for text in texts)
         raise SubmitError(f"{count(len(problems), 'problem')}; nothing was sent:\n{listed}")
-
-
-def _line(problem: str) -> int:
-    """Return the line that a problem is about; 0 for options, and for what concerns the whole file."""
-    position = re.match(r".*?:(\d+): ", problem)
-    return 0 if position is None else int(position[1])

@@ -62,9 +62,7 @@ def submit_until_capacity(
             if attempt >= retries.max_tries or _NO_CAPACITY not in reason:
                 return description
         pause_s = pause_after(attempt, retries)
-        _LOG.warning(
-            "No capacity in try %d of %d (%s). Retrying in %.0f s.", attempt, retries.max_tries, reason, pause_s
-        )
+        _LOG.warning("Try %d of %d got no hosts (%s). Retrying in %.0f s.", attempt, retries.max_tries, reason, pause_s)
         sleep(pause_s)
 
 

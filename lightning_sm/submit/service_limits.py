@@ -45,6 +45,7 @@ _DEFINITION = "TrainingJobDefinition."
 _ADVICE = {
     "hyperparameters": " Nest options, as in {data: {batch_size: 32}}, or put a file into a channel named config.",
 }
+IF_NEW = f"If it is new: pip install --upgrade boto3 (botocore {botocore.__version__} is installed)."
 _SHOWN_CHARS = 60
 # Kinds of values in the model: Python's types, words for one value, and what its size counts.
 _KINDS: Mapping[str, tuple[Any, str, str]] = {
@@ -155,8 +156,7 @@ def _member_violations(value: Mapping[str, Any], shape: Any, path: str) -> Itera
             yield from _violations(item, shape.members[name], place)
         else:
             near = did_you_mean(str(name), list(shape.members))
-            new = f"If it is new: pip install --upgrade boto3 ({botocore.__version__} is installed)."
-            yield _problem(place, f"is not known to the service's model.{near} {new}")
+            yield _problem(place, f"is not known to the service's model.{near} {IF_NEW}")
 
 
 def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
@@ -165,8 +165,7 @@ def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
     if pattern is not None and not re.fullmatch(_pattern(pattern), text):
         yield _problem(path, f"is {quoted}, which does not match {pattern}.")
     if shape.enum and text not in shape.enum:
-        new = "If it is new: pip install --upgrade boto3."
-        yield _problem(path, f"is {quoted}, which the service's model lacks.{did_you_mean(text, shape.enum)} {new}")
+        yield _problem(path, f"is {quoted}, which the service's model lacks.{did_you_mean(text, shape.enum)} {IF_NEW}")
 
 
 def _pattern(pattern: str) -> str:

@@ -23,7 +23,8 @@ _ARCHIVE_NAME = "sourcedir.tar.gz"
 
 def output_of(job: Job, region: str) -> str:
     """Return the prefix for model and output: that of the job file, else the bucket that SageMaker's SDKs use."""
-    return job.output or f"s3://{_default_bucket(job, region)}/"
+    # sagemaker 2.257.7, session.py: generate_default_sagemaker_bucket_name.
+    return job.output or f"s3://sagemaker-{region}-{_account(job)}/"
 
 
 def code_address(output: str, job_name: str) -> str:
@@ -50,7 +51,7 @@ def create_output(s3: Any, job: Job, region: str) -> None:
     """
     if job.output is not None:
         return
-    bucket = _default_bucket(job, region)
+    bucket = output_of(job, region).split("/")[2]
     try:
         s3.head_bucket(Bucket=bucket, ExpectedBucketOwner=_account(job))
     except ClientError as error:
@@ -88,11 +89,6 @@ def upload_code(s3: Any, job: Job, address: str) -> None:
                 tar.add(path, path.name, filter=_without_owner)
         _LOG.info("Uploading %s (compressed: %.1f MB) to %s", folder, archive.stat().st_size / 1e6, address)
         s3.upload_file(str(archive), bucket, key, ExtraArgs=settings)
-
-
-def _default_bucket(job: Job, region: str) -> str:
-    # sagemaker 2.257.7, session.py: generate_default_sagemaker_bucket_name.
-    return f"sagemaker-{region}-{_account(job)}"
 
 
 def _account(job: Job) -> str:

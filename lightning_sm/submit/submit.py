@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -14,11 +15,13 @@ from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
 from lightning_sm._log import command_logger
-from lightning_sm.cloud.aws import Clients, check_credentials, new_session
+from lightning_sm.cloud.aws import Clients, check_credentials, new_session, one_line_errors
 from lightning_sm.cloud.follow import follow
+from lightning_sm.cloud.records import ReportWriter, write_report_of
 from lightning_sm.emulator.docker import docker_program
-from lightning_sm.errors import AWSError, SubmitError
+from lightning_sm.errors import AWSError, JobConfigError, OutputDirectoryError, SubmitError
 from lightning_sm.job.redaction import shown
+from lightning_sm.record.prices import Prices
 from lightning_sm.submit.account import check_account
 from lightning_sm.submit.image_build import build_image, push_image
 from lightning_sm.submit.job_file import Job
@@ -73,8 +76,7 @@ def dry_run(job: Job, region: str | None = None) -> dict[str, Any]:
 
 def show_dry_run(job: Job, region: str | None = None) -> None:
     """Write the result of ``dry_run``, whose errors it raises, to stdout as JSON."""
-    json.dump(dry_run(job, region), sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    sys.stdout.write(json.dumps(dry_run(job, region), indent=2) + "\n")
     sys.stdout.flush()
     _LOG.info("0 problems; nothing was sent")
 
@@ -115,7 +117,7 @@ def send(
         docker_program()  # or it would be missed only after the question
     _LOG.info("0 problems")
     if ask is not None:
-        ask(with_list_prices(clients, job, region))
+        ask(job if job.max_cost is not None else with_list_prices(clients, job, region))
     job = prepared(job)
     try:
         if job.build is not None:
@@ -131,6 +133,25 @@ def send(
         raise SubmitError(f"AWS rejected the request or cannot be reached: {error}") from error
     except OSError as error:  # a file in source_dir cannot be read
         raise SubmitError(f"The job was not submitted: {error}") from error
+
+
+def write_report_here(job: Job, description: Mapping[str, Any], write: ReportWriter) -> None:
+    """Write the report of a job that has ended into this folder, if that is possible: the job's outcome stands.
+
+    Args:
+        job: The content of the job file.
+        description: The result of ``send``.
+        write: Writes a report.
+    """
+    page = Path(f"{description['TrainingJobName']}.html")
+    try:
+        with one_line_errors():
+            session = session_of(job)
+            clients = Clients(session)
+            prices = Prices(with_list_prices(clients, job, session.region_name).prices)
+            write_report_of(clients.s3, description, write, page, prices)
+    except (AWSError, JobConfigError, OutputDirectoryError) as error:
+        _LOG.info("No report was written here: %s", error)
 
 
 def run_locally(job: Job) -> int:

@@ -39,6 +39,7 @@ def submit_job(
     from lightning_sm.submit.submit import send  # noqa: PLC0415 - loads boto3, which may be missing
 
     changes = [
-        Override(key, json.dumps(value, default=os.fspath), is_json=True) for key, value in (overrides or {}).items()
+        Override(key, json.dumps(value, default=os.fspath), f"overrides[{key!r}]", is_json=True)
+        for key, value in (overrides or {}).items()
     ]
     return send(read_job(path, changes), wait=wait)

@@ -18,8 +18,8 @@ from lightning_sm.submit.job_file import InputChannel, Job
 
 # As the SDKs name jobs; they end with milliseconds, which two submitters may share.
 _TIME = "-%Y-%m-%d-%H-%M-%S-"
-# Characters after the name that the job file gives.
-NAME_ENDING_CHARS = len("-2026-11-26-23-59-59-") + 3
+# Of the start of the name: the service takes 63 characters.
+MAX_NAME_CHARS = 63 - len("-2026-11-26-23-59-59-") - 3
 
 
 def new_job_name(start: str) -> str:

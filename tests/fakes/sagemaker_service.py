@@ -31,7 +31,7 @@ class FakeService:
     Attributes:
         refusals: Error codes for the next CreateTrainingJob requests; an empty one accepts.
         endings: What DescribeTrainingJob says of the jobs, in the order of their creation.
-        lines: What is logged by host algo-1 of each job.
+        lines: What is logged by host algo-1 of each job; None if the caller may not read logs.
         requests: CreateTrainingJob requests so far.
         tuning: CreateHyperParameterTuningJob requests so far.
         uploads: Paths of S3 objects so far.
@@ -52,7 +52,7 @@ class FakeService:
 
     refusals: list[str] = field(default_factory=list)
     endings: list[dict[str, Any]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] | None = field(default_factory=list)
     tuning: list[dict[str, Any]] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
@@ -186,6 +186,8 @@ class FakeService:
         return 200, f"<GetRoleResponse><GetRoleResult><Role>{role}</Role></GetRoleResult></GetRoleResponse>".encode()
 
     def _log(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self.lines is None:
+            return 400, {"__type": "AccessDeniedException", "message": "no"}
         stream = f"{body['logStreamNamePrefix']}algo-1-1700000000"
         events = [
             {"logStreamName": stream, "timestamp": number, "message": line, "eventId": str(number)}

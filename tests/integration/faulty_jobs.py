@@ -301,7 +301,8 @@ def local_ranks():
     else:
         until((here / "ready").exists)
         report(1)
-    worker.wait()
+    while worker.poll() is None and not told:
+        time.sleep(0.005)
 
 
 def started():

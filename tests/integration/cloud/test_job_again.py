@@ -128,9 +128,9 @@ def test_hyperparameters_of_an_sdk_stay_text(service, jobs):
     ("setting", "words"),
     [
         ("max_run", "--set max_run: expected KEY=VALUE"),
-        ("max_run=3", "--max_run: max_run is not a key of a job file. Did you mean max_run_s"),
-        ("max_run_s=1h", "--max_run_s: max_run_s is '1h'; expected a whole number of seconds"),
-        ("source_dir=src", "--source_dir: source_dir is"),
+        ("max_run=3", "--set max_run: max_run is not a key of a job file. Did you mean max_run_s"),
+        ("max_run_s=1h", "--set max_run_s: max_run_s is '1h'; expected a whole number of seconds"),
+        ("source_dir=src", "--set source_dir: source_dir is"),
         ("groups.other.count=3", "groups.other"),
         ("groups.data.instance_type=ml.c5.huge", "ml.c5.huge"),
         ("hyperparameters.api_key=sk-0123456789abcdef0123456789abcdef", "looks like a secret"),

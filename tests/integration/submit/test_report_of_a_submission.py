@@ -29,7 +29,8 @@ def test_the_report_of_the_job_is_written_here_and_its_exit_code_stays(tmp_path,
     monkeypatch.setattr("lightning_sm.submit.submit.new_job_name", lambda _: "job")
     (tmp_path / "job.yaml").write_text(JOB)
     record = input_bound(tmp_path / "record")
-    with FakeService(endings=[FAILED], prices={"ml.g5.xlarge": 1.41}) as service, caplog.at_level(logging.INFO):
+    answers = {"endings": [FAILED], "lines": None, "prices": {"ml.g5.xlarge": 1.41}}
+    with FakeService(**answers) as service, caplog.at_level(logging.INFO):
         for name, value in service.environment.items():
             monkeypatch.setenv(name, value)
         for file in record.rglob("*.jsonl"):

@@ -233,9 +233,8 @@ def test_a_dry_run_outlives_credentials_that_are_not_accepted(submit, service):
 def test_without_another_region_a_job_has_that_of_its_image(submit, service):
     """SageMaker takes images of its own region only."""
     environment = {name: value for name, value in service.environment.items() if name != "AWS_DEFAULT_REGION"}
-    service.endings = [COMPLETED]
-    for mode in ("--dry-run", "--yes"):
-        ended = submit(JOB, mode, environment=environment)
+    for mode in ("--dry-run", "--no-wait"):
+        ended = submit(JOB, mode, "--yes", environment=environment)
         assert ended.returncode == 0, ended.stderr
     assert len(service.requests) == 1
     ended = submit({**JOB, "image": "here:1"}, "--dry-run", environment=environment)
@@ -245,7 +244,7 @@ def test_without_another_region_a_job_has_that_of_its_image(submit, service):
 
 def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
     """The job is sent once, with a secret that nothing shows, and watched until it ends; nothing else is sent."""
-    service.endings = [COMPLETED]
+    service.endings, service.lines = [COMPLETED], None
     ended = submit(JOB, "--yes")
     assert ended.returncode == 0, ended.stderr
     (request,) = service.requests
@@ -266,12 +265,11 @@ def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
 def test_a_terminal_is_asked_with_what_the_job_can_cost(submit, service, answer, options, is_sent):
     """Nothing is sent without a yes, which --yes gives beforehand; the price of a host is the user's."""
     job = {**JOB, "prices": {"ml.g5.xlarge": 1.5, "data": 0.5}, "max_cost": 4}
-    service.endings = [COMPLETED]
     terminal, keyboard = os.openpty()
     with os.fdopen(terminal, "w") as typed, os.fdopen(keyboard) as stdin:
         typed.write(answer)
         typed.flush()
-        ended = submit(job, *options, stdin=stdin)
+        ended = submit(job, "--no-wait", *options, stdin=stdin)
     assert ended.returncode == (0 if is_sent else 2), ended.stderr
     assert len(service.requests) == is_sent
     assert ("The job can cost $3.50 (" in ended.stderr) is not bool(options)
@@ -289,9 +287,8 @@ def test_a_script_must_say_yes(submit, service):
 
 def test_prices_that_the_job_file_lacks_come_from_the_price_list(submit, service):
     """For the question, and for the limit of the cost, whether a terminal is asked or not."""
-    service.endings = [COMPLETED]
     service.prices = {"ml.g5.xlarge": 1.5, "ml.c6i.4xlarge": 0.75}
-    ended = submit({**JOB, "max_cost": 3.8}, "--yes")
+    ended = submit({**JOB, "max_cost": 3.8}, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
     assert "From AWS's price list for us-east-1, per hour on demand: ml.g5.xlarge $1.50" in ended.stderr
     ended = submit({**JOB, "max_cost": 3.7}, "--yes")
@@ -319,12 +316,13 @@ def test_no_capacity_is_tried_again(submit, service):
     ended = submit(JOB, "--yes")
     assert ended.returncode == 0, ended.stderr
     assert len({request["TrainingJobName"] for request in service.requests}) == 2
-    assert "No capacity in try 1 of 2 (CapacityError: none left)" in ended.stderr
+    assert "Try 1 of 2 got no hosts (CapacityError: none left)" in ended.stderr
 
 
 def test_a_failed_job_is_a_failed_command(submit, service):
     """With the job's reason and its exit code, and without another try."""
     service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "AlgorithmError: nan, exit code: 3"}]
+    service.lines = None
     ended = submit(JOB, "--yes")
     assert ended.returncode == 3
     assert "the job did not complete: AlgorithmError: nan, exit code: 3" in ended.stderr
@@ -431,9 +429,8 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
     """As an archive beside the output; the launcher is told where it is and what to start."""
     (tmp_path / "src" / "package").mkdir(parents=True)
     (tmp_path / "src" / "package" / "go.py").write_text("print(1)")
-    service.endings = [COMPLETED]
     job = {**JOB, "source_dir": "src", "script": "package/go.py", "request": WITH_NETWORK}
-    ended = submit(job, "--yes")
+    ended = submit(job, "--yes", "--no-wait")
     assert ended.returncode == 0, ended.stderr
     (upload,) = service.uploads
     (request,) = service.requests
@@ -537,7 +534,7 @@ def test_submitting_needs_neither_torch_nor_the_sdk(service, tmp_path, mode):
     (tmp_path / "job.yaml").write_text(
         yaml.safe_dump({**JOB, "source_dir": "src", "script": "go.py", "request": WITH_NETWORK})
     )
-    service.endings = [COMPLETED]
+    service.endings, service.lines = [COMPLETED], ["epoch=1/2"]
     code = (
         "import sys\n"
         "gone = ('torch', 'pytorch_lightning', 'lightning', 'lightning_fabric', 'torchmetrics', 'grpc', 'numpy')\n"
@@ -555,7 +552,7 @@ def test_submitting_needs_neither_torch_nor_the_sdk(service, tmp_path, mode):
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert len(service.requests) == (mode == "--yes")
+    assert len(service.requests) == (mode == "--yes") == done.stdout.count("algo-1 | epoch=1/2")
 
 
 def test_the_launcher_loads_nothing_of_this():

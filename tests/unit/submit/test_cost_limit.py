@@ -1,5 +1,7 @@
 """The most that a job can cost."""
 
+import io
+import sys
 from dataclasses import replace
 
 import pytest
@@ -68,3 +70,22 @@ def test_a_limit_needs_all_prices_and_the_number_of_jobs():
     (problem,) = cost_problems(chosen)
     assert "the service chooses the hosts" in problem.text
     assert "is unknown: the service chooses the hosts" in shown_cost(chosen)
+
+
+class Interrupted(io.StringIO):
+    """A terminal at which Ctrl-C is pressed in place of an answer."""
+
+    def isatty(self):
+        return True
+
+    def readline(self, size=-1, /):
+        del size
+        raise KeyboardInterrupt
+
+
+def test_who_interrupts_the_question_learns_that_nothing_was_sent(monkeypatch, capsys):
+    """Below the ^C that the terminal has written."""
+    monkeypatch.setattr(sys, "stdin", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        confirm_cost(JOB)
+    assert capsys.readouterr().err.endswith("Submit it? [y/N] \nNothing was sent.\n")

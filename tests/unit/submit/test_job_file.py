@@ -186,4 +186,4 @@ def test_examples_of_keys_are_valid():
         needed = [("image", "x"), ("groups.NAME.instance_type", "ml.g5.xlarge"), ("channels.NAME.uri", "s3://bucket/a")]
         needed += [("tune", keys_of(Job)["tune"].about.example), ("spot.max_wait_s", "7200")]
         example = (".".join(path.parts), path.field.about.example)
-        read(None, [Override(key, text) for key, text in (*needed, example)])
+        read(None, [Override(key, text, key) for key, text in (*needed, example)])

@@ -341,6 +341,10 @@ def test_a_value_that_cannot_be_read_has_no_consequences(tmp_path):
             ["--groups.trainer.count=two"],
             "--groups.trainer.count: groups.trainer.count is 'two'; expected a whole number",
         ),
+        (
+            ["--groups.trainr.count=4"],
+            "groups.trainr.instance_type is missing, as in instance_type: ml.g5.xlarge. Did",
+        ),
         (["--groups.trainer.instance_count", "2"], "groups.trainer has no key instance_count. Did you mean count"),
         (["--image.uri=a"], "--image.uri: image is a mapping; expected text"),
         (["--spot=true"], "--spot: spot is true; expected keys with values"),

@@ -68,7 +68,7 @@ def test_lack_of_capacity_is_tried_again_under_a_new_name(obstacle, caplog):
     assert service.names == ["job-0", "job-1", "job-2"]
     assert 5 <= service.pauses[0] <= 10
     assert 7.5 <= service.pauses[1] <= 15
-    assert "No capacity in try 1 of 3" in caplog.messages[0]
+    assert "Try 1 of 3 got no hosts" in caplog.messages[0]
 
 
 def test_the_last_try_is_the_last():

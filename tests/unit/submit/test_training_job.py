@@ -7,7 +7,7 @@ import pytest
 
 from lightning_sm.submit.job_file import Group
 from lightning_sm.submit.service_limits import request_problems
-from lightning_sm.submit.training_job import NAME_ENDING_CHARS, new_job_name, training_job
+from lightning_sm.submit.training_job import MAX_NAME_CHARS, new_job_name, training_job
 from tests.unit.submit.test_preflight import JOB
 
 
@@ -16,7 +16,7 @@ def test_names_differ_and_fit_the_service():
     names = {new_job_name("a") for _ in range(20)}
     assert len(names) > 15
     assert all(re.fullmatch(r"a-\d{4}(-\d\d){5}-[0-9a-f]{3}", name) for name in names)
-    longest = new_job_name("a" * (63 - NAME_ENDING_CHARS))
+    longest = new_job_name("a" * MAX_NAME_CHARS)
     assert len(longest) == 63
     request = training_job(JOB, longest, "s3://bucket")
     assert [problem for problem in request_problems(request) if "TrainingJobName" in problem.text] == []

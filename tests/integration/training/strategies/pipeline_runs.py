@@ -1,4 +1,4 @@
-"""Fits with and without a pipeline that see the same rows in each step, several of them in one group of processes."""
+"""Fits with and without a pipeline that see the same rows in each step, several of them in each group of processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -217,26 +217,36 @@ class _Processes(LightningEnvironment):
         return True
 
 
-def command(rank: int, world_size: int, port: int, folder: Path) -> list[str]:
-    """The command of one of several processes that run the fits in ``folder/fits`` one after the other.
+def command(folder: Path, groups: Sequence[tuple[int, int, Mapping[str, Fit]]]) -> list[str]:
+    """The command of fits in groups of processes, one group after the other, and in each one fit after the other.
 
-    What a rank has seen goes to a file for each fit.
+    What a rank has seen goes to a file for each fit. The ranks are copies of a process that has imported everything.
 
     Args:
-        rank: The process's.
-        world_size: Number of processes.
-        port: On which rank 0 listens.
-        folder: Also for files of results, ``NAME.RANK``, and checkpoints, ``NAME.ckpt``.
+        folder: For files of results, ``NAME.RANK``, and checkpoints, ``NAME.ckpt``.
+        groups: Number of processes, port on which rank 0 listens, and fits.
     """
-    return [sys.executable, "-m", __name__, str(rank), str(world_size), str(port), str(folder)]
+    texts = [(size, port, {name: asdict(fit) for name, fit in fits.items()}) for size, port, fits in groups]
+    return [sys.executable, "-m", __name__, str(folder), json.dumps(texts)]
 
 
-def _main(rank: int, world_size: int, port: str, folder: Path) -> None:
-    fits = {name: Fit(**fit) for name, fit in json.loads((folder / "fits").read_text()).items()}
+def _main(folder: Path, groups: list[tuple[int, int, Mapping[str, Mapping[str, Any]]]]) -> None:
+    for world_size, port, texts in groups:
+        for rank in range(world_size):
+            if os.fork() == 0:
+                fits = {name: Fit(**text) for name, text in texts.items()}
+                _run_all(rank, world_size, port, folder, fits)
+                return  # ends as any process does
+        for _ in range(world_size):
+            if os.wait()[1] != 0:
+                sys.exit(1)  # who started it ends the other ranks
+
+
+def _run_all(rank: int, world_size: int, port: int, folder: Path, fits: Mapping[str, Fit]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     leave_at_exit()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), NODE_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0")
     if any((fit.strategy or {}).get("process_group_backend") == "staged" for fit in fits.values()):
         importlib.import_module("tests.gpu.staged")  # registers it
     for name, fit in fits.items():
@@ -307,4 +317,4 @@ class _Loaders(pl.LightningDataModule):
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    _main(Path(sys.argv[1]), json.loads(sys.argv[2]))

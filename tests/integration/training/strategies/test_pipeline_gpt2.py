@@ -12,12 +12,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.proof, pytest.mark.usefixtures(
 
 def test_a_gpt2_of_transformers_trains_as_in_one_process(tmp_path):
     """With two stages, also in two replicas, and with four; its loss is that of the uncut model of transformers."""
-    (tmp_path / "one").mkdir()
-    (alone,) = ranks_of(tmp_path / "one", 1, {"one": Fit(model="gpt2")})["one"]
-    assert alone["losses"][0] == pytest.approx(alone["extra"]["loss of transformers"][0], rel=1e-6)
-    two = ranks_of(tmp_path, 2, {"two": Fit({}, "gpt2"), "data": Fit(model="gpt2")})
+    two = {"two": Fit({}, "gpt2"), "data": Fit(model="gpt2")}
     four = {"replicas": Fit({"pipeline_parallel_size": 2}, "gpt2"), "four": Fit({"pipeline_parallel_size": 4}, "gpt2")}
-    fits = {**two, **ranks_of(tmp_path, 4, four)}
+    fits = ranks_of(tmp_path, {1: {"one": Fit(model="gpt2")}, 2: two, 4: four})
+    (alone,) = fits["one"]
+    assert alone["losses"][0] == pytest.approx(alone["extra"]["loss of transformers"][0], rel=1e-6)
     for name, expected in (("two", alone), ("four", alone), ("replicas", fits["data"][0])):
         for seen in fits[name]:
             assert difference(seen, expected, "losses") <= TOLERANCE, name

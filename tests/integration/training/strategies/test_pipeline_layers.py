@@ -66,11 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fits(folder: Path) -> Seen:
     """All fits."""
-    return {
-        name: seen
-        for number, some in ((2, TWO), (4, FOUR), (1, {**ONE, **AFTER}))
-        for name, seen in ranks_of(folder, number, some).items()
-    }
+    return ranks_of(folder, {2: TWO, 4: FOUR, 1: {**ONE, **AFTER}})
 
 
 @pytest.mark.parametrize("name", MODELS)

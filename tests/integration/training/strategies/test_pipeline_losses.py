@@ -32,8 +32,7 @@ FOUR = {
 @pytest.fixture(scope="module")
 def fits(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """All fits."""
-    folder = tmp_path_factory.mktemp("losses")
-    return {**ranks_of(folder, 1, ONE), **ranks_of(folder, 2, TWO), **ranks_of(folder, 4, FOUR)}
+    return ranks_of(tmp_path_factory.mktemp("losses"), {1: ONE, 2: TWO, 4: FOUR})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ print(type(trainer.strategy).__name__)
 """
 
 
+@pytest.mark.matrix(rows=["after", "question"])
 @pytest.mark.parametrize(
     "imports",
     [
