@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePath, PurePosixPath
 
-from lightning_sm._text import count, duration
 from lightning_sm.errors import JobConfigError
-from lightning_sm.record import events
-from lightning_sm.record.events import LAUNCHER, End, FileHead, Line, Span, Steps
-
-# No process writes nothing for so long, but for what a line says that it took; no lines are so much out of order.
-_SILENCE_S, _DISORDER_S = 600.0, 60.0
+from lightning_sm.record.events import (
+    FOLDER,
+    LAUNCHER,
+    FileHead,
+    Line,
+    file_attempt,
+    find_files,
+    read_lines,
+)
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,11 @@ class ProcessRecord:
         attempt: The attempt of the job, from 1.
         head: The head, which says who wrote it.
         lines: The lines after the head, in the order of writing.
-        num_left_out: Number of lines that are no part of them, because they are damaged or of an unknown kind.
-        jump_s: The largest jump of its clock, in seconds; 0 if there is none.
     """
 
     attempt: int
     head: FileHead
     lines: tuple[Line, ...]
-    num_left_out: int = 0
-    jump_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,6 @@ class RunRecord:
     name: str
     source: str
     records: tuple[ProcessRecord, ...]
-
-    @property
-    def flaws(self) -> str:
-        """What is wrong with the record, in a sentence or two; empty if nothing is."""
-        num_left_out = sum(record.num_left_out for record in self.records)
-        jump_s, host = max(((one.jump_s, one.head.host) for one in self.records), default=(0.0, ""))
-        lines, jump = count(num_left_out, "line"), duration(jump_s)
-        said = [f"Left out: {lines} of the record, damaged or of another version."] if num_left_out else []
-        said += [f"The clock of {host} jumped by {jump}: durations and costs are wrong by as much."] if jump_s else []
-        return " ".join(said)
 
 
 def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord]:
@@ -82,8 +71,8 @@ def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord
         found = _records(source)
         if not found:
             raise JobConfigError(
-                f"{source} has no record of a run: no files {events.FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them "
-                "into its checkpoint folder if it has one, else into its output data (output.tar.gz on SageMaker)."
+                f"{source} has no record of a run: no files {FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them into its "
+                "checkpoint folder if it has one, else into its output data (output.tar.gz on SageMaker)."
             )
         for record in found:
             records[record.head.job or source.absolute().name].append((str(source), record))
@@ -119,7 +108,7 @@ def archived_files(archive: tarfile.TarFile) -> Iterator[tuple[PurePosixPath, by
     """Yield paths and contents of the files of records in an archive, which may be a stream."""
     for member in archive:
         path = PurePosixPath(member.name)
-        content = archive.extractfile(member) if events.file_attempt(path) else None
+        content = archive.extractfile(member) if file_attempt(path) else None
         if content is not None:
             yield path, content.read()
 
@@ -128,7 +117,7 @@ def _records(source: Path) -> list[ProcessRecord]:
     files: Iterable[tuple[PurePath, bytes]]
     try:
         if source.is_dir():
-            files = [(path, path.read_bytes()) for path in events.find_files(source)]
+            files = [(path, path.read_bytes()) for path in find_files(source)]
         else:
             with tarfile.open(source) as archive:
                 files = list(archived_files(archive))
@@ -156,42 +145,9 @@ def _lives(path: PurePath, content: bytes) -> list[ProcessRecord]:
     """Return the records of all processes that have written to a file, one after another."""
     records: list[ProcessRecord] = []
     head: FileHead | None = None
-    lines = events.read_lines(content)
-    num_left_out = sum(map(bool, content.split(b"\n"))) - len(lines)
-    for is_head, own in groupby(lines, key=lambda line: isinstance(line, FileHead)):
+    for is_head, lines in groupby(read_lines(content), key=lambda line: isinstance(line, FileHead)):
         if is_head:
-            *_, head = (line for line in own if isinstance(line, FileHead))
+            *_, head = (line for line in lines if isinstance(line, FileHead))
         elif head is not None:
-            records.append(_checked(ProcessRecord(events.file_attempt(path), head, tuple(own), num_left_out)))
-            num_left_out = 0
+            records.append(ProcessRecord(file_attempt(path), head, tuple(lines)))
     return records
-
-
-def _checked(record: ProcessRecord) -> ProcessRecord:
-    """Return a record without lines whose times cannot be true, and with the largest jump of its clock.
-
-    After a jump, later lines follow each other again. A line that neither follows the one before nor is followed by the
-    next one has a wrong time, and one that took longer than its process another damage.
-    """
-    kept: list[Line] = []
-    before: Line = record.head
-    jump_s = 0.0
-    for line, after in zip(record.lines, (*record.lines[1:], None), strict=True):
-        earliest = line.begin if isinstance(line, Span) else record.head.t
-        is_jump = not _follows(before, line)
-        if line.t - _lasted_s(line) < earliest - _DISORDER_S or (is_jump and not (after and _follows(line, after))):
-            continue
-        jump_s = max(jump_s, is_jump * abs(line.t - before.t))
-        kept.append(line)
-        before = line
-    num_left_out = record.num_left_out + len(record.lines) - len(kept)
-    return replace(record, lines=tuple(kept), num_left_out=num_left_out, jump_s=jump_s)
-
-
-def _follows(before: Line, line: Line) -> bool:
-    """Return whether a process may write a line next: after the end of a training, it may do anything else first."""
-    return isinstance(before, End) or -_DISORDER_S <= line.t - before.t <= _lasted_s(line) + _SILENCE_S
-
-
-def _lasted_s(line: Line) -> float:
-    return line.wall_s if isinstance(line, Steps) else line.seconds if isinstance(line, Span) else 0.0
