@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
