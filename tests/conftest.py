@@ -57,7 +57,7 @@ def pytest_configure() -> None:
 # First, as xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares something in one worker of pytest-xdist: the Docker engine, data hosts, the fixtures of a file."""
+    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, data hosts, fixtures of a file."""
     mark_tiers(items)
     for item in items:
         path = item.path.relative_to(_TESTS).as_posix()
