@@ -42,8 +42,6 @@ if str(quick_processes.FOLDER) not in sys.path:
 
 _TESTS = Path(__file__).parent
 _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
-# Fixtures of tests/integration/data, whose processes import torch and Lightning five times in each worker.
-_DATA_HOSTS = {"pool", "cluster"}
 
 
 def pytest_configure() -> None:
@@ -57,14 +55,12 @@ def pytest_configure() -> None:
 # First, as xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, data hosts, fixtures of a file."""
+    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, the fixtures of a file."""
     mark_tiers(items)
     for item in items:
         path = item.path.relative_to(_TESTS).as_posix()
         if path.startswith("containers/"):
             item.add_marker(pytest.mark.xdist_group("containers"))
-        elif path.startswith("integration/data/") and not _DATA_HOSTS.isdisjoint(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("data hosts"))
         elif not path.startswith("unit/"):
             item.add_marker(pytest.mark.xdist_group(path))
 

@@ -206,7 +206,7 @@ def training_process(
 
 def _train(make: Callable[[], Any], address: str | None, pids: Path) -> None:
     with contextlib.ExitStack() as stack:
-        own = None if address else stack.enter_context(running(Host("own", workers=1)))[0]
+        own = None if address else stack.enter_context(running(Host("own")))[0]
         module = stack.enter_context(remote([own or address], Data(make)))
         next(iter(module.train_dataloader()))
         other = os.fork() if own is None else own.main.pid

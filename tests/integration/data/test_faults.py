@@ -175,11 +175,6 @@ def nothing(scene: Scene) -> None:
     """The fault lies in the data."""
 
 
-def until_refused(scene: Scene) -> None:
-    """Wait until the feeder has asked all hosts."""
-    until(lambda: all("unavailable" in host.why for host in states(scene.module)), "nobody is there", TIMEOUT_S)
-
-
 def freeze(scene: Scene) -> None:
     """Stop host a as a whole until the epoch is over."""
     scene.hosts["a"].signal(signal.SIGSTOP)
@@ -334,7 +329,6 @@ class BatchRow(Row):
     """A fault while a trainer takes batches.
 
     Attributes:
-        before: What holds before the trainer asks for the first batch.
         act: Brings it about.
         after: Number of batches before that; None: before the trainer is there.
         loader: Which loader it takes them from.
@@ -345,7 +339,6 @@ class BatchRow(Row):
         settings: Of the trainer.
     """
 
-    before: Callable[[Scene], None] = field(default=nothing, kw_only=True)
     act: Callable[[Scene], None] = field(default=nothing, kw_only=True)
     after: int | None = field(default=20, kw_only=True)
     loader: str = field(default="shuffled", kw_only=True)
@@ -440,14 +433,13 @@ BATCH_ROWS = [
         "all data hosts",
         "start",
         says=(
-            r"Waited 1 s \(data_service.startup_timeout_s\)",
+            r"Waited 8 s \(data_service.startup_timeout_s\)",
             r"(?s)127.0.0.1:\d+: down \(unavailable.*127.0.0.2:\d+: down \(unavailable",
         ),
-        before=until_refused,
         hosts="cd",
         after=None,
         error=DataHostUnreachableError,
-        settings={"startup_timeout_s": 1.0},
+        settings={"startup_timeout_s": 8.0},
         longest_s=25.0,
     ),
     BatchRow(
@@ -560,10 +552,7 @@ def test_a_fault_while_batches_are_made_shows_as_the_table_says(scene):
 def take_all(scene, stack, row):
     """Take a pass, and bring about the fault in it; the longest time that a batch took after that."""
     scene.module = stack.enter_context(remote([scene.hosts[name] for name in row.hosts], **row.settings))
-    loader = scene.module.train_dataloader()[row.loader]
-    row.before(scene)
-    scene.acted = time.monotonic()
-    stream = iter(seeded(loader))
+    stream = iter(seeded(scene.module.train_dataloader()[row.loader]))
     batches = [next(stream) for _ in range(row.after or 0)]
     scene.acted = time.monotonic()
     row.act(scene)
@@ -736,16 +725,16 @@ def test_a_killed_training_process_takes_everything_with_it(tmp_path):
     """Feeder, data host, workers and gRPC server of the same script exit by themselves."""
     with faults.training_process(slow, None, tmp_path / "pids") as (script, feeder, main):
         processes = [feeder, main, *main.children()]
-        # Feeder, main process, gRPC server, a spawned worker with multiprocessing's resource tracker.
-        assert len(processes) == 5
+        # Feeder, main process, gRPC server, 2 spawned workers with multiprocessing's resource tracker.
+        assert len(processes) == 6
         script.kill()
         faults.until_gone(processes, "feeder, main process, gRPC server and workers")
 
 
 @pytest.mark.usefixtures("_forks")
-def test_a_feeder_ends_although_a_child_of_the_training_process_lives_on(cluster, tmp_path):
+def test_a_feeder_ends_although_a_child_of_the_training_process_lives_on(pool, tmp_path):
     """A forked child holds copies of the training process's sockets, and must not keep the feeder alive."""
-    address = cluster.hosts[0].address
+    address = pool.serve(slow)[0].address
     with faults.training_process(slow, address, tmp_path / "pids") as (script, feeder, child):
         script.kill()
         try:

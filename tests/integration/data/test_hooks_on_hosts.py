@@ -137,9 +137,10 @@ def a_run(datamodule):
 
 
 @pytest.fixture
-def hosts(pool):
+def hosts():
     """Two data hosts."""
-    return pool.hosts[:2]
+    with running(Host("a"), Host("b", workers=1)) as own:
+        yield own
 
 
 def remote(hosts, datamodule, settings=HOOKS):

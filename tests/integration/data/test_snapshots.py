@@ -94,7 +94,7 @@ def test_a_broken_snapshot_is_not_taken(server, sent, digest, num_bytes):
 
 def connection(address, **settings):
     """The connection of a trainer."""
-    return ServiceConnection([address], DataServiceSettings(**{"startup_timeout_s": 5.0, **settings}), "local")
+    return ServiceConnection([address], DataServiceSettings(startup_timeout_s=5.0, **settings), "local")
 
 
 def test_a_trainer_learns_the_channels_of_data_hosts(server):
@@ -104,8 +104,8 @@ def test_a_trainer_learns_the_channels_of_data_hosts(server):
 
 def test_a_trainer_that_learns_nothing_says_why(server, monkeypatch):
     """A host that is not there is awaited for the time that the setting says; a wrong token is an error at once."""
-    with pytest.raises(DataHostUnreachableError, match=r"within 1 s \(data_service.startup_timeout_s\) which channels"):
-        connection("127.0.0.1:1", startup_timeout_s=1.0).host_channels(is_quiet=True)
+    with pytest.raises(DataHostUnreachableError, match=r"within 5 s \(data_service.startup_timeout_s\) which channels"):
+        connection("127.0.0.1:1").host_channels(is_quiet=True)
     monkeypatch.setenv(JOB_SECRET.name, "of another job " * 4)
     with pytest.raises(DataHostMismatchError, match="refused the token"):
         connection(server.address).host_channels(is_quiet=True)

@@ -10,6 +10,7 @@ from lightning_sm.data.host import data_host
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.errors import DataServiceError
 from tests.integration.data.cluster import remote
+from tests.integration.data.datasets import Data
 
 pytestmark = pytest.mark.processes
 
@@ -56,7 +57,7 @@ def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
     assert host._process.returncode == -signal.SIGKILL
 
 
-def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch, pool):
+def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch):
     """A TimeoutError of a signal handler, as pytest-timeout raises it, is neither swallowed nor taken for our own."""
     host, receive = DataHost(), MessageSocket.receive
 
@@ -74,7 +75,7 @@ def test_a_timeout_of_the_script_ends_its_waits(alarm, monkeypatch, pool):
         with pytest.raises(TimeoutError, match="the user's"):
             host.__enter__()
     assert host._process.returncode == -signal.SIGKILL
-    with remote(pool.serve(make_slow)[:1]) as module:
+    with DataHost(workers=1) as host, remote([host.address], Data(make_slow)) as module:
         batches = iter(module.train_dataloader())
         with pytest.raises(TimeoutError, match="the user's"):
             next_until_alarm(batches)

@@ -101,7 +101,6 @@ def flood(how, address, source):
             process.kill()
 
 
-@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("how", FLOODS)
 def test_a_flood_from_an_address_that_is_not_trusted_does_not_reach_grpc(how):
     """Trainers are answered as if nothing happened, and the server takes no memory."""

@@ -49,10 +49,9 @@ def test_a_trainer_sees_what_it_sees_without_data_hosts(cluster, row):
         seed_everything(3, verbose=False)
         model = ByHand() if row == "by hand" else Recorder()
         _, trainer = cluster.fit(train, val, model=model, data=data, **settings)
-        if row in ("own order", "limits"):  # the other settings concern fit alone
-            trainer.test(model, datamodule=data, verbose=False)
-            trainer.predict(model, datamodule=data)
-            trainer.validate(model, datamodule=data, verbose=False)
+        trainer.test(model, datamodule=data, verbose=False)
+        trainer.predict(model, datamodule=data)
+        trainer.validate(model, datamodule=data, verbose=False)
         seen.append((model.seen, trainer.global_step, cluster.noted()))
     assert seen[0][0]
     assert seen[0] == seen[1]

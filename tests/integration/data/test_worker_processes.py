@@ -44,8 +44,7 @@ class Origins(Squares):
     """Whether the dataset was unpickled before the worker was forked, which then shares its memory."""
 
     def __getitem__(self, index):
-        origin = {"is_fork": self.made_in != os.getpid(), "worker": get_worker_info().id}
-        return {"square": super().__getitem__(index), **origin}
+        return {"is_fork": self.made_in != os.getpid(), "worker": get_worker_info().id}
 
 
 class Lines(Library, IterableDataset):
@@ -61,40 +60,23 @@ def loader(dataset, method, **options):
     return DataLoader(dataset(), batch_size=2, num_workers=1, multiprocessing_context=method, **options)
 
 
-@pytest.fixture(scope="module", params=["spawn", "forkserver"])
-def spawned(request, pool):
-    """The batches of a map and of a stream."""
-    method = request.param
-    with remote(pool.serve(lambda: [loader(Origins, method), loader(Lines, method)])[:1]) as module:
-        return [list(batches) for batches in module.train_dataloader()]
-
-
 @pytest.mark.matrix(first=1)
-def test_spawned_workers_use_what_does_not_survive_a_fork(spawned):
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_spawned_workers_use_what_does_not_survive_a_fork(method, pool):
     """The dataset's library has threads of its own in each; all samples arrive, of maps and streams."""
-    squares, lines = spawned
-    assert [batch["square"].tolist() for batch in squares] == [[0, 1], [4, 9], [16, 25], [36, 49]]
-    assert sorted(number for batch in lines for number in batch.tolist()) == [0, 1, 4, 9, 16, 25, 36, 49]
+    with remote(pool.serve(lambda: [loader(Squares, method), loader(Lines, method)])[1:2]) as module:
+        squares, lines = module.train_dataloader()
+        assert [batch.tolist() for batch in squares] == [[0, 1], [4, 9], [16, 25], [36, 49]]
+        assert sorted(number for batch in lines for number in batch.tolist()) == [0, 1, 4, 9, 16, 25, 36, 49]
 
 
-def assert_origin(batch, is_fork):
-    """All samples are of such a worker, which has ``get_worker_info()`` as any."""
+@pytest.mark.parametrize(("method", "is_fork"), [("fork", True), (None, True), ("spawn", False)])
+def test_workers_share_the_dataset_only_as_forks(method, is_fork, pool):
+    """Otherwise each has a copy of its own, and ``get_worker_info()`` as any worker."""
+    with remote(pool.serve(lambda: loader(Origins, method))[:1]) as module:
+        batch = next(iter(module.train_dataloader()))
     assert batch["is_fork"].tolist() == [is_fork] * 2
     assert batch["worker"].tolist() == [0, 0]
-
-
-@pytest.mark.matrix(first=1)
-def test_spawned_workers_have_a_dataset_each(spawned):
-    """A copy, unpickled in the worker."""
-    for batch in spawned[0]:
-        assert_origin(batch, is_fork=False)
-
-
-@pytest.mark.parametrize("method", ["fork", None])
-def test_forked_workers_share_the_dataset(method, pool):
-    """Also where the loader names no way."""
-    with remote(pool.serve(lambda: loader(Origins, method))[:1]) as module:
-        assert_origin(next(iter(module.train_dataloader())), is_fork=True)
 
 
 @pytest.mark.proof
