@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 from statistics import fmean
-from typing import Any, Union
+from typing import Annotated, Any, TypeAlias, Union
 
 import msgspec
 
 from lightning_sm._structs import encode
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.redaction import shown
+from lightning_sm.job.redaction import HIDDEN, shown
 from lightning_sm.job.variables import RECORD_DIR
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,10 @@ SPANS = {
     "test": "test and prediction",
     "predict": "test and prediction",
 }
+# What a line may say: any other value is that of a damaged one, which readers leave out.
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
+Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _ENDING = ".jsonl"
 # Such as "1/algo-1-launcher.jsonl"; names of hosts contain dashes, too.
 _FILE = re.compile(rf"(?:.*/)?([1-9][0-9]*)/[^/]+-(?:{LAUNCHER}|rank-[0-9]+)\.jsonl", re.DOTALL)
@@ -68,7 +72,7 @@ class Line(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True):
         t: A time, in seconds since the Unix epoch.
     """
 
-    t: float
+    t: Seconds
 
 
 class FileHead(Line, frozen=True, tag="file"):
@@ -96,12 +100,12 @@ class FileHead(Line, frozen=True, tag="file"):
     job: str | None = None
     group: str = ""
     role: str = "trainer"
-    rank: int | None = None
-    world_size: int | None = None
+    rank: Natural | None = None
+    world_size: Natural | None = None
     hosts: Mapping[str, str] = msgspec.field(default_factory=dict)
     instance_types: Mapping[str, str | None] = msgspec.field(default_factory=dict)
-    cpus: int = 0
-    gpus: int = 0
+    cpus: Natural = 0
+    gpus: Natural = 0
     command: Sequence[str] = msgspec.field(default_factory=list)
     hyperparameters: Mapping[str, str] = msgspec.field(default_factory=dict)
 
@@ -115,9 +119,9 @@ class GpuUse(msgspec.Struct, frozen=True):
         memory_total_bytes: All memory of the GPU.
     """
 
-    use: float
-    memory_bytes: int
-    memory_total_bytes: int
+    use: Share
+    memory_bytes: Natural
+    memory_total_bytes: Natural
 
 
 class HostUse(Line, frozen=True, tag="use"):
@@ -131,9 +135,9 @@ class HostUse(Line, frozen=True, tag="use"):
         gpus: Use of its GPUs; empty if there are none, or if NVML is not installed.
     """
 
-    cpu: float
-    memory_bytes: int
-    memory_total_bytes: int
+    cpu: Share
+    memory_bytes: Natural
+    memory_total_bytes: Natural
     gpus: Sequence[GpuUse] = msgspec.field(default_factory=list)
 
     @property
@@ -165,10 +169,10 @@ class Loader(Line, frozen=True, tag="loader"):
         batch: Training batches that are done when the training begins or resumes.
     """
 
-    workers: int = 0
-    cpus: int = 0
-    ranks_of_host: int = 1
-    batch: int = 0
+    workers: Natural = 0
+    cpus: Natural = 0
+    ranks_of_host: Natural = 1
+    batch: Natural = 0
 
 
 class Steps(Line, frozen=True, tag="steps"):
@@ -188,12 +192,12 @@ class Steps(Line, frozen=True, tag="steps"):
         untimed: Number of steps since the line before that are in no other field: the first one of a process.
     """
 
-    step: int
-    n: int
-    samples: int = 0
-    parts: Mapping[str, float] = msgspec.field(default_factory=dict)
+    step: Natural
+    n: Natural
+    samples: Natural = 0
+    parts: Mapping[str, Seconds] = msgspec.field(default_factory=dict)
     gpu_parts: bool = False
-    untimed: int = 0
+    untimed: Natural = 0
 
     @property
     def wall_s(self) -> float:
@@ -215,8 +219,8 @@ class Span(Line, frozen=True, tag="span"):
     """
 
     name: str
-    begin: float
-    seconds: float
+    begin: Seconds
+    seconds: Seconds
 
 
 class Metrics(Line, frozen=True, tag="metrics"):
@@ -229,8 +233,8 @@ class Metrics(Line, frozen=True, tag="metrics"):
         values: The metrics by name; None in place of NaN and infinity.
     """
 
-    step: int
-    epoch: int
+    step: Natural
+    epoch: Natural
     values: Mapping[str, float | None] = msgspec.field(default_factory=dict)
 
 
@@ -260,6 +264,10 @@ class Event(Line, frozen=True, tag="event"):
     what: str
     text: str = ""
 
+    def __post_init__(self) -> None:
+        """Hide secrets."""
+        msgspec.structs.force_setattr(self, "text", _without_secrets(self.text))
+
 
 class End(Line, frozen=True, tag="end"):
     """The end of a launcher, or of the run of a rank's Trainer. A killed process writes none.
@@ -277,6 +285,10 @@ class End(Line, frozen=True, tag="end"):
     exit_code: int | None = None
     reason: str = ""
     job_outcome: str | None = None
+
+    def __post_init__(self) -> None:
+        """Hide secrets."""
+        msgspec.structs.force_setattr(self, "reason", _without_secrets(self.reason))
 
 
 _DECODER = msgspec.json.Decoder(Union[tuple(Line.__subclasses__())])  # noqa: UP007 - of all of them
@@ -409,6 +421,17 @@ def head_of(
         command=list(command),
         hyperparameters=shown("", job.hyperparameters) if rank is None else {},
     )
+
+
+def _without_secrets(said: str) -> str:
+    """Return what people may see of a text that another program wrote: the part before what it says of a secret."""
+    words = said.split(" ")
+    for number in range(len(words)):
+        # argparse writes "argument --token/-t: " before the value.
+        begin = " ".join(words[: number + 1]).replace("/", " ").replace(": ", "= ")
+        if shown("", begin) == HIDDEN:
+            return f"{shown('', ' '.join(words[:number]))} {HIDDEN}".lstrip()
+    return str(shown("", said))
 
 
 def gap_s(elapsed_s: float, least_s: float) -> float:

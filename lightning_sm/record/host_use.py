@@ -56,18 +56,18 @@ class Gpus:
     """The NVIDIA GPUs of this host; none without a driver, or without the package nvidia-ml-py."""
 
     def __init__(self) -> None:
+        self._nvml: Any = None
         self._handles: Sequence[Any] = ()
         try:
             import pynvml  # noqa: PLC0415 - an extra
+
+            self._nvml = pynvml
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except ImportError:
             if _GPU_DEVICE.exists():
                 logger.info("GPU use is not recorded. To record it, install the package nvidia-ml-py.")
-            return
-        self._nvml: Any = pynvml
-        try:
-            self._nvml.nvmlInit()
-            count = self._nvml.nvmlDeviceGetCount()
-            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except self._nvml.NVMLError as error:
             logger.debug("The use of GPUs is not recorded: %s.", error)
 

@@ -6,19 +6,17 @@ import tarfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path, PurePath, PurePosixPath
 
+from lightning_sm._text import count, duration
 from lightning_sm.errors import JobConfigError
-from lightning_sm.record.events import (
-    FOLDER,
-    LAUNCHER,
-    FileHead,
-    Line,
-    file_attempt,
-    find_files,
-    read_lines,
-)
+from lightning_sm.record import events
+from lightning_sm.record.events import LAUNCHER, End, FileHead, Line, Span, Steps
+
+# Beyond what the next line itself took, a running process is never silent for so long, nor are its lines so far out of
+# order: its clock was set, or its host was suspended.
+_SILENCE_S, _DISORDER_S = 600.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,15 @@ class ProcessRecord:
         attempt: The attempt of the job, from 1.
         head: The head, which says who wrote it.
         lines: The lines after the head, in the order of writing.
+        num_left_out: Number of lines that could not be read, because they are damaged or of an unknown kind.
+        jump_s: The largest jump of its clock, in seconds; 0 if there was none.
     """
 
     attempt: int
     head: FileHead
     lines: tuple[Line, ...]
+    num_left_out: int = 0
+    jump_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,16 @@ class RunRecord:
     name: str
     source: str
     records: tuple[ProcessRecord, ...]
+
+    @property
+    def flaws(self) -> str:
+        """What is wrong with the record, in a sentence or two; empty if nothing is."""
+        num_left_out = sum(record.num_left_out for record in self.records)
+        jump_s, host = max(((one.jump_s, one.head.host) for one in self.records), default=(0.0, ""))
+        lines, jump = count(num_left_out, "line"), duration(jump_s)
+        said = [f"Left out: {lines} of the record, damaged or of another version."] if num_left_out else []
+        said += [f"The clock of {host} jumped by {jump}: durations and costs are off by up to that."] if jump_s else []
+        return " ".join(said)
 
 
 def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord]:
@@ -71,8 +83,8 @@ def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord
         found = _records(source)
         if not found:
             raise JobConfigError(
-                f"{source} has no record of a run: no files {FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them into its "
-                "checkpoint folder if it has one, else into its output data (output.tar.gz on SageMaker)."
+                f"{source} has no record of a run: no files {events.FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them "
+                "into its checkpoint folder if it has one, else into its output data (output.tar.gz on SageMaker)."
             )
         for record in found:
             records[record.head.job or source.absolute().name].append((str(source), record))
@@ -108,7 +120,7 @@ def archived_files(archive: tarfile.TarFile) -> Iterator[tuple[PurePosixPath, by
     """Yield paths and contents of the files of records in an archive, which may be a stream."""
     for member in archive:
         path = PurePosixPath(member.name)
-        content = archive.extractfile(member) if file_attempt(path) else None
+        content = archive.extractfile(member) if events.file_attempt(path) else None
         if content is not None:
             yield path, content.read()
 
@@ -117,7 +129,7 @@ def _records(source: Path) -> list[ProcessRecord]:
     files: Iterable[tuple[PurePath, bytes]]
     try:
         if source.is_dir():
-            files = [(path, path.read_bytes()) for path in find_files(source)]
+            files = [(path, path.read_bytes()) for path in events.find_files(source)]
         else:
             with tarfile.open(source) as archive:
                 files = list(archived_files(archive))
@@ -145,9 +157,30 @@ def _lives(path: PurePath, content: bytes) -> list[ProcessRecord]:
     """Return the records of all processes that have written to a file, one after another."""
     records: list[ProcessRecord] = []
     head: FileHead | None = None
-    for is_head, lines in groupby(read_lines(content), key=lambda line: isinstance(line, FileHead)):
+    lines = events.read_lines(content)
+    num_left_out = sum(map(bool, content.split(b"\n"))) - len(lines)
+    for is_head, own in groupby(lines, key=lambda line: isinstance(line, FileHead)):
         if is_head:
-            *_, head = (line for line in lines if isinstance(line, FileHead))
+            *_, head = (line for line in own if isinstance(line, FileHead))
         elif head is not None:
-            records.append(ProcessRecord(file_attempt(path), head, tuple(lines)))
+            written = tuple(own)
+            jump_s = _jump_s((head, *written))
+            records.append(ProcessRecord(events.file_attempt(path), head, written, num_left_out, jump_s))
+            num_left_out = 0
     return records
+
+
+def _jump_s(lines: Sequence[Line]) -> float:
+    """Return the largest jump of a process's clock in seconds: back, or ahead between two lines."""
+    jumps = [0.0]
+    for before, line in pairwise(lines):
+        elapsed_s = line.t - before.t
+        # After the end of a training, a process may do anything else first.
+        is_silent = elapsed_s > _lasted_s(line) + _SILENCE_S and not isinstance(before, End)
+        if is_silent or elapsed_s < -_DISORDER_S:
+            jumps.append(abs(elapsed_s))
+    return max(jumps)
+
+
+def _lasted_s(line: Line) -> float:
+    return line.wall_s if isinstance(line, Steps) else line.seconds if isinstance(line, Span) else 0.0

@@ -21,8 +21,8 @@ from lightning_sm.record.events import PARTS, HostUse
 from lightning_sm.report.figures import OTHER, RESTARTS, SHUTDOWN, STEPS, WAITING, Figures
 
 _WIDTH = 8.0  # inches
-# The most bars of a run, and points of a curve, that a reader can tell apart.
-_MAX_BARS, _MAX_POINTS = 80, 160
+# The most points of a curve that a reader can tell apart.
+_MAX_POINTS = 160
 # Two colours that nothing else has, which become variables of the page.
 _INK, _GRID, _PAPER = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
@@ -49,8 +49,8 @@ _STYLES = {
 }
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
-# Hosts beyond this number are only in the table.
-_MAX_HOSTS = 8
+# Hosts and metrics beyond these numbers are only in the tables.
+_MAX_HOSTS, _MAX_CURVES = 8, 8
 _SETTINGS: Any = {
     "svg.fonttype": "none",  # text stays text: it can be selected, searched, and read out
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
@@ -105,18 +105,17 @@ def step_times(run: Figures, shown: Sequence[Figures]) -> Picture | None:
     """
     if not run.pace.num_steps:
         return None
-    bins = run.binned_steps(_MAX_BARS)
-    slowest_s = max(times.step_s for one in shown if one.pace.num_steps for _, _, times in one.binned_steps(_MAX_BARS))
+    slowest_s = max(times.step_s for one in shown for _, _, times in one.bins)
     scale, step_unit = _unit(slowest_s)
     factor, unit = _unit(run.attempts[-1].end - run.begin)
     figure = Figure(figsize=(_WIDTH, 3.4), layout="constrained")
     axes = figure.add_subplot()
-    widths = [(end - begin) / factor for begin, end, _ in bins]
-    bottom = [0.0] * len(bins)
+    widths = [(end - begin) / factor for begin, end, _ in run.bins]
+    bottom = [0.0] * len(run.bins)
     for part in PARTS:
-        heights = [times.parts[part] / times.num_steps / scale for _, _, times in bins]
+        heights = [times.parts[part] / times.num_steps / scale for _, _, times in run.bins]
         if any(heights):
-            lefts = [begin / factor for begin, _, _ in bins]
+            lefts = [begin / factor for begin, _, _ in run.bins]
             axes.bar(lefts, heights, widths, bottom, align="edge", label=PARTS[part], linewidth=0, **_style(part))
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for event in run.unusual_events:
@@ -165,12 +164,13 @@ def host_use(run: Figures) -> Picture | None:
 
 @mpl.rc_context(_SETTINGS)
 def metrics(run: Figures, names: Sequence[str]) -> Picture | None:
-    """Draw the values that the model logged, over steps: a small picture for each metric; None without metrics.
+    """Draw the values that the model logged, over steps: a small picture for each metric; None without curves.
 
     Args:
         run: The run.
-        names: The metrics.
+        names: The metrics, those to draw first.
     """
+    names = [name for name in names if len(run.metrics[name]) > 1][:_MAX_CURVES]
     if not names:
         return None
     rows = math.ceil(len(names) / 2)

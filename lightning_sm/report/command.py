@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_sm._arguments import positive_whole_number
 from lightning_sm._log import command_logger
-from lightning_sm._text import count, for_terminal, times
+from lightning_sm._text import count, duration, for_terminal, times
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.new_file import write_new, write_whole
 from lightning_sm.record.prices import Prices, read_prices
@@ -20,7 +20,7 @@ from lightning_sm.record.runs import read_run, read_runs
 from lightning_sm.report import compare, sizing, verdict
 from lightning_sm.report.figures import Figures
 from lightning_sm.report.job_of_plan import job_of_plan
-from lightning_sm.report.live import watch
+from lightning_sm.report.live import SILENCE_S, SILENT_EXIT_CODE, watch
 from lightning_sm.report.page import render
 from lightning_sm.report.trace import trace
 
@@ -36,7 +36,8 @@ examples:
   lightning-sm report run-1/ run-2/ --name before --name after -o both.html
   lightning-sm report --live outputs/local-20260102-030405-abcd
 {_PRICES}
-exit codes: 0 the report is written or was shown, 2 it cannot be"""
+exit codes: 0 the report is written, or the job was shown; 2 it cannot be; {SILENT_EXIT_CODE} with --live, a job whose
+record has no end has written no line for {duration(SILENCE_S)}"""
 COMPARE_EXAMPLES = f"""\
 example:
   lightning-sm compare before/ after/ --prices prices.yaml
@@ -100,7 +101,7 @@ def report(options: argparse.Namespace) -> int:
     """
     if options.live or options.once or options.json:
         with suppress(KeyboardInterrupt):  # it ends the view
-            watch(options.runs, options.job, is_once=options.once, is_json=options.json)
+            return watch(options.runs, options.job, is_once=options.once, is_json=options.json)
         return 0
     prices = read_prices(options.prices, options.price)
     write_report(options.runs, options.job, options.output, prices, trace_file=options.trace, names=options.name)

@@ -114,6 +114,8 @@ def sentence(first: Training, second: Training, prices: Prices) -> str:
 
 
 def _doubts(name: str, run: Figures) -> Iterator[str]:
+    if run.run.flaws:
+        yield f"{name}: {run.run.flaws}"
     if run.num_steps < MIN_STEPS:
         yield f"{name} has only {count(run.num_steps, 'step')}, whose times say little."
     if run.outcome != SUCCEEDED:

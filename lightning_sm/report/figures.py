@@ -22,6 +22,7 @@ from lightning_sm.record.events import (
     DataService,
     End,
     Event,
+    FileHead,
     HostUse,
     Line,
     Loader,
@@ -45,6 +46,8 @@ SHARES = (_START, _FIRST, STEPS, WAITING, *_LATER, RESTARTS, SHUTDOWN, OTHER)
 _GROWING = ("validation", "between epochs", "checkpoints")
 # The first figures of data hosts, in which the first batches are, are left out if enough follow.
 _LEAST_LINES = 4
+# The most parts of the time of a run that a reader of a picture can tell apart.
+_MAX_BINS = 80
 _NO_DATA = DataService(0.0)
 RUNNING = "no end recorded"
 _USUAL_EVENTS = {"checkpoint_saved", "succeeded"}
@@ -88,7 +91,8 @@ class HostSummary:
         instance_type: None if unknown.
         cpus: CPUs that it may use; 0 if it has no record here.
         gpus: Number of its GPUs.
-        uses: What it did over time, in all attempts; empty if it has no record here.
+        uses: What it did over time, in all attempts in which its group had a host of this name; empty if it has no
+            record here.
     """
 
     name: str
@@ -112,10 +116,8 @@ class HostSummary:
     @property
     def memory(self) -> tuple[int, int] | None:
         """Most memory in use, and the memory that it has, in bytes."""
-        if not self.uses:
-            return None
-        most = max(self.uses, key=lambda use: use.memory_bytes)
-        return most.memory_bytes, most.memory_total_bytes
+        most = max(self.uses, key=lambda use: use.memory_bytes, default=None)
+        return None if most is None else (most.memory_bytes, most.memory_total_bytes)
 
 
 @dataclass(frozen=True)
@@ -193,16 +195,16 @@ class Figures:
         served = {host.name for host in self.data[1]}
         hosts = []
         for name, group in (head.hosts or {head.host: head.group for head in heads}).items():
-            own = [one for one in heads if one.host == name]
+            own = [one for one in self.run.records if (one.head.host, one.head.group) == (name, group)]
             hosts.append(
                 HostSummary(
                     name=name,
                     group=group,
                     role=roles.get(group, "data" if name in served or group.startswith("data") else "trainer"),
                     instance_type=head.instance_types.get(group),
-                    cpus=max((one.cpus for one in own), default=0),
-                    gpus=max((one.gpus for one in own), default=0),
-                    uses=tuple(lines_of([one for one in self.run.records if one.head.host == name], HostUse)),
+                    cpus=max((one.head.cpus for one in own), default=0),
+                    gpus=max((one.head.gpus for one in own), default=0),
+                    uses=tuple(lines_of(own, HostUse)),
                 )
             )
         return sorted(hosts, key=lambda host: (host.role == "data", host.name))
@@ -437,16 +439,13 @@ class Figures:
         """The events that do not happen in every job: pictures mark them."""
         return [event for event in self.events if event.what not in _USUAL_EVENTS]
 
-    def binned_steps(self, number: int) -> list[tuple[float, float, Totals]]:
-        """Return the steps over time of the rank that sets the pace.
+    @cached_property
+    def bins(self) -> list[tuple[float, float, Totals]]:
+        """The steps of the rank that sets the pace over time, for pictures.
 
-        Args:
-            number: Into how many parts the time of the run is divided.
-
-        Returns:
-            Begin and end, in seconds since the run began, and the steps of each part of the time that has any.
+        Begin and end, in seconds since the run began, and the steps of each part of the time that has any.
         """
-        width = max(1e-9, (self.attempts[-1].end - self.begin) / number)
+        width = max(1e-9, (self.attempts[-1].end - self.begin) / _MAX_BINS)
         found = []
         for record in self.pace_records:
             lines = [line for line in lines_of([record], Steps) if line.n]
@@ -495,23 +494,17 @@ def _outcome(records: Sequence[ProcessRecord]) -> tuple[str, str]:
     may no longer be needed; as on the service, the first failure is that of the job.
     """
     ends = [(record.head, line) for record in records for line in record.lines if isinstance(line, End)]
-    ranked = [
-        (
-            end.job_outcome is None,
-            head.role != "trainer",
-            head.who != LAUNCHER,
-            end.outcome != FAILED,
-            end.outcome == SUCCEEDED,
-            end.t,
-            end,
-        )
-        for head, end in ends
-        if end.job_outcome is not None or head.role == "trainer"
-    ]
-    if not ranked:
+    known = [(head, end) for head, end in ends if end.job_outcome is not None or head.role == "trainer"]
+    if not known:
         return RUNNING, ""
-    end = min(ranked, key=lambda row: row[:-1])[-1]
+    _, end = min(known, key=lambda one: _precedence(*one))
     return end.job_outcome or end.outcome, end.reason
+
+
+def _precedence(head: FileHead, end: End) -> tuple[bool, bool, bool, int, float]:
+    """Return what makes a process's end that of its job before those of others, by which it is the smallest."""
+    kind = {FAILED: 0, SUCCEEDED: 2}.get(end.outcome, 1)
+    return end.job_outcome is None, head.role != "trainer", head.who != LAUNCHER, kind, end.t
 
 
 def _stopped_at(record: ProcessRecord) -> float:

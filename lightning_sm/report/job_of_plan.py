@@ -15,8 +15,6 @@ from lightning_sm.report.sizing import Sizing, sentence
 _WIDTH = 110
 # Where the run had no data hosts: hosts of a group with this name serve data.
 _DATA_GROUP = "data"
-_NUM_WORKERS = "num_workers"
-_WORKERS_OF_HOST = "data_service.workers"
 _OPTION = re.compile(r"--([\w.+]+)=.*", re.ASCII | re.DOTALL)
 
 
@@ -37,11 +35,12 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
     given = {_option(word): word.partition("=")[2] for word in command if _option(word)} | run.hyperparameters
     hyperparameters = {name: value for name, value in given.items() if HIDDEN not in value}
     notes = [f"Planned from {run.run.name}.", sentence(planned, prices)]
-    number, names = planned.best.per_rank, {name for name in given if name.rpartition(".")[2] == _NUM_WORKERS}
+    measured, number, option = planned.measured, planned.best.per_rank, "num_workers"
     if number is None:
-        number, names = round(planned.best.workers / planned.best.num_hosts), {_WORKERS_OF_HOST} & given.keys()
-    elif not names:
-        notes.append(f"Set {_NUM_WORKERS}={number} in the script: no hyperparameter and no argument has this name.")
+        number, option = round(planned.best.workers / planned.best.num_hosts), "data_service.workers"
+    names = {name for name in given if f".{name}".endswith(f".{option}")}
+    if not names and (planned.best.per_rank is not None or number * measured.num_hosts > measured.workers):
+        notes.append(f"Set {option}={number} in the script: no hyperparameter and no argument has this name.")
     hyperparameters |= dict.fromkeys(names, str(number))
     command = tuple(word if _option(word) not in names else f"--{_option(word)}={number}" for word in command)
     groups = _groups(planned)

@@ -5,25 +5,37 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from typing import Any
 
+from lightning_sm._log import command_logger
 from lightning_sm._table import draw_table
 from lightning_sm._text import duration, percent, plain, rate, size
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import INTERRUPTED, LAUNCHER, End, HostUse, Metrics, Steps
-from lightning_sm.record.runs import ProcessRecord, read_runs
+from lightning_sm.record.runs import ProcessRecord, RunRecord, read_runs
 from lightning_sm.record.totals import Totals, pace_of, samples_per_step
+from lightning_sm.report import verdict
 from lightning_sm.report.figures import RUNNING, Figures, Happening, HostSummary, lines_of
+
+_LOG = command_logger(__name__)
 
 # Rates are those of the last seconds. Lines become rarer the longer a job runs, so the newest one always counts.
 _WINDOW_S = 15.0
 # Seconds between two looks.
 _EVERY_S = 2.0
+# A host that runs writes a line at least every 30 s.
+SILENCE_S = 300.0
+SILENT_EXIT_CODE = 3
 _MAX_EVENTS = 6
 _MAX_METRICS = 5
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
+_HEADERS = ("host", "role", "state", "step", "waits", "batches built", "CPU", "GPU", "memory")
+# How the values of these columns are shown, in the order of the fields of ``LiveHost``.
+_WHOLE = "{:,}".format
+_TEXTS: tuple[Callable[[Any], str], ...] = (str, str, str, _WHOLE, percent, _WHOLE, percent, percent, size)
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,8 @@ class LiveJob:
         job: Its name.
         attempt: From 1.
         seconds: How long its attempts have taken so far.
+        until: When the last line was written, in seconds since the Unix epoch: what follows is as of then.
+        ending: How it ended, in a sentence; empty while it runs.
         step: Completed optimizer steps.
         steps_per_s: Training steps per second.
         samples_per_s: Samples per second of all ranks.
@@ -73,6 +87,8 @@ class LiveJob:
     job: str
     attempt: int
     seconds: float
+    until: float
+    ending: str
     step: int | None
     steps_per_s: float | None
     samples_per_s: float | None
@@ -82,8 +98,8 @@ class LiveJob:
     events: list[Happening]
 
 
-def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: bool) -> None:
-    """Show a job until it ends.
+def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: bool) -> int:
+    """Show a job until it ends, or is silent for ``SILENCE_S``; return the exit code.
 
     Args:
         sources: Folders with the record of the job in or below them.
@@ -95,34 +111,44 @@ def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: b
         JobConfigError: There is no record of it.
     """
     clear = _CLEAR_SCREEN if sys.stdout.isatty() and not (is_json or is_once) else ""
-    is_first = True
+    known: RunRecord | None = None
+    known_at = time.monotonic()
     while True:
         try:
-            run = Figures(read_runs(sources, job)[-1])
+            run = max(map(Figures, read_runs(sources, job)), key=lambda one: one.begin)
         except JobConfigError:
-            if is_first:
+            if known is None:
                 raise  # later, the emulator may be moving the folders of an attempt away
         else:
-            is_first = False
+            if run.run != known:
+                known, known_at = run.run, time.monotonic()
             text = json.dumps(asdict(live(run))) if is_json else as_text(live(run))
             sys.stdout.write(f"{clear}{text}\n")
             sys.stdout.flush()
             if is_once or (run.outcome not in (RUNNING, INTERRUPTED) and not run.hosts_without_end):
-                return
+                return 0
+        if time.monotonic() - known_at >= SILENCE_S:
+            _LOG.error(
+                "no host has written a line for %s: the job was killed, or its end is lost.", duration(SILENCE_S)
+            )
+            return SILENT_EXIT_CODE
         time.sleep(_EVERY_S)
 
 
 def live(run: Figures) -> LiveJob:
-    """Return what a record says of the last seconds."""
+    """Return what a record says of the last seconds until it ends."""
     ranks = {record.head.rank: _recent(record) for record in run.newest_records if record.head.rank is not None}
     _, pace = pace_of(ranks)
     samples = samples_per_step([steps for steps in ranks.values() if steps.num_steps], run.world_size)
     metrics = [line.values for line in lines_of(run.main_records, Metrics)]
     hosts = [_host(run, host) for host in run.hosts]
+    has_ended = bool(lines_of(run.newest_records, End)) and not run.hosts_without_end
     return LiveJob(
         job=run.run.name,
         attempt=run.attempts[-1].number,
         seconds=run.seconds,
+        until=run.attempts[-1].end,
+        ending=verdict.ending(run) if has_ended else "",
         step=min((host.step for host in hosts if host.step is not None), default=None),
         steps_per_s=1 / pace.step_s if pace.num_steps else None,
         samples_per_s=samples / pace.step_s if samples else None,
@@ -134,7 +160,7 @@ def live(run: Figures) -> LiveJob:
 
 
 def as_text(shown: LiveJob) -> str:
-    """Return a running job for people."""
+    """Return a job for people; of one that has ended, how, and that this is no longer so."""
     attempt = f", attempt {shown.attempt}" if shown.attempt > 1 else ""
     facts = [] if shown.step is None else [f"step {shown.step:,}"]
     facts += [] if shown.steps_per_s is None else [f"{rate(shown.steps_per_s)} steps/s"]
@@ -146,13 +172,14 @@ def as_text(shown: LiveJob) -> str:
         " ".join([duration(max(0.0, one.seconds)), one.host, one.what.replace("_", " "), *one.text.split()])
         for one in shown.events
     ]
-    headers = ("host", "role", "state", "step", "waits", "batches built", "CPU", "GPU", "memory")
+    until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(shown.until))
     lines = [
-        f"job {shown.job}{attempt}, recorded for {duration(shown.seconds)}",
+        f"job {shown.job}{attempt}, recorded for {duration(shown.seconds)} until {until}",
+        *([f"{shown.ending} What follows is from the seconds before."] if shown.ending else []),
         "   ".join(facts) or "no training step yet",
         *(["   ".join(metrics)] if metrics else []),
         "",
-        draw_table(map(_row, shown.hosts), headers),
+        draw_table(map(_row, shown.hosts), _HEADERS),
         *(["", "events, by time since the start", *events] if events else []),
     ]
     return plain("\n".join(lines))
@@ -180,18 +207,8 @@ def _host(run: Figures, host: HostSummary) -> LiveHost:
     )
 
 
-def _row(host: LiveHost) -> tuple[str, ...]:
-    return (
-        host.host,
-        host.role,
-        host.state,
-        "" if host.step is None else f"{host.step:,}",
-        "" if host.waiting is None else percent(host.waiting),
-        "" if host.num_built is None else f"{host.num_built:,}",
-        "" if host.cpu is None else percent(host.cpu),
-        "" if host.gpu is None else percent(host.gpu),
-        "" if host.memory_bytes is None else size(host.memory_bytes),
-    )
+def _row(host: LiveHost) -> list[str]:
+    return ["" if value is None else text(value) for text, value in zip(_TEXTS, astuple(host), strict=True)]
 
 
 def _recent(record: ProcessRecord) -> Totals:

@@ -20,8 +20,6 @@ from lightning_sm.record.prices import Prices
 from lightning_sm.report import verdict
 from lightning_sm.report.figures import Figures
 
-# Metrics beyond this number are only in the table.
-_MAX_CURVES = 8
 # Longer tables are folded.
 _OPEN_ROWS = 12
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -54,11 +52,17 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
         raise JobConfigError(f"A report needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
     from jinja2 import Environment, StrictUndefined  # noqa: PLC0415 - may be missing
 
+    from lightning_sm.report import charts  # noqa: PLC0415 - Matplotlib takes a second to load, or may be missing
+
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {name: partial(_known, text) for name, text in _FILTERS.items()}
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
-        columns=[_column(run, runs, prices) for run in runs],
+        runs=runs,
+        charts=charts,
+        verdict=verdict,
+        numbers=_numbers,
+        metric_names=_metric_names,
         parts=PARTS,
         prices=prices,
         open_rows=_OPEN_ROWS,
@@ -67,26 +71,6 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
         version=__version__,
         written=max(run.attempts[-1].end for run in runs),
     )
-
-
-def _column(run: Figures, runs: Sequence[Figures], prices: Prices) -> dict[str, Any]:
-    """Return what the template shows of a run, besides its figures."""
-    from lightning_sm.report import charts  # noqa: PLC0415 - Matplotlib takes a second to load, or may be missing
-
-    names = _metric_names(run)
-    return {
-        "run": run,
-        "ending": verdict.ending(run),
-        "headline": verdict.headline(run),
-        "numbers": list(_numbers(run, prices)),
-        "changes": verdict.changes(run, prices),
-        "pace_rank": "" if run.pace_rank is None else run.name_of(run.pace_rank),
-        "metric_names": names,
-        "steps": charts.step_times(run, runs),
-        "times": charts.time_shares(run),
-        "hosts": charts.host_use(run),
-        "metrics": charts.metrics(run, [name for name in names if len(run.metrics[name]) > 1][:_MAX_CURVES]),
-    }
 
 
 def _known(text: Callable[[Any], str], value: Any) -> str:

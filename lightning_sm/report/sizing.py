@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, step_time
@@ -49,8 +50,7 @@ class MeasuredRun:
         wire_s: The least time of the network for one step, in seconds; 0 if batches cross none.
         rest_s: What a measured step took beyond the slowest part, in seconds, such as its share of the wait for the
             first batch of each epoch.
-        most_per_rank: The most workers for the loader of a rank, for which there are CPUs; None if batches are built on
-            data hosts.
+        most_here: The most workers of all ranks or data hosts of the run for which these have CPUs.
     """
 
     own_s: float
@@ -61,34 +61,19 @@ class MeasuredRun:
     busy: float = 1.0
     wire_s: float = 0.0
     rest_s: float = 0.0
-    most_per_rank: int | None = None
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether data hosts build the batches."""
-        return self.most_per_rank is None
+    most_here: int = 0
 
     @property
     def workers_needed(self) -> int:
         """The number of workers with which training does not wait, with a tenth in reserve."""
         return max(1, math.ceil(self.cost_s / max(1e-9, _TARGET * self.own_s)))
 
-    @property
-    def most_workers(self) -> int:
-        """The most workers that a plan proposes."""
-        if self.most_per_rank is not None:
-            return self.num_ranks * self.most_per_rank
-        return _MOST_WORKERS * max(1, self.workers)
-
     def predict(self, workers: int) -> tuple[float, str]:
         """Predict the seconds of a step with another number of workers, and what limits it; see ``SizingRow``."""
-        terms = {
-            "training": self.own_s,
-            "network": self.wire_s,
-            "workers": self.cost_s / max(1e-9, workers * self.busy),
-        }
-        limit = max(terms, key=lambda name: terms[name])
-        return terms[limit] + self.rest_s, limit
+        building_s = self.cost_s / max(1e-9, workers * self.busy)
+        terms = ("training", self.own_s), ("network", self.wire_s), ("workers", building_s)
+        limit, seconds = max(terms, key=itemgetter(1))
+        return seconds + self.rest_s, limit
 
 
 @dataclass(frozen=True)
@@ -185,7 +170,8 @@ def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | Non
     first = row(measured.workers, measured.num_hosts, run.pace.step_s, "workers" if waits else "training", None)
     if not waits:
         return Sizing(run, measured, (first,), first, None, steps)
-    numbers = _data_hosts(measured, kind) if measured.is_remote or kind is not None else _loaders(measured)
+    numbers = [] if kind is not None else list(_same_hosts(measured))
+    numbers += _more_hosts(measured, kind) if measured.num_hosts or kind is not None else []
     lines = [row(workers, num_hosts, *measured.predict(workers), kind) for workers, num_hosts in numbers]
     best = _cheapest(run, first, lines)
     shown = tuple(line for line in lines if line is best or line is lines[-1])
@@ -204,7 +190,8 @@ def sentence(planned: Sizing, prices: Prices) -> str:
 def advice(planned: Sizing, prices: Prices) -> str:
     """Return what to do about the waiting, in a sentence or two."""
     measured, said = planned.measured, []
-    if measured.workers_needed > measured.most_workers:
+    most = _MOST_WORKERS * measured.workers if measured.num_hosts else measured.most_here
+    if planned.best is planned.lines[0] or measured.workers_needed > most:
         ratio = measured.cost_s / measured.num_ranks / max(1e-9, measured.own_s)
         said.append(
             f"Make the transforms cheaper first, or do them beforehand: building a batch takes {ratio:.2g} times as "
@@ -223,10 +210,14 @@ def advice(planned: Sizing, prices: Prices) -> str:
 def _proposal(planned: Sizing, prices: Prices) -> str:
     measured, best, first = planned.measured, planned.best, planned.lines[0]
     effect = {"network": ", the most that the network can feed", "training": ", which would remove the wait"}
-    where = f"Set num_workers={best.per_rank}"
-    where += f" for each of the {measured.num_ranks:,} ranks" if measured.num_ranks > 1 else ""
-    if best.per_rank is None:
-        more = f" instead of {first.num_hosts:,}" if measured.is_remote else ""
+    if best.num_hosts == first.num_hosts and planned.kind is None:
+        option, places = ("data_service.workers", "data hosts") if best.num_hosts else ("num_workers", "ranks")
+        number = best.num_hosts or measured.num_ranks
+        where = f"Set {option}={best.workers // number}" + (
+            f" for each of the {number:,} {places}" if number > 1 else ""
+        )
+    else:
+        more = f" instead of {first.num_hosts:,}" if first.num_hosts else ""
         kind = "" if planned.kind is None else f" of {planned.kind}"
         where = f"Use {count(best.num_hosts, 'data host')}{kind}{more}, with {count(best.workers, 'worker')} in all"
     text = (
@@ -246,12 +237,13 @@ def as_text(planned: Sizing, prices: Prices) -> str:
         f"Measured in {run.run.name}: {step_time(run.pace.step_s)} a step, {percent(run.pace.waiting)} of it waiting "
         f"for data; without waiting {step_time(measured.own_s)}. A step needs {step_time(measured.cost_s)} of "
         "work by all workers together.",
+        *([run.run.flaws] if run.run.flaws else []),
     ]
     if planned.lines[-1].cost is None and planned.lines[-1].num_hosts:
         facts.append("All hosts are taken to cost the same: give their prices (--price).")
     if planned.kind is not None:
         facts.append("Hosts of this kind were not measured: their vCPUs are taken to be as fast as the measured ones.")
-    if not measured.is_remote:
+    if not measured.num_hosts:
         facts.append(
             "This work is estimated from the time of a step and the number of workers. Workers on the hosts of the "
             "trainers share their CPUs with training."
@@ -266,11 +258,11 @@ def _local(run: Figures, own_s: float) -> MeasuredRun:
     step_s, waiting = run.pace.step_s, run.pace.waiting
     workers = round(of_all_ranks([loader.workers for loader in loaders], run.world_size))
     num_ranks = max(1, run.world_size)
-    most = min(max(1, loader.cpus // max(1, loader.ranks_of_host)) for loader in loaders)
+    most = num_ranks * min(max(1, loader.cpus // max(1, loader.ranks_of_host)) for loader in loaders)
     # Workers that are too slow work all the time; those that are not need at most the time of the steps. Without
     # workers, the training process builds its batches between two steps.
-    cost_s = min(workers, num_ranks * most) * step_s if workers else waiting * step_s * num_ranks
-    return MeasuredRun(own_s, cost_s, workers, num_ranks, most_per_rank=most)
+    cost_s = min(workers, most) * step_s if workers else waiting * step_s * num_ranks
+    return MeasuredRun(own_s, cost_s, workers, num_ranks, most_here=most)
 
 
 def _remote(run: Figures, own_s: float) -> MeasuredRun:
@@ -294,6 +286,7 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
             "time, so more of them are not the answer: look at the network, at a slow host, and at "
             "data_service.window_batches."
         )
+    cpus = [host.cpus or num_vcpus(host.instance_type or "") or 0 for host in run.hosts if host.role == "data"]
     return MeasuredRun(
         own_s,
         cost_s,
@@ -304,30 +297,31 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
         busy=busy if busy >= WORKERS_ARE_BUSY else 1.0,
         # Ranks receive their batches side by side.
         wire_s=num_bytes / num_ranks / max([_LEAST_BYTES_S, *rates]),
+        most_here=max(workers, len(up) * default_workers(min(cpus, default=0))),
     )
 
 
-def _loaders(measured: MeasuredRun) -> Iterator[tuple[int, int]]:
-    """Yield numbers of workers of all ranks, and 0 data hosts: more than measured, as far as there are CPUs."""
-    ranks = measured.num_ranks
-    first = round(measured.workers / ranks) + 1
-    needed = max(first, math.ceil(measured.workers_needed / ranks))
-    for number in range(first, min(measured.most_per_rank or first, needed) + 1):
-        yield ranks * number, 0
+def _same_hosts(measured: MeasuredRun) -> Iterator[tuple[int, int]]:
+    """Yield numbers of workers and of data hosts: more workers of each rank or data host, as far as there are CPUs."""
+    places = measured.num_hosts or measured.num_ranks
+    first = round(measured.workers / places) + 1
+    needed = max(first, math.ceil(measured.workers_needed / places))
+    for number in range(first, min(measured.most_here // places, needed) + 1):
+        yield places * number, measured.num_hosts
 
 
-def _data_hosts(measured: MeasuredRun, kind: str | None) -> Iterator[tuple[int, int]]:
+def _more_hosts(measured: MeasuredRun, kind: str | None) -> Iterator[tuple[int, int]]:
     """Yield numbers of workers of all data hosts, and of these hosts, up to the number that removes the waiting."""
     # Hosts of the measured kind are added to those that there are; another kind takes their place.
-    first, per_host = measured.num_hosts + 1, max(1, round(measured.workers / max(1, measured.num_hosts)))
+    first, per_host = measured.num_hosts + 1, measured.most_here // max(1, measured.num_hosts)
     if kind is not None:
         vcpus = num_vcpus(kind)
         if vcpus is None:
             raise JobConfigError(f"--kind {kind}: expected an instance type such as ml.c5.4xlarge.")
         first, per_host = 1, default_workers(vcpus)
     needed = measured.workers_needed
-    if measured.is_remote:
-        needed = min(needed, measured.most_workers)
+    if measured.num_hosts:
+        needed = min(needed, _MOST_WORKERS * measured.workers)
     for number in range(first, max(first, math.ceil(needed / per_host)) + 1):
         yield number * per_host, number
 
@@ -365,15 +359,7 @@ def _table(planned: Sizing, prices: Prices) -> str:
     rows = []
     for line in planned.lines:
         mark = " (measured)" if line is planned.lines[0] else " (best)" if line is planned.best else ""
-        rows.append(
-            [
-                f"{line.workers:,}{mark}",
-                "" if line.per_rank is None else line.per_rank,
-                line.num_hosts,
-                step_time(line.step_s),
-                line.limit,
-                duration(line.seconds),
-                "" if line.cost is None else prices.amount(line.cost),
-            ]
-        )
+        numbers = [f"{line.workers:,}{mark}", "" if line.per_rank is None else line.per_rank, line.num_hosts]
+        amount = "" if line.cost is None else prices.amount(line.cost)
+        rows.append([*numbers, step_time(line.step_s), line.limit, duration(line.seconds), amount])
     return draw_table(rows, headers)

@@ -50,19 +50,17 @@ def _of_process(record: ProcessRecord, pid: int, begin: float) -> Iterator[dict[
         at = round(1e6 * (t - begin), 1)
         return {"ph": kind, "pid": pid, "ts": at, "name": name.replace("_", " "), "args": args, **more}
 
-    def slice_of(tid: int, t: float, seconds: float, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        return event("X", t, name, args, tid=tid, dur=round(1e6 * max(0.0, seconds), 1))
-
     for line in record.lines:
         match line:
             case Steps(n=n) if n:
                 parts = {part: round(1e3 * seconds / n, 3) for part, seconds in line.parts.items()}
                 began = line.t - line.wall_s
                 name = f"{count(n, 'step')} to {line.step}"
-                yield slice_of(_STEPS, began, line.wall_s, name, {"ms of a step": parts})
+                yield event("X", began, name, {"ms of a step": parts}, tid=_STEPS, dur=round(1e6 * line.wall_s, 1))
                 yield event("C", began, "ms of a step", parts)
             case Span():
-                yield slice_of(_SPANS, line.begin, line.t - line.begin, line.name, {"own seconds": line.seconds})
+                micros = round(1e6 * max(0.0, line.t - line.begin), 1)
+                yield event("X", line.begin, line.name, {"own seconds": line.seconds}, tid=_SPANS, dur=micros)
             case HostUse():
                 gpus = {f"GPU {number}": 100 * gpu.use for number, gpu in enumerate(line.gpus)}
                 yield event("C", line.t, "% in use", {"CPUs": 100 * line.cpu, **gpus})

@@ -12,22 +12,25 @@ from lightning_sm.report.figures import RUNNING, Figures
 from lightning_sm.report.limits import Limit, cause_of_wait, leading, limits
 from lightning_sm.report.sizing import advice, plan
 
+# What an outcome means for the work of the job.
+_MEANING = {
+    INTERRUPTED: ": the job can resume from the checkpoint that it saved",
+    STOPPED: ", without a checkpoint of the last step",
+}
+
 
 def ending(run: Figures) -> str:
-    """Return how the run ended, in a sentence, and which hosts left no end."""
+    """Return how the run ended, in a sentence, which hosts left no end, and what is wrong with the record."""
     attempts = "" if len(run.attempts) == 1 else f" in {count(len(run.attempts), 'attempt')}"
     time = f"{duration(run.seconds)}{attempts}"
-    if run.outcome == RUNNING:
-        return f"The end is not recorded: the job is still running, or its hosts were killed. Recorded so far: {time}."
-    how = f"{run.outcome.capitalize()} after {time}"
-    if run.outcome == INTERRUPTED:
-        how += ": the job can resume from the checkpoint that it saved"
-    elif run.outcome == STOPPED:
-        how += ", without a checkpoint of the last step"
-    elif run.outcome == FAILED and run.attempts[-1].reason:
-        how += f": {run.attempts[-1].reason.rstrip('.')}"
     gone = run.hosts_without_end
-    return f"{how}. The end of {listed(gone)} is not recorded: killed, or still running." if gone else f"{how}."
+    if run.outcome == RUNNING:
+        said = f"The end is not recorded: the job is still running, or its hosts were killed. Recorded so far: {time}."
+    else:
+        reason = run.attempts[-1].reason.rstrip(".") if run.outcome == FAILED else ""
+        said = f"{run.outcome.capitalize()} after {time}{_MEANING.get(run.outcome, reason and f': {reason}')}."
+        said += f" The end of {listed(gone)} is not recorded: killed, or still running." if gone else ""
+    return f"{said} {run.run.flaws}".rstrip()
 
 
 def headline(run: Figures) -> str:

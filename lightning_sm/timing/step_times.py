@@ -120,15 +120,8 @@ class StepTimes(UnlistedCallback):
         now = time.time()
         loop: Any = trainer.fit_loop.epoch_loop
         self.write(events.Span(now, "startup", self._setup_at, now - self._setup_at))
-        self.write(
-            events.Loader(
-                now,
-                workers=_num_workers(trainer),
-                cpus=usable_cpus(),
-                ranks_of_host=trainer.num_devices,
-                batch=loop.batch_progress.total.processed,
-            )
-        )
+        workers, batch = _num_workers(trainer), loop.batch_progress.total.processed
+        self.write(events.Loader(now, workers, usable_cpus(), ranks_of_host=trainer.num_devices, batch=batch))
         if trainer.global_step:
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
         self._began = time.perf_counter()
@@ -222,12 +215,16 @@ class StepTimes(UnlistedCallback):
         begin_profile, end_profile, save = loop._on_before_fetch, loop._on_after_fetch, trainer.save_checkpoint
 
         def on_before_fetch() -> None:
-            self._begin_fetch()
+            # A training_step that takes an iterator fetches its batches itself: return to the part that it was in.
+            current = self._clock.current
+            self._fetch_returns_to = step_clock.TO_DEVICE if current == step_clock.OTHER else current
+            self._clock.enter(step_clock.DATA_WAIT)
             begin_profile()
 
         def on_after_fetch() -> None:
             end_profile()
-            self._end_fetch()
+            self._clock.enter(self._fetch_returns_to)
+            self._end_span("between")
 
         @wraps(save)
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
@@ -285,16 +282,6 @@ class StepTimes(UnlistedCallback):
         self._clock.enter(part)
         if self._gpu is not None:
             self._gpu.mark(part)
-
-    def _begin_fetch(self) -> None:
-        # A training_step that takes an iterator fetches its batches itself: return to the part that it was in.
-        current = self._clock.current
-        self._fetch_returns_to = step_clock.TO_DEVICE if current == step_clock.OTHER else current
-        self._clock.enter(step_clock.DATA_WAIT)
-
-    def _end_fetch(self) -> None:
-        self._clock.enter(self._fetch_returns_to)
-        self._end_span("between")
 
     # ---- what is written
 

@@ -42,6 +42,19 @@ def test_the_head_of_a_launcher_has_the_hyperparameters_without_secrets(tmp_path
     assert events.head_of(job, "rank-0", rank=0).hyperparameters == {}
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("train.py: error: argument --api_key/-k: invalid value: 'hunter2'", "train.py: error: argument (hidden)"),
+        ("ValueError: password=hunter2 was refused", "ValueError: (hidden)"),
+        ("ValueError: expected 7 tokens: got 8", "ValueError: expected 7 tokens: got 8"),
+    ],
+)
+def test_a_reason_shows_no_secret_that_a_program_quotes(said, shown):
+    """What comes before it stays; also in a record of an older version."""
+    assert events.End(1.0, "failed", 1, said).reason == events.Event(1.0, "failure", said).text == shown
+
+
 def test_every_line_comes_back(tmp_path):
     """Each kind, with the precision of a microsecond."""
     path = tmp_path / "1" / "algo-1-rank-3.jsonl"

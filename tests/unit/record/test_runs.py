@@ -1,16 +1,18 @@
 """The record of a run is found wherever its files ended up."""
 
 import io
+import re
 import shutil
 import tarfile
 
 import pytest
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.record.events import Steps
+from lightning_sm.record.events import FOLDER, End, Span, Steps
 from lightning_sm.record.runs import read_run, read_runs
+from lightning_sm.report import verdict
 from lightning_sm.report.figures import Figures
-from tests.unit.report.recorded import head, input_bound, steps, write
+from tests.unit.report.recorded import BEGIN, head, input_bound, steps, use, write
 
 
 def names(run):
@@ -99,3 +101,31 @@ def test_what_is_no_record_is_named(tmp_path, content):
         read_run(source)
     with pytest.raises(JobConfigError, match="has no record of a run: no files lightning-sm-record"):
         read_run(tmp_path)
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path):
+    """Also one that is JSON but says what no process does, such as a time of less than nothing."""
+    path = input_bound(tmp_path) / FOLDER / "1" / "algo-1-rank-0.jsonl"
+    before = read_run(tmp_path)
+    with path.open("ab") as file:
+        file.write(b'\n{"kind":"steps","t":-3.0,"step":1,"n":1}\n{"kind":"steps","t"')
+    after = read_run(tmp_path)
+    assert before.flaws == ""
+    assert after.flaws == "Left out: 2 lines of the record, damaged or of another version."
+    assert [record.lines for record in after.records] == [record.lines for record in before.records]
+    assert verdict.ending(Figures(after)).endswith(after.flaws)
+
+
+@pytest.mark.parametrize(("t", "jump"), [(-7200, "2 h"), (7200, "2 h")])
+def test_a_jump_of_the_clock_is_said(tmp_path, t, jump):
+    """Back, or ahead by more than anything in the record took."""
+    write(tmp_path, head(1), steps(11), steps(11 + t), steps(12 + t))
+    said = read_run(tmp_path).flaws
+    assert re.fullmatch(rf"The clock of algo-1 jumped by {jump}.*: durations and costs are off by up to that\.", said)
+
+
+def test_a_long_silence_of_which_a_line_tells_is_no_jump(tmp_path):
+    """A step or a validation may take hours, and whatever follows a training, too."""
+    hours = Span(BEGIN + 9000, "validation", BEGIN + 13, 8987.0)
+    write(tmp_path, head(1), steps(12), hours, End(BEGIN + 9001, "succeeded", 0), use(20_000))
+    assert read_run(tmp_path).flaws == ""

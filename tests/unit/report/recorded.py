@@ -46,7 +46,7 @@ def head(t: float = 0.0, host: str = "algo-1", who: str = "rank-0", **values: ob
         "world_size": None if rank is None else 1,
         "hosts": HOSTS,
         "instance_types": TYPES,
-        "cpus": 4,
+        "cpus": 4 if HOSTS[host] == "trainer" else 3,
         "command": () if rank is not None else ("train.py", "--lr=0.1"),
     }
     return FileHead(BEGIN + t, host, who, **(known | values))  # type: ignore[arg-type]

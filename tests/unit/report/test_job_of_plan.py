@@ -109,7 +109,7 @@ def test_what_cannot_be_saved_is_said(remote, tmp_path, caplog):
     saved = tmp_path / "job.yaml"
     saved.write_text("")
     for path, message in (
-        (saved, f"{saved} exists, and is not replaced."),
+        (saved, f"{saved} already exists."),
         (tmp_path / "none" / "new.yaml", "cannot be written: No such file or directory"),
     ):
         caplog.clear()

@@ -48,7 +48,8 @@ def test_people_get_a_few_facts_and_a_table(job):
     write(job, Event(BEGIN + 111, "failure", f"oh{evil}\nno"), who="launcher")
     text = as_text(shown(job))
     assert text.startswith(
-        "job job, recorded for 111 s\nstep 2,000   20 steps/s   640 samples/s   waiting for data 58% of the time\n"
+        "job job, recorded for 111 s until 2023-11-14 22:15:11 UTC\n"
+        "step 2,000   20 steps/s   640 samples/s   waiting for data 58% of the time\n"
         "loss 0.25\n"
     )
     words = [" ".join(line.split()) for line in text.splitlines()]
@@ -102,6 +103,23 @@ def test_it_is_shown_until_the_job_ends(job, capsys, monkeypatch):
     assert main(["report", "--live", "x", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["hosts"][0]["state"] for line in lines] == ["training", "interrupted", "succeeded"]
+
+
+def test_a_job_that_ended_says_how(job, capsys):
+    """And that the figures are those of its last seconds."""
+    write(job, End(BEGIN + 120, "failed", 1, "ValueError: x"), who="launcher")
+    write(job, End(BEGIN + 120, "succeeded", 0), host="algo-2", who="launcher")
+    assert main(["report", "--once", str(job)]) == 0
+    said = capsys.readouterr().out.splitlines()[1]
+    assert said == "Failed after 2 min: ValueError: x. What follows is from the seconds before."
+
+
+def test_a_killed_job_is_not_watched_forever(job, caplog, monkeypatch):
+    """No host writes anything; the exit code is not that of a job that was seen to end."""
+    monkeypatch.setattr(module, "_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "SILENCE_S", 0.05)
+    assert main(["report", "--live", str(job)]) == 3
+    assert "no host has written a line for" in caplog.text
 
 
 def test_ctrl_c_ends_it(job, capsys, monkeypatch):

@@ -9,6 +9,7 @@ from lightning_sm.record.events import Loader
 from lightning_sm.record.prices import Prices
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
+from lightning_sm.report.job_of_plan import job_of_plan
 from lightning_sm.report.sizing import MeasuredRun, as_text, measure, plan, sentence
 from tests.unit.report.recorded import BEGIN, head, input_bound, steps, use, write
 
@@ -174,9 +175,21 @@ def test_hosts_that_help_little_are_not_proposed_without_prices(tmp_path):
     """Five times the data hosts for a step of 21 ms instead of 50: whether that pays, only prices say."""
     planned = plan(of(input_bound(tmp_path, produce_s=0.2)), Prices())
     assert sentence(planned, Prices()) == (
-        "Training waits 58% of the time for data. No other number of workers or hosts saves 2% of what the job costs."
+        "Training waits 58% of the time for data. Make the transforms cheaper first, or do them beforehand: building a "
+        "batch takes 9.5 times as long as training on it, and to keep up would take 11 workers, each with a CPU of its "
+        "own. No other number of workers or hosts saves 2% of what the job costs."
     )
     assert "give their prices (--price)" in as_text(planned, Prices())
+
+
+def test_data_hosts_with_idle_cpus_get_more_workers_before_more_hosts(tmp_path):
+    """A host of 8 CPUs with two workers has room for five more, which cost nothing."""
+    input_bound(tmp_path)
+    write(tmp_path, head(1, "algo-2", "launcher", cpus=8), use(5), host="algo-2", who="launcher")
+    planned = plan(of(tmp_path), PRICES)
+    assert (planned.best.workers, planned.best.num_hosts) == (6, 1)
+    assert "Set data_service.workers=6, which would remove the wait: a step" in sentence(planned, PRICES)
+    assert "Set data_service.workers=6 in the script" in job_of_plan(planned, PRICES)
 
 
 def test_what_saves_next_to_nothing_is_not_proposed(tmp_path):
