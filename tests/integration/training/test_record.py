@@ -26,7 +26,7 @@ from lightning_sm import SageMakerTrainer
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
-        return 48
+        return 120
     def __getitem__(self, index):
         time.sleep(0.05)
         return torch.rand(2)
