@@ -2,7 +2,7 @@
 
 The names in ``__all__`` are the public API; everything else may change without notice. They are loaded on first use
 (PEP 562), so that the commands start without torch, which costs 2 to 5 s and 1 GB of address space per process. The
-import itself registers the strategies with Lightning's Trainer: ``Trainer(strategy="pipeline")``.
+import registers the strategies with Lightning's Trainer, for ``Trainer(strategy="pipeline")``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         try:
             return getattr(importlib.import_module(_MODULE_OF[name]), name)
-        except AttributeError as error:  # which "from lightning_sm import ..." would report as a missing name
+        except AttributeError as error:  # "from lightning_sm import ..." would report it as a missing name
             raise ImportError(f"Cannot import {_MODULE_OF[name]}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""The ``lightning-sm`` command: ``train`` on a SageMaker host, all others on any machine."""
+"""The ``lightning-sm`` command: ``train`` runs on a SageMaker host, all other subcommands on any machine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ examples:
   lightning-sm completion bash > ~/.local/share/bash-completion/completions/lightning-sm
   lightning-sm completion zsh > ~/.zfunc/_lightning-sm      with fpath+=(~/.zfunc) before compinit in ~/.zshrc
 
-New shells complete then. Generate the script again after an update.
+Completion works in new shells. Generate the script again after an update.
 """
-# Names that people know from other tools, with the command that does the same here.
+# Command names from other tools, with the command that does the same here.
 _ELSEWHERE = {"top": "report --live"}
 # In the order of the help.
 _NAMES = ("train", "local", "doctor", "report", "compare", "plan", "init", "submit", "jobs", "completion")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        argv: The arguments. Default: ``sys.argv[1:]``.
+        argv: The arguments. Defaults to ``sys.argv[1:]``.
     """
     show_log_lines()
     try:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LightningSMError as error:
         _LOG.error("error: %s", error)
         return 2
-    except KeyboardInterrupt:  # before the hosts were started; after that, the emulator handles it
+    except KeyboardInterrupt:  # before the emulator has started the hosts; later, it handles the interrupt
         return 128 + signal.SIGINT
 
 
@@ -65,14 +65,14 @@ def _run(argv: list[str]) -> int:
         return _submit(argv[1:])
     if argv[:1] == ["jobs"]:
         return _jobs(argv[1:])
-    # argparse drops or keeps "--" depending on its version; the words after it are the script's command line.
+    # Split at "--", which argparse drops or keeps depending on its version; the rest is the script's command line.
     end = argv.index("--") if "--" in argv and argv[0] == "local" else len(argv)
     parser = _parser()
     if not argv:
         parser.print_help()
         return 0
     known = [*_NAMES, *parser.option_names]
-    if argv[0] not in known:  # argparse would ask for a command first, or list all of them
+    if argv[0] not in known:  # argparse would report a missing command, or list all of them
         kind = "option" if argv[0].startswith("-") else "command"
         near = closest(argv[0], [*known, *_ELSEWHERE])
         hint = "" if near is None else f" Did you mean {_ELSEWHERE.get(near, near)}?"
@@ -100,12 +100,12 @@ def _jobs(argv: Sequence[str]) -> int:
     from lightning_sm.cloud import command as jobs  # noqa: PLC0415 - loads boto3
     from lightning_sm.submit.again import again  # noqa: PLC0415 - loads YAML and boto3
 
-    # Each of them needs a folder that jobs may not import.
+    # Pass the functions, because the module of jobs may not import their packages.
     return jobs.main(argv, write_report=report.write_report, again=again)
 
 
 def _parser(*, with_all_options: bool = False) -> CommandParser:
-    """Make the parser; ``submit`` and ``jobs``, which have parsers of their own, have their options only on request."""
+    """Return the parser; options of ``submit`` and ``jobs``, which have separate parsers, are added only on request."""
     parser = CommandParser(prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters.")
     parser.add_argument(
         "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"
@@ -135,16 +135,16 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
     check = add_parser(
         "doctor",
         help="check this host: job, network, GPUs, disks, limits, packages",
-        description="Check this host: its job, whether the other hosts are reachable, and what would make a job fail.",
+        description="Check this host: its job, its connections to the other hosts, and whatever would make a job fail.",
         epilog=doctor.EXAMPLES,
     )
     doctor.add_arguments(check)
     page = add_parser(
         "report",
-        help="write a page about one run, or about several: where the time went; or watch a running job",
+        help="write a page that shows where the time of one or more runs went, or watch a running job",
         description=(
-            "Write one HTML file about recorded runs, several of them side by side; it opens offline. With --live, "
-            "watch a running job in this terminal until it ends; Ctrl-C ends only this command."
+            "Write an HTML file, readable offline, about one or more recorded runs, side by side. With --live, watch a "
+            "running job in this terminal until it ends; Ctrl-C stops only this command."
         ),
         epilog=report.REPORT_EXAMPLES,
     )
@@ -152,26 +152,26 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
     both = add_parser(
         "compare",
         help="compare time and cost of two runs",
-        description="Compare the time and the cost of two runs for the same work.",
+        description="Compare the time and cost of two runs for the same amount of work.",
         epilog=report.COMPARE_EXAMPLES,
     )
     report.add_compare_arguments(both)
     planned = add_parser(
         "plan",
         help="plan data workers and hosts from a short run",
-        description="Plan from a short run: how many workers or hosts remove the wait, and what the job then costs.",
+        description="Plan from a short run how many workers or hosts remove the wait for data, and what the job costs.",
         epilog=report.PLAN_EXAMPLES,
     )
     report.add_plan_arguments(planned)
     first = add_parser(
         "init",
         help="write a first job file for a script",
-        description="Write a first job file for a training script, with comments that say what to fill in.",
+        description="Write a first job file for a training script, with comments about what to fill in.",
         epilog=init.EXAMPLES,
     )
     init.add_arguments(first)
     submit = add_parser("submit", help="check a job file and submit it: dry run, containers on this machine, or cloud")
-    jobs = add_parser("jobs", help="look after jobs in the cloud: list, logs, stop, report, again")
+    jobs = add_parser("jobs", help="manage jobs in the cloud: list, logs, stop, report, again")
     complete = add_parser(
         "completion",
         help="print a script that completes commands and options in bash or zsh",
@@ -193,7 +193,7 @@ def _parser(*, with_all_options: bool = False) -> CommandParser:
 def _show_completion(options: argparse.Namespace) -> int:
     if find_spec("shtab") is None:
         raise JobConfigError("lightning-sm completion needs shtab: pip install shtab")
-    import shtab  # noqa: PLC0415 - of an extra
+    import shtab  # noqa: PLC0415 - an optional dependency
 
     parser = _parser(with_all_options=True)
     parser.mark_completions()
@@ -201,7 +201,7 @@ def _show_completion(options: argparse.Namespace) -> int:
     return 0
 
 
-# The commands that get their options and nothing else.
+# The commands whose only argument is their options.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor.main,
     "report": report.report,

@@ -1,4 +1,4 @@
-"""Parsers of the commands' options."""
+"""Argument parsers for the commands."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any, NoReturn
 
 from lightning_sm._text import closest
 
-# shtab's names for what a shell completes; a dict is how shtab takes functions of the shells.
+# Completion functions of each shell, in the form that shtab accepts, by metavar.
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 _FOLDERS = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/"}
 _COMPLETED = {"FILE": _FILES, "PATH": _FILES, "DIR": _FOLDERS, "JOB.yaml": _FILES}
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of options that suggests the option that was probably meant by an unknown one.
+    """An argument parser that suggests a similar option if an option is unknown.
 
     Args:
         args: Arguments of ``ArgumentParser``.
-        kwargs: Likewise. Abbreviations of options are not allowed unless stated: they break when options are added.
+        kwargs: Keyword arguments of ``ArgumentParser``. ``allow_abbrev`` defaults to False, because abbreviations break
+            when options are added.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,17 +33,17 @@ class CommandParser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse, and refuse what is unknown here, where the options are known that are similar.
+        """Parse arguments, and reject unknown ones here, where similar options can be suggested.
 
-        ``argparse`` calls this for each subcommand, too, and would refuse what is left over only at the end.
+        ``argparse`` also calls this for each subcommand, and by itself would reject unknown arguments only at the end.
         """
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
-        return found, []
+        return parsed, []
 
     def mark_completions(self) -> None:
-        """Tell shtab which values are files and folders, by the names that the help has for them."""
+        """Tell shtab which values are files and folders, by their metavars."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for parser in dict.fromkeys(action.choices.values()):
@@ -59,7 +60,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, names: Sequence[str]) -> str:
-    """Return a sentence, with a space before it, that names what is similar to a word; empty if nothing is."""
+    """Return a sentence with a leading space that suggests a similar name; empty if there is none."""
     close = closest(word, names)
     return f" Did you mean {close}?" if close else ""
 

@@ -1,4 +1,4 @@
-"""Changes to modules of others, made once these are imported: importing them for that would take seconds."""
+"""Changes to third-party modules, applied when they are imported, because importing them early would take seconds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import ModuleType
 
 
 def after_import(names: Sequence[str], change: Callable[[ModuleType], None]) -> None:
-    """Change modules that this process has imported, or imports later.
+    """Change modules that this process has imported or will import.
 
     Args:
         names: Names of the modules.
-        change: Is called with each module, once it has run.
+        change: Called with each module, once it has been executed.
     """
     for name in names:
         if name in sys.modules:
@@ -23,7 +23,7 @@ def after_import(names: Sequence[str], change: Callable[[ModuleType], None]) -> 
 
 
 class _ChangingFinder:
-    """A finder that finds some modules as the other finders do, and has them changed once they have run."""
+    """A finder that delegates to the other finders, and applies the change once a module has been executed."""
 
     def __init__(self, names: Sequence[str], change: Callable[[ModuleType], None]) -> None:
         self._names = names

@@ -1,8 +1,8 @@
-"""The Lightning from which our classes derive, ``pytorch_lightning`` or ``lightning.pytorch``, chosen once, here.
+"""The choice between ``pytorch_lightning`` and ``lightning.pytorch``, from which this package's classes derive.
 
 The two distributions contain the same code, but their classes are different objects: a callback of one is not a
-callback for the other. The one that the script imported first is chosen; if it imported neither, ``pytorch_lightning``
-if it is installed. All other modules of lightning_sm import Lightning's names from this one.
+callback for the other. This module chooses the one that the script imported first; if it imported neither,
+``pytorch_lightning`` if it is installed. All other modules of lightning_sm import Lightning's names from this one.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.utilities import CombinedLoader, parsing, rank_zero_only
 else:
-    # Lightning's names by module; a private one loses its underscore. Older versions than 2.6 lack WeightAveraging, of
-    # which nothing is an instance then.
+    # Lightning's names by module; private names lose their underscore. Lightning before 2.6 lacks WeightAveraging: an
+    # empty tuple replaces it, of which nothing is an instance.
     _FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
     _NAMES = {
         DISTRIBUTION: "Callback LightningDataModule LightningModule Trainer",

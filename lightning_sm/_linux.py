@@ -1,6 +1,6 @@
-"""The features that only Linux has, and their substitutes on macOS. Only this file asks for the system.
+"""Features that only Linux has, and their substitutes on macOS. Only this module checks the system.
 
-On macOS, scripts train, and emulated jobs without data groups run. Data hosts need Linux.
+On macOS, scripts and emulated jobs without data groups can train. Data hosts need Linux.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTAINERS_SHARE_KERNEL = _IS_LINUX
 CGROUP = Path("/sys/fs/cgroup")
 LOOPBACK_INTERFACE = "lo" if _IS_LINUX else "lo0"
 _SYSTEM = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
-# Between two looks at threads.
+# Interval of checks of threads.
 _LOOK_S = 0.01
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -34,7 +34,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def missing_on_this_system() -> str:
-    """Say in one sentence what this system lacks; empty on Linux."""
+    """Return a sentence about what this system lacks; empty on Linux."""
     return "" if _IS_LINUX else f"This system is {_SYSTEM}: jobs with data hosts need Linux."
 
 
@@ -42,8 +42,8 @@ def require_linux(what: str, advice: str) -> None:
     """Check that this system is Linux.
 
     Args:
-        what: What needs it, as the beginning of a sentence.
-        advice: What to do elsewhere, as a sentence.
+        what: The feature that needs Linux, as the subject of a sentence.
+        advice: What to do on other systems, as a sentence.
 
     Raises:
         NeedsLinuxError: This system is not Linux.
@@ -53,9 +53,9 @@ def require_linux(what: str, advice: str) -> None:
 
 
 def usable_cpus(cgroup: Path = CGROUP) -> int:
-    """Return how many CPUs this process may use: those that it may run on, and no more than its control group gets.
+    """Return how many CPUs this process may use, by its affinity and the quota of its control group.
 
-    Off Linux, all CPUs of the machine.
+    Off Linux, this is the number of CPUs of the machine.
 
     Args:
         cgroup: Folder of the control group's files.
@@ -68,18 +68,19 @@ def usable_cpus(cgroup: Path = CGROUP) -> int:
 
 
 def loopback_addresses(count: int) -> list[str]:
-    """Return an address of this machine for each of some hosts.
+    """Return an address of this machine for each of ``count`` hosts.
 
-    None is 127.0.0.1, which would hide a wrong main address. macOS has no other loopback address: all hosts share it.
+    127.0.0.1 is not used, because it would hide a wrong main address. macOS has no other loopback address, so all hosts
+    share it there.
     """
     return [f"127.0.0.{2 + number}" if _IS_LINUX else "127.0.0.1" for number in range(count)]
 
 
 def handles_signal(pid: int, signum: int, *, or_blocks: bool = False) -> bool | None:
-    """Return whether a process has a handler for a signal; None if the kernel does not say (off Linux).
+    """Return whether a process has a handler for a signal, or None off Linux, where the kernel does not report it.
 
     Args:
-        pid: Process id. A process that has exited handles nothing.
+        pid: Process id; False is returned for a process that has exited.
         signum: Number of the signal.
         or_blocks: Whether to return True also if the process blocks the signal, which then stays pending until there
             may be a handler.
@@ -88,12 +89,12 @@ def handles_signal(pid: int, signum: int, *, or_blocks: bool = False) -> bool | 
         return None
     masks = ("SigCgt:", "SigBlk:") if or_blocks else ("SigCgt:",)
     try:
-        # Replace errors, because the kernel may cut the process's name in the middle of a character.
+        # Replace errors: the kernel may truncate the process's name in the middle of a character.
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    found = [line.split()[1] for line in status.splitlines() if line.startswith(masks)]
-    return any(int(mask, 16) >> (signum - 1) & 1 for mask in found)
+    values = [line.split()[1] for line in status.splitlines() if line.startswith(masks)]
+    return any(int(mask, 16) >> (signum - 1) & 1 for mask in values)
 
 
 def kill_with_parent() -> None:
@@ -107,9 +108,9 @@ def adopt_orphans(wanted: bool) -> None:
 
 
 def ended_child() -> int | None:
-    """Return the process id of a child that has exited, without reaping it.
+    """Return the process id of a child that has exited, without reaping it, or None if there is none.
 
-    None if there is none, and off Linux: this is for orphans, which become children of process 1 there.
+    Off Linux, always None: this is meant for orphans, which process 1 adopts there.
     """
     if not _IS_LINUX:  # waitid came to macOS with Python 3.13
         return None
@@ -121,7 +122,7 @@ def ended_child() -> int | None:
 
 
 class ExitWatch:
-    """Notices the exit of processes, which need not be children of this one (Linux only). A context manager."""
+    """A context manager that detects the exit of any processes, not only children (Linux only)."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -136,21 +137,21 @@ class ExitWatch:
             os.close(pidfd)
 
     def add(self, pids: Iterable[int]) -> None:
-        """Watch further processes; one that was added before is not watched again."""
+        """Watch further processes; processes that were added before are ignored."""
         for pid in set(pids) - self._seen if _IS_LINUX else ():
             self._seen.add(pid)
-            # Its parent has waited for it, or the container forbids the call: then only children's exits are known.
+            # Ignore errors: the process has been reaped, or the container forbids the call. Its exit goes undetected.
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(pid)
                 self._pids[pidfd] = pid
                 self._poll.register(pidfd, select.POLLIN)
 
     def wait(self, timeout_s: float) -> list[tuple[int, int | None]]:
-        """Wait until a process exits, or until the time is up.
+        """Wait until a process exits or the time is up.
 
         Returns:
-            Process id and exit code (-n for signal n) of each that has exited; None if its parent has already waited
-            for it.
+            Process id and exit code (-n for signal n) of each process that has exited. The exit code is None if the
+            parent has already waited for it.
         """
         exits = []
         for pidfd, _ in self._poll.poll(1000 * timeout_s):
@@ -162,9 +163,9 @@ class ExitWatch:
 
 
 def exit_code_of_zombie(pid: int) -> int | None:
-    """Return the exit code of a process that has exited and whose parent has not waited for it; else None.
+    """Return the exit code of a process that has exited but has not been reaped, or None for any other process.
 
-    It is -n if signal n killed the process. Off Linux, always None.
+    The exit code is -n if signal n killed the process. Off Linux, always None.
     """
     with contextlib.suppress(OSError, ValueError):
         # The name, in parentheses, may contain spaces and parentheses. The fields after it are numbered from 3.
@@ -175,38 +176,38 @@ def exit_code_of_zombie(pid: int) -> int | None:
 
 
 def wait_until_asleep(threads: str, timeout_s: float) -> bool:
-    """Wait until the threads of this process that have a name sleep, and return whether they do by then.
+    """Wait until this process's threads of a name sleep, and return whether they do within the time.
 
-    Those that have not run between two looks, which leave them the interpreter's lock, wait for work, not for the lock.
-    Off Linux, return True at once.
+    Threads that have not run between two checks, during which the interpreter's lock is free, are waiting for work
+    rather than for the lock. Off Linux, return True at once.
 
     Args:
-        threads: Their name for the kernel.
-        timeout_s: How long to wait.
+        threads: Name of the threads in the kernel.
+        timeout_s: Maximum wait in seconds.
     """
     deadline = time.monotonic() + timeout_s
     before: dict[str, tuple[str, ...]] | None = None
-    while found := _runs_of(threads):
-        if found == before and all(state.startswith("S") for state, *_ in found.values()):
+    while runs := _runs_of(threads):
+        if runs == before and all(state.startswith("S") for state, *_ in runs.values()):
             return True
         if time.monotonic() >= deadline:
             return False
-        before = found
-        time.sleep(_LOOK_S)  # the kernel announces nothing
+        before = runs
+        time.sleep(_LOOK_S)  # poll, since the kernel does not notify
     return True
 
 
 def _runs_of(threads: str) -> dict[str, tuple[str, ...]]:
     """Return state and number of context switches of each thread of a name."""
-    found = {}
+    runs = {}
     for status in Path("/proc/self/task").glob("*/status") if _IS_LINUX else ():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just exited
             lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
             fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
             if fields.get("Name") == threads:
                 switches = [value for name, value in fields.items() if name.endswith("_ctxt_switches")]
-                found[status.parent.name] = (fields["State"], *switches)
-    return found
+                runs[status.parent.name] = (fields["State"], *switches)
+    return runs
 
 
 def _prctl(option: int, value: int) -> None:

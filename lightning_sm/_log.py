@@ -1,4 +1,4 @@
-"""The log lines of lightning_sm, which are visible by default and begin with a command's name in commands."""
+"""The loggers of lightning_sm, whose lines are visible by default and have a prefix in commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 def command_logger(name: str) -> logging.Logger:
     """Return a logger whose messages begin with ``lightning-sm: ``, whichever handlers and formatters process them.
 
-    For commands, whose lines appear among those of the scripts that they run.
+    Use it in commands, whose lines appear among the output of the scripts that they run.
 
     Args:
         name: Name of the logger.
@@ -19,9 +19,9 @@ def command_logger(name: str) -> logging.Logger:
 
 
 def show_log_lines() -> None:
-    """Write INFO and above of the ``lightning_sm`` loggers to where the script's own logging goes, else to stderr."""
+    """Write INFO and above of the ``lightning_sm`` loggers to the script's log handlers, or to stderr without any."""
     logger = logging.getLogger("lightning_sm")
-    if logger.level == logging.NOTSET:  # unset, root's level counts, which logging.basicConfig() leaves at WARNING
+    if logger.level == logging.NOTSET:  # otherwise root's level applies, which logging.basicConfig() leaves at WARNING
         logger.setLevel(logging.INFO)
     if logger.handlers or logging.getLogger().handlers:
         return

@@ -1,4 +1,4 @@
-"""The state of the random numbers of a process, as checkpoints hold it, and hooks on data hosts get and return it."""
+"""The random state of a process, which is stored in checkpoints and passed to and from hooks on data hosts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 @dataclass(frozen=True)
 class RandomState:
-    """The random states of this process, and of a generator; those of CUDA and of the generator may be missing.
+    """The random states of this process and perhaps of CUDA and a generator.
 
-    States are taken often and saved rarely, so they are converted only when they are saved. Those of torch are arrays,
-    because pickling a tensor writes a file in memory.
+    States are captured often and saved rarely, so they are converted only for saving. torch's states are kept as
+    arrays, because pickling a tensor writes a file in memory.
     """
 
     torch_state: np.ndarray[Any, Any]
@@ -27,11 +27,11 @@ class RandomState:
 
     @classmethod
     def now(cls, generator: torch.Generator | None = None) -> RandomState:
-        """Return the states as they are."""
+        """Return the current states."""
         has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             torch.get_rng_state().numpy(),
-            np.random.get_state(),  # the global state, which users' code draws from
+            np.random.get_state(),  # the global state, from which user code draws
             random.getstate(),
             torch.cuda.get_rng_state().numpy() if has_cuda else None,
             None if generator is None else generator.get_state(),
@@ -51,7 +51,7 @@ class RandomState:
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> RandomState:
-        """Convert back what ``saved`` returned."""
+        """Restore an object from the result of ``saved``."""
         name, keys, *rest = saved["numpy"]
         version, numbers, gauss = saved["python"]
         return cls(
@@ -63,12 +63,12 @@ class RandomState:
         )
 
     def is_same(self, other: RandomState) -> bool:
-        """Return whether another state of the CPU gives the same numbers."""
-        own, others = (pickle.dumps((one.torch_state, one.numpy_state, one.python_state)) for one in (self, other))
-        return own == others
+        """Return whether another state yields the same random numbers on the CPU."""
+        mine, others = (pickle.dumps((each.torch_state, each.numpy_state, each.python_state)) for each in (self, other))
+        return mine == others
 
     def restore(self, generator: torch.Generator | None = None) -> None:
-        """Set the states of this process, and of a generator."""
+        """Set the states of this process and of a generator."""
         torch.set_rng_state(torch.tensor(self.torch_state, device="cpu"))
         np.random.set_state(self.numpy_state)
         random.setstate(self.python_state)

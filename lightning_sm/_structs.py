@@ -1,4 +1,4 @@
-"""The base of all messages between processes and hosts: typed structs, which msgspec encodes and checks."""
+"""The base class of messages between processes and hosts: typed structs, which msgspec encodes and validates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Union
 
 import msgspec
 
-# msgspec stores what it knows of a type before it is complete, and crashes the process if another thread makes a
-# decoder of the type meanwhile (seen with msgspec 0.22).
+# Create one decoder at a time: msgspec caches a type's information before it is complete, and crashes the process if
+# another thread then makes a decoder of the type (seen with msgspec 0.22).
 _MAKING_DECODER = threading.Lock()
 
 _JSON = msgspec.json.Encoder()
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of messages, and of the parts of messages. Fields with a default may be left out.
+    """Base class of messages and their parts. Fields with a default may be left out.
 
-    Those that stand in a union have ``tag=True``: their encoding names them.
+    Members of a union have ``tag=True``, so that their encoding includes their name.
     """
 
     def encode(self) -> bytes:
@@ -30,11 +30,11 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def encode(message: msgspec.Struct, encoder: msgspec.json.Encoder | msgspec.msgpack.Encoder = _JSON) -> bytes:
     """Return the bytes of a message.
 
-    Text that is not Unicode, such as the name of a file in another encoding in a traceback, gets escapes.
+    Text that is not valid Unicode, such as a file name of another encoding in a traceback, is escaped.
 
     Args:
         message: The message.
-        encoder: Of JSON or MessagePack.
+        encoder: A JSON or MessagePack encoder.
     """
     try:
         return encoder.encode(message)
@@ -44,7 +44,7 @@ def encode(message: msgspec.Struct, encoder: msgspec.json.Encoder | msgspec.msgp
 
 @cache
 def decoder(make: Callable[[Any], Any], *kinds: Any) -> Any:
-    """Return the decoder of some kinds of messages; ``make`` is msgspec's class of decoders."""
+    """Return the decoder for a union of message types; ``make`` is msgspec's decoder class."""
     with _MAKING_DECODER:
         return make(Union[kinds])  # noqa: UP007
 

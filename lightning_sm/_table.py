@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-# Logs have no width: at that of a terminal, or rich's default of 80, lines would break within host names.
+# Logs have no width: at a terminal's width, or rich's default of 80, lines would break inside host names.
 _UNLIMITED = 1_000_000
 
 
@@ -15,16 +15,16 @@ def draw_table(
     right: Collection[str] = (),
     max_widths: Mapping[str, int] | None = None,
 ) -> str:
-    """Return rows of cells as aligned columns, without colours and without blanks at the end of lines.
+    """Return rows of cells as aligned columns, without colours or trailing blanks.
 
     Args:
-        rows: The cells of each row. A cell may have several lines; nothing in it is markup.
+        rows: The cells of each row. A cell may have several lines; its text is not interpreted as markup.
         headers: Titles of the columns; empty for a table without a header.
-        right: Titles of the columns that are aligned to the right.
+        right: Titles of the right-aligned columns.
         max_widths: Widths, by title, at which the cells of a column are wrapped. Other columns are as wide as their
             widest cell.
     """
-    # Imported here, because rich takes longer to import than everything else that the launcher needs to start.
+    # Import rich only here: it takes longer than everything else that the launcher needs to start.
     from rich.console import Console  # noqa: PLC0415
     from rich.rule import Rule  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415

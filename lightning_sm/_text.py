@@ -1,4 +1,4 @@
-"""Numbers, times and names as people read them: one form for each, in logs, pages and errors."""
+"""The format of numbers, times and names for people, the same in logs, pages and errors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TextIO
 
 _MINUTE_S = 60
 _HOUR_S = 3600
-# Below this, a duration is given in seconds with three significant digits; from here on, in minutes or hours.
+# Shorter durations are written in seconds with three significant digits, longer ones in minutes or hours.
 _LONG_S = 120.0
-# Ratio of difflib: long words may differ in two letters, short ones in one, or in the order of two.
+# difflib's ratio: long words may differ in two letters, short words in one or in the order of two.
 _SIMILAR = 0.66
-# ECMA-48, with 7-bit and 8-bit introducers: control sequences; commands, which set titles or the clipboard; the rest.
+# ECMA-48, with 7-bit and 8-bit introducers: control sequences, command strings (titles, clipboard), and the rest.
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
@@ -23,7 +23,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time: ``18.4 ms``, ``96 s``, ``12 min 5 s``, ``18 min``, ``3 h 20 min``."""
+    """Format a duration: ``18.4 ms``, ``96 s``, ``12 min 5 s``, ``18 min``, ``3 h 20 min``."""
     if seconds < _LONG_S:
         return step_time(seconds)
     whole, units = round(seconds), ("min", "s")
@@ -34,18 +34,18 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Return a short time in milliseconds, a longer one in seconds, with three significant digits."""
+    """Format a duration with three significant digits, in milliseconds below 1 s and in seconds from there."""
     return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 1 else f"{seconds:.3g} s"
 
 
 def clock_time(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds, which sorts and parses: ``26:03:09``."""
+    """Format a duration as hours, minutes and seconds, for sorting and parsing: ``26:03:09``."""
     hours, rest = divmod(round(seconds), _HOUR_S)
     return f"{hours}:{rest // _MINUTE_S:02d}:{rest % _MINUTE_S:02d}"
 
 
 def size(num_bytes: float) -> str:
-    """Return bytes in the largest decimal unit of which there is at least one."""
+    """Format a number of bytes in the largest decimal unit that is not larger."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.3g} {unit}"
@@ -53,49 +53,49 @@ def size(num_bytes: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as a whole percentage; ``<1%`` for a share that would round to 0%."""
+    """Format a share as a whole percentage, or ``<1%`` if it would round to 0%."""
     rounded = f"{100 * share:.0f}%"
     return "<1%" if share > 0 and rounded == "0%" else rounded
 
 
 def rate(per_second: float) -> str:
-    """Return a number per second with three significant digits, or all those before the point: ``0.25``, ``12,345``."""
+    """Format a rate with three significant digits, or as an integer from 100 on: ``0.25``, ``12,345``."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"  # noqa: PLR2004 - three digits
 
 
 def count(number: float, singular: str, plural: str = "") -> str:
-    """Return a number with its noun: ``1 host``, ``4,800 steps``."""
+    """Format a number with its noun: ``1 host``, ``4,800 steps``."""
     return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
 
 
 def times(number: int) -> str:
-    """Return how often something happened: ``once``, ``3 times``."""
+    """Format a number of occurrences: ``once``, ``3 times``."""
     return "once" if number == 1 else f"{number} times"
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Join names with commas; of more than ``most``, only the first."""
+    """Join names with commas, but only the first ``most`` of them."""
     rest = f", ... ({len(names)} in all)" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut a text that has more characters than ``most``, and mark the cut with ``...``."""
+    """Cut a text to at most ``most`` characters, ending in ``...`` if it was longer."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that a misspelled word most likely stands for, whatever its case, dashes and underscores."""
+    """Return the name most similar to a misspelled word, ignoring case, dashes and underscores, or None."""
     spelled = {re.sub(r"[-_ ]", "", name.lower()): name for name in names}
     close = difflib.get_close_matches(re.sub(r"[-_ ]", "", word.lower()), spelled, n=1, cutoff=_SIMILAR)
     return spelled[close[0]] if close else None
 
 
 def plain(text: str) -> str:
-    """Remove what a terminal would act upon: escape sequences, and control characters but tab and line feed."""
+    """Remove escape sequences, and control characters except tab and line feed, which a terminal would act upon."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
 def for_terminal(text: str, stream: TextIO) -> str:
-    """Return what to write to a stream of a text that another program wrote: ``plain`` if the stream is a terminal."""
+    """Return another program's output in a form that is safe for a stream: ``plain`` if it is a terminal."""
     return plain(text) if stream.isatty() else text

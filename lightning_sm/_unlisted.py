@@ -1,8 +1,8 @@
-"""Bases of Lightning for classes that this package makes for itself, and which no command line offers.
+"""Lightning base classes for internal classes of this package, which hide these from command lines.
 
-jsonargparse lists a class's ``__subclasses__`` in ``--help``, and searches them for a short name. Ours would be among
-the choices of each script, and a user's own ``Progress`` would be ambiguous. These bases report no subclasses, and have
-private paths, which jsonargparse does not list.
+jsonargparse lists a class's ``__subclasses__`` in ``--help``, and searches them for short names. The internal classes
+would appear among the choices of every script, and could make a user's class, such as ``Progress``, ambiguous. These
+bases report no subclasses, and have private paths, which jsonargparse does not list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_sm._lightning import (
 
 @classmethod  # type: ignore[misc]
 def _none(_cls: type[Any]) -> list[Any]:
-    """Return nothing, so that whoever lists classes ends here."""
+    """Return no subclasses, so that a search for classes stops here."""
     return []
 
 
@@ -36,7 +36,7 @@ class UnlistedProgressBar(ProgressBar):
 
 
 class UnlistedCheckpointIO(WrappingCheckpointIO):
-    """A ``CheckpointIO`` around another one."""
+    """A ``CheckpointIO`` that wraps another."""
 
     __subclasses__ = _none
 

@@ -1,4 +1,4 @@
-"""The version of lightning_sm, and those of the packages beside it."""
+"""The versions of lightning_sm and of other installed packages."""
 
 import importlib.metadata
 
@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed package, or None, from its metadata: importing torch would take seconds."""
+    """Return the version of an installed package, or None, from its metadata, since importing torch takes seconds."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

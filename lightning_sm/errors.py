@@ -5,7 +5,7 @@ The tree::
     LightningSMError
     |- JobConfigError(ValueError)        a SageMaker file, variable or setting is malformed
     |- TopologyError(ValueError)         groups, hosts or Trainer settings contradict each other
-    |- StrategyError(ValueError)         a strategy cannot train here, or not this model
+    |- StrategyError(ValueError)         a strategy does not support this job or model
     |- HyperparameterError(ValueError)   hyperparameters.json cannot become a command line
     |- ChannelError(ValueError)          a channel mapping names a channel or argument that does not exist
     |- ScriptError(ValueError)           the training script cannot be found or started
@@ -13,9 +13,9 @@ The tree::
     |- PortInUseError(OSError)           the main port is taken
     |- OutputDirectoryError(OSError)     an output directory cannot be written
     |- CheckpointError(OSError)          a checkpoint could not be written
-    |  `- CheckpointMismatchError(ValueError)  a checkpoint is of another model than the script's
-    |- SubmitError(ValueError)           a job cannot be submitted: wrong description, or something is missing here
-    |- AWSError(RuntimeError)            AWS rejects a request, cannot be reached, or does not know a job
+    |  `- CheckpointMismatchError(ValueError)  a checkpoint belongs to another model than the script's
+    |- SubmitError(ValueError)           a job cannot be submitted: wrong description, or something is missing locally
+    |- AWSError(RuntimeError)            AWS rejects a request, cannot be reached, or has no such job
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
     |- SDKError(ImportError)             boto3, AWS's SDK, is missing
     |- ContainerError(RuntimeError)      Docker is missing, refuses a container, or does not answer
@@ -26,7 +26,7 @@ The tree::
        |- DataTimeoutError(TimeoutError)      a batch did not arrive in time
        |- DataHostMismatchError(ValueError)   a data host has another job, version, token or dataset than its peers
        |- RemoteTransformError(RuntimeError)  the user's code failed on a data host
-       |  `- RemoteImportError(ImportError)      it cannot be imported there
+       |  `- RemoteImportError(ImportError)      the user's code cannot be imported there
        |- BatchTypeError(TypeError)           a batch holds something that cannot be sent
        |- BatchTooLargeError(ValueError)      a batch does not fit into a slot of the ring
        |- WireError(ValueError)               a message breaks the protocol
@@ -51,7 +51,7 @@ class TopologyError(LightningSMError, ValueError):
 
 
 class StrategyError(LightningSMError, ValueError):
-    """A strategy cannot train here: library, hosts, devices or model do not suit it."""
+    """A strategy does not support the job's library, hosts, devices or model."""
 
 
 class HyperparameterError(LightningSMError, ValueError):
@@ -83,7 +83,7 @@ class CheckpointError(LightningSMError, OSError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint from which a job resumes is of another model or optimizer than the script's."""
+    """The checkpoint from which a job resumes belongs to another model or optimizer than the script's."""
 
 
 class SubmitError(LightningSMError, ValueError):
@@ -91,7 +91,7 @@ class SubmitError(LightningSMError, ValueError):
 
 
 class AWSError(LightningSMError, RuntimeError):
-    """AWS rejects a request, cannot be reached, or does not know the named job or file."""
+    """AWS rejects a request, cannot be reached, or does not have the named job or file."""
 
 
 class MixedLightningError(LightningSMError, ImportError):
@@ -133,12 +133,12 @@ class DataHostMismatchError(DataServiceError, ValueError):
 class RemoteTransformError(DataServiceError, RuntimeError):
     """The user's dataset, transform, sampler, collate function or hook raised an exception on a data host.
 
-    The message is that exception's type and message, then its place, then its traceback: see data/protocol/failures.py.
+    The message consists of that exception's type and message, its place, and its traceback (data/protocol/failures.py).
     """
 
 
 class RemoteImportError(RemoteTransformError, ImportError):
-    """A data host cannot import a module that the user's code needs, or compile it."""
+    """A data host cannot import or compile a module that the user's code needs."""
 
 
 class BatchTypeError(DataServiceError, TypeError):

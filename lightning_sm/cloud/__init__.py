@@ -1,1 +1,1 @@
-"""Tools to look after jobs on the service from a laptop, with boto3 alone."""
+"""Tools for managing jobs on the service from a laptop, which only need boto3."""

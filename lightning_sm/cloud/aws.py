@@ -1,4 +1,4 @@
-"""The AWS APIs: one session for all of them, and every refusal in one line."""
+"""Access to the AWS APIs through one session, with one-line errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm.errors import AWSError
 
-# Retry often: following a job takes hours, during which the API is throttled at times.
+# Retry often: following a job takes hours, and the API is sometimes throttled.
 _CONFIG = Config(retries={"mode": "adaptive", "max_attempts": 10})
-# The service refuses a second request of the same name, so one whose answer was lost would become an error.
+# Do not retry: if an answer is lost, the service would reject the second request because its name is taken.
 _ONCE_CONFIG = Config(retries={"total_max_attempts": 1})
-# For questions that may go without an answer, for example because the network leads to some services only.
+# For optional requests, which should fail soon, for example if the network only reaches some services.
 _QUICK_CONFIG = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "max_attempts": 3})
 
 
 class Clients:
-    """boto3's clients of one session, each made when it is first used.
+    """boto3's clients for one session, each created on first use.
 
     Args:
         session: The session.
@@ -33,30 +33,30 @@ class Clients:
 
     @cached_property
     def sagemaker(self) -> Any:
-        """Training jobs and tuning jobs."""
+        """The client for training jobs and tuning jobs."""
         return self._session.client("sagemaker", config=_CONFIG)
 
     @cached_property
     def creator(self) -> Any:
-        """SageMaker's client that creates jobs: it sends each request once."""
+        """The client for creating jobs, which sends each request once."""
         return self._session.client("sagemaker", config=_ONCE_CONFIG)
 
     @cached_property
     def logs(self) -> Any:
-        """CloudWatch Logs."""
+        """The client for CloudWatch Logs."""
         return self._session.client("logs", config=_CONFIG)
 
     @cached_property
     def s3(self) -> Any:
-        """S3, which holds the files that jobs leave."""
+        """The client for S3, which holds the files that jobs write."""
         return self._session.client("s3", config=_CONFIG)
 
     def look(self, service: str, region: str | None = None) -> Any:
-        """Return a client of any service, whose questions are answered soon or not at all.
+        """Return a client for any service, whose requests succeed or fail soon.
 
         Args:
-            service: boto3's name of it.
-            region: Where it is asked, if not in the region of the session.
+            service: boto3's name for the service.
+            region: Region of the service. Defaults to the region of the session.
         """
         return self._session.client(service, region_name=region, config=_QUICK_CONFIG)
 
@@ -65,7 +65,7 @@ def new_session(default_region: str | None = None, **settings: str | None) -> bo
     """Open a session.
 
     Args:
-        default_region: Its region, where neither the settings nor the user's configuration name one.
+        default_region: Region to use if neither the settings nor the user's configuration set one.
         settings: Arguments of ``boto3.Session``, such as ``region_name``.
 
     Raises:
@@ -75,7 +75,7 @@ def new_session(default_region: str | None = None, **settings: str | None) -> bo
         session = boto3.Session(**settings)
         if session.region_name is None and default_region is not None:
             session = boto3.Session(**{**settings, "region_name": default_region})
-    except BotoCoreError as error:  # for example, AWS_PROFILE names an unknown profile
+    except BotoCoreError as error:  # such as an unknown AWS_PROFILE
         raise AWSError(f"No AWS session: {error}") from error
     if session.region_name is None:
         raise AWSError("No AWS region: set AWS_DEFAULT_REGION, or 'region' in ~/.aws/config.")
@@ -83,16 +83,16 @@ def new_session(default_region: str | None = None, **settings: str | None) -> bo
 
 
 def check_credentials(session: boto3.Session) -> None:
-    """Check that there are credentials; only AWS knows whether they are valid.
+    """Check that credentials exist; only AWS can tell whether they are valid.
 
     Raises:
-        AWSError: There are none, or they are incomplete.
+        AWSError: Credentials are missing or incomplete.
     """
     try:
-        found = session.get_credentials()
+        credentials = session.get_credentials()
     except BotoCoreError as error:
         raise AWSError(f"AWS credentials cannot be read: {error}") from error
-    if found is None:
+    if credentials is None:
         raise AWSError(
             "No AWS credentials: run 'aws configure' or 'aws sso login', or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY. 'lightning-sm submit' with --dry-run or --local needs none."
@@ -113,5 +113,5 @@ def one_line_errors() -> Iterator[None]:
 
 
 def error_code(error: ClientError) -> str:
-    """Return the service's word for an error, such as ``ValidationException``."""
+    """Return the error code of the service, such as ``ValidationException``."""
     return str(error.response.get("Error", {}).get("Code", ""))

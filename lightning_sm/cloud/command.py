@@ -1,4 +1,4 @@
-"""``lightning-sm jobs``, which shows jobs on the service, with logs and reports, stops them, and repeats them."""
+"""``lightning-sm jobs``, which shows jobs on the service with logs and reports, stops them, and resubmits them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ examples:
 
 NAME is the name of a training job or of a tuning job.
 
-exit codes: 0 done; logs: that of the job if it has ended (1 if none is known); 2 AWS rejects the request, cannot be
-reached or knows no such job, or wrong arguments
+exit codes: 0 done; with logs, the exit code of a job that has ended (1 if it failed and its code is unknown);
+2 AWS rejects the request or cannot be reached, there is no such job, or the arguments are wrong
 """
 
 
@@ -51,13 +51,13 @@ def main(
 
     Args:
         argv: The arguments after ``jobs``.
-        clients: Clients of the AWS APIs. Default: those of the user's credentials and region.
+        clients: Clients of the AWS APIs. Defaults to clients with the user's credentials and region.
         write_report: Writes a report.
         again: Submits the request of a training job again (``submit.again.again``).
 
     Raises:
-        AWSError: AWS rejects a request, cannot be reached, or knows no such job.
-        JobConfigError: Prices are wrong, a job has no record, or a library is missing for its report.
+        AWSError: AWS rejects a request or cannot be reached, or there is no such job.
+        JobConfigError: Prices are invalid, a job has no record, or the report needs a missing library.
         OutputDirectoryError: A report cannot be written.
         SubmitError: A job cannot be submitted again.
     """
@@ -159,7 +159,7 @@ def _parser() -> CommandParser:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add the commands within ``jobs``, with their options."""
+    """Add the subcommands of ``jobs``, with their options."""
     shared = CommandParser(add_help=False)
     shared.add_argument("--region", help="region of the jobs (default: AWS_DEFAULT_REGION, or the profile's)")
     commands = parser.add_subparsers(required=True, metavar="{" + ",".join(_COMMANDS) + "}")
@@ -205,7 +205,7 @@ def add_arguments(parser: CommandParser) -> None:
         help="change a key of the job file, such as hyperparameters.lr=0.1 or groups.trainer.count=4; repeatable",
     )
     more.add_argument("--dry-run", action="store_true", help="print the request; send nothing")
-    more.add_argument("--yes", action="store_true", help="submit without asking, as scripts must")
+    more.add_argument("--yes", action="store_true", help="submit without asking, for use in scripts")
     more.set_defaults(run=_again)
 
 

@@ -1,4 +1,4 @@
-"""The lookup of a name, which may be that of a training job or of a tuning job."""
+"""The lookup of a job by the name of a training job or tuning job."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_sm.cloud.aws import Clients, error_code
 from lightning_sm.errors import AWSError
 
 Kind: TypeAlias = Literal["training", "tuning"]
-# The states in which no part of a job runs.
+# The final states of a job.
 ENDED = frozenset({"Completed", "Failed", "Stopped"})
-# For an unknown name, DescribeTrainingJob raises ValidationException, although its model names only ResourceNotFound.
+# DescribeTrainingJob raises ValidationException for an unknown name, although its model only has ResourceNotFound.
 _UNKNOWN = frozenset({"ValidationException", "ResourceNotFound", "ResourceNotFoundException"})
 
 
@@ -23,8 +23,8 @@ class Found:
     """A job as the service describes it.
 
     Attributes:
-        kind: The kind of job, and so the API that describes it.
-        name: Its name.
+        kind: The kind of job, which determines the API that describes it.
+        name: Name of the job.
         description: The answer of DescribeTrainingJob or DescribeHyperParameterTuningJob.
     """
 
@@ -34,18 +34,18 @@ class Found:
 
     @property
     def status(self) -> str:
-        """The service's word for its status."""
+        """The status that the service reports."""
         key = {"training": "TrainingJobStatus", "tuning": "HyperParameterTuningJobStatus"}[self.kind]
         return str(self.description[key])
 
     @property
     def has_ended(self) -> bool:
-        """Whether no part of it still runs."""
+        """Whether the whole job has ended."""
         return self.status in ENDED
 
 
 def describe(clients: Clients, kind: Kind, name: str) -> Found:
-    """Ask the service for a job.
+    """Return the service's description of a job.
 
     Raises:
         ClientError: AWS rejects the request, for example because there is no such job.

@@ -1,4 +1,4 @@
-"""The follower of a job until it ends, which shows its states, and its log on request."""
+"""Waiting for a job to end, while showing its state and, on request, its log."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_sm.cloud.logs import Log
 _LOG = command_logger(__name__)
 
 _EVERY_S = 5.0
-# The last lines of a job arrive after its end.
+# How often to read the log after the job's end, because its last lines arrive late.
 _LAST_LOOKS = 2
-# The service has no field for the exit code, but ends the reason with it: "AlgorithmError: <failure file>, exit code:
-# 137".
+# The service has no field for the exit code, but appends it to the reason, as in "AlgorithmError: <failure file>, exit
+# code: 137".
 _EXIT_CODE = re.compile(r"exit code:? (\d+)\s*\.?\s*$")
 
 Sleep = Callable[[float], object]
@@ -31,21 +31,21 @@ Sleep = Callable[[float], object]
 def follow(clients: Clients, kind: Kind, name: str, *, shows_log: bool, sleep: Sleep = time.sleep) -> Mapping[str, Any]:
     """Wait until a job ends; log every change of its state, and write its log to stdout.
 
-    Ctrl-C or an error ends the wait, not the job; a warning then says how to stop the job.
+    Ctrl-C or an error ends the wait, but not the job. A warning then tells the user how to stop the job.
 
     Args:
         clients: Clients of the AWS APIs.
         kind: The kind of job.
-        name: Its name.
-        shows_log: Whether to write the log, if it may be read. A tuning job has no log of its own; its counts are
-            shown instead.
+        name: Name of the job.
+        shows_log: Whether to write the log, if permissions allow it. A tuning job has no log; the counts of its
+            training jobs are shown instead.
         sleep: Sleeps for some seconds.
 
     Returns:
         The last description of the job.
 
     Raises:
-        ClientError: AWS rejects a request, for example because the credentials have expired.
+        ClientError: AWS rejects a request, such as after the credentials have expired.
         BotoCoreError: AWS cannot be reached.
     """
     state = ""
@@ -76,7 +76,7 @@ def follow(clients: Clients, kind: Kind, name: str, *, shows_log: bool, sleep: S
 
 
 def exit_code(description: Mapping[str, Any]) -> int:
-    """Return the exit code of a job that has ended: 0 for success, else that of its hosts if known, else 1.
+    """Return the exit code of a job that has ended: 0 for success, else the hosts' exit code if known, else 1.
 
     Args:
         description: The description of a training job or a tuning job.
@@ -94,7 +94,7 @@ def reason_of(description: Mapping[str, Any]) -> str:
 
 
 def _state(found: Found) -> str:
-    """Say in one line what a job does."""
+    """Return the state of a job in one line."""
     if found.kind == "tuning":
         return f"Tuning job {found.name} is {found.status}: {tuning_progress(found.description)}"
     transitions = found.description.get("SecondaryStatusTransitions") or [{}]
@@ -103,7 +103,7 @@ def _state(found: Found) -> str:
 
 
 def tuning_progress(description: Mapping[str, Any]) -> str:
-    """Say how many training jobs of a tuning job have ended or run, and which is the best.
+    """Return the counts of a tuning job's training jobs by state, and the best one.
 
     Args:
         description: An answer of DescribeHyperParameterTuningJob.
@@ -126,7 +126,7 @@ def tuning_progress(description: Mapping[str, Any]) -> str:
 
 
 def _write_new(log: Log) -> Log | None:
-    """Write a log's new lines; return the log, or None if access to it is denied: waiting for the job still works."""
+    """Write a log's new lines; return the log, or None if access to it is denied, so that the wait can continue."""
     try:
         for line in log.new_lines():
             sys.stdout.write(for_terminal(f"{line}\n", sys.stdout))

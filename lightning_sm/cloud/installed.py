@@ -1,4 +1,4 @@
-"""Whether boto3 is installed, which only machines that submit jobs and look after them need."""
+"""The check for boto3, which is only needed on machines that submit or manage jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from lightning_sm.errors import SDKError
 
-# The same as the extra "submit" in pyproject.toml.
+# Keep in sync with the extra "submit" in pyproject.toml.
 _INSTALL = "pip install 'boto3>=1.36,<2'"
 
 
@@ -14,10 +14,10 @@ def check_boto3(command: str) -> None:
     """Check that boto3 can be imported.
 
     Args:
-        command: What needs it.
+        command: The command or function that needs it.
 
     Raises:
-        SDKError: It is not installed.
+        SDKError: boto3 is not installed.
     """
     if find_spec("boto3") is None:
         raise SDKError(f"{command} needs boto3, which is not installed: {_INSTALL}")

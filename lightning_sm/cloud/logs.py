@@ -16,11 +16,11 @@ from botocore.exceptions import ClientError
 from lightning_sm.cloud.aws import error_code
 
 _GROUP = "/aws/sagemaker/TrainingJobs"
-# Events of one host may arrive later than newer ones of another: read this far back again.
+# Events of one host may arrive later than newer events of another. Read again from this far back.
 _LATE_MS = 60_000
-# The names of hosts in failure files, which the service passes on unchanged; it has no field for the host.
+# Matches host names in failure files, which the service passes on unchanged. It has no field for the host.
 _HOST = re.compile(r"algo-\d+")
-# How many lines of each host that did not fail are shown.
+# How many lines to show of each host that did not fail.
 _OTHERS_TAIL = 50
 
 
@@ -34,7 +34,7 @@ class Log:
 
     def __init__(self, client: Any, job_name: str) -> None:
         self._client = client
-        self._prefix = f"{job_name}/"  # with the slash, because the streams of job-10 begin with job-1, too
+        self._prefix = f"{job_name}/"  # the slash excludes the streams of job-10 from the log of job-1
         self._seen: dict[str, int] = {}
         self._latest_ms = 0
 
@@ -57,7 +57,7 @@ class Log:
         """Read the whole log of one host.
 
         Args:
-            streams: Its streams.
+            streams: The streams of the host.
 
         Raises:
             ClientError: AWS rejects the request.
@@ -66,7 +66,7 @@ class Log:
             yield from map(_line, page)
 
     def streams_by_host(self) -> dict[str, list[str]]:
-        """Return the streams of each host, the oldest first; hosts in the order of their numbers.
+        """Return the streams of each host, oldest first, with hosts in the order of their numbers.
 
         Raises:
             ClientError: AWS rejects the request.
@@ -80,7 +80,7 @@ class Log:
         except ClientError as error:
             _ignore_missing_log(error)
         streams: dict[str, list[str]] = {}
-        for name in sorted(names):  # their ends are seconds of ten digits
+        for name in sorted(names):  # by time: names end with seconds of ten digits
             streams.setdefault(_host(name), []).append(name)
         return dict(sorted(streams.items(), key=lambda item: (len(item[0]), item[0])))
 
@@ -95,7 +95,7 @@ class Log:
 
 
 def failure_first(log: Log, reason: str) -> Iterator[str]:
-    """Yield the log of a failed job: the reason, the logs of hosts that it names, and the end of each other host's log.
+    """Yield the log of a failed job: the reason, the logs of hosts that it names, and the end of the other logs.
 
     Args:
         log: The log.
@@ -107,7 +107,7 @@ def failure_first(log: Log, reason: str) -> Iterator[str]:
     yield f"failed: {reason}"
     streams = log.streams_by_host()
     named = set(_HOST.findall(reason))
-    for host in sorted(streams, key=lambda one: one not in named):
+    for host in sorted(streams, key=lambda name: name not in named):
         lines = deque(log.lines_of(streams[host]), maxlen=None if host in named else _OTHERS_TAIL)
         extent = "whole log" if host in named else f"last lines (up to {_OTHERS_TAIL})"
         yield f"--- {host}: {extent}"
@@ -116,7 +116,7 @@ def failure_first(log: Log, reason: str) -> Iterator[str]:
 
 def _line(event: Mapping[str, Any]) -> str:
     time = datetime.fromtimestamp(event["timestamp"] / 1e3, timezone.utc)
-    # A progress bar overwrites its line after each carriage return.
+    # Keep only the last state of a progress bar, which overwrites its line after each carriage return.
     text = str(event["message"]).rstrip("\r\n").rpartition("\r")[2]
     return f"{time:%Y-%m-%d %H:%M:%S} {_host(event['logStreamName'])} | {text}"
 
@@ -126,6 +126,6 @@ def _host(stream: str) -> str:
 
 
 def _ignore_missing_log(error: ClientError) -> None:
-    """Raise the error, unless there is no log yet: an account's first job does not even have the group of streams."""
+    """Raise the error, unless there is no log yet; before an account's first job, even the log group is missing."""
     if error_code(error) != "ResourceNotFoundException":
         raise error

@@ -1,4 +1,4 @@
-"""The records of a job's hosts, copied here from where the hosts left them: checkpoints and output in S3."""
+"""The records of a job's hosts, copied from the job's checkpoints and output in S3."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from lightning_sm.record.runs import archived_files
 
 _LOG = command_logger(__name__)
 
-# The output of all hosts, unless the job asks for plain files.
+# Contains the output of all hosts, unless the job asks for plain files.
 _ARCHIVE = "output.tar.gz"
 
-# Writes a report: where the records are, the only job to read, the page, and prices.
+# Writes a report; its arguments are the folders with records, the only job to read, the page, and prices.
 ReportWriter: TypeAlias = Callable[[Sequence[Path], str, Path, Prices], None]
 
 
 def fetch_records(client: Any, description: Mapping[str, Any], folder: Path) -> int:
-    """Copy the records of all hosts of a training job, and nothing else that it has left.
+    """Copy the records of all hosts of a training job.
 
-    A job with a checkpoint folder keeps its record there, which SageMaker uploads while the job runs. Any other has it
-    in its output, which is uploaded when the job ends.
+    A job with a checkpoint folder keeps its record there, which SageMaker uploads while the job runs. Other jobs write
+    it to their output, which is uploaded when the job ends.
 
     Args:
         client: boto3's client of S3.
         description: An answer of DescribeTrainingJob.
-        folder: Receives them. Where jobs share checkpoints, it also receives the records of the others.
+        folder: Receives the records. If other jobs share the checkpoints, it also receives their records.
 
     Returns:
-        How many files were copied.
+        The number of files copied.
 
     Raises:
-        AWSError: There are none, or an archive is damaged.
+        AWSError: There is no record, or an archive is damaged.
         ClientError: S3 rejects a request.
     """
     checkpoints = description.get("CheckpointConfig", {}).get("S3Uri")
@@ -50,7 +50,7 @@ def fetch_records(client: Any, description: Mapping[str, Any], folder: Path) -> 
     sources = [f"{checkpoints.rstrip('/')}/", output] if checkpoints else [output]
     number = 0
     for number, (path, content) in enumerate(_record_files(client, sources), 1):
-        copy = folder / str(number) / path.parent.name / path.name  # a name of our own, because a key may be any path
+        copy = folder / str(number) / path.parent.name / path.name  # not the key, which may be any path
         copy.parent.mkdir(parents=True)
         copy.write_bytes(content)
     if not number:
@@ -75,7 +75,7 @@ def write_report_of(
         write: Writes a report.
         page: The file to write.
         prices: Prices, for the cost of the job.
-        folder: Keeps the records; None: they are removed.
+        folder: Where to keep the records. If None, they are deleted.
 
     Raises:
         AWSError: There is no record.
@@ -104,7 +104,7 @@ def _record_files(client: Any, sources: Sequence[str]) -> Iterator[tuple[PurePos
 
 
 def _archived_files(client: Any, bucket: str, key: str) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Read an archive as it arrives, without keeping the rest of it."""
+    """Stream an archive from S3, and yield its records."""
     body = client.get_object(Bucket=bucket, Key=key)["Body"]
     try:
         with tarfile.open(fileobj=body, mode="r|gz") as archive:
@@ -118,5 +118,5 @@ def _no_record(description: Mapping[str, Any], sources: Sequence[str]) -> str:
     if status not in ENDED:
         why = f"The job is {status}: it uploads its output when it ends; its checkpoints, if it has any, while it runs."
     else:
-        why = "Only a script that lightning-sm train has started leaves one."
+        why = "Only scripts started by lightning-sm train write a record."
     return f"{name} has no record in {' or '.join(sources)}. {why}"

@@ -38,7 +38,7 @@ def serve(job: SageMakerJob, topology: Topology, settings: DataServiceSettings) 
     )
     if JOB_SECRET.read(os.environ) is None and settings.tls_authority is None:
         logger.warning(
-            "This job has no secret: whoever knows its name and can run a process on one of its hosts can read the "
+            "This job has no secret: anyone who knows its name and can run a process on one of its hosts can read the "
             "batches of data host %s and run code there. Start the job with lightning-sm submit, or set %s to random "
             "characters, the same on all hosts.",
             job.current_host,

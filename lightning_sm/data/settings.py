@@ -1,4 +1,4 @@
-"""Settings of the data service: the user's, and those of its processes."""
+"""Settings of the data service, for users and for its processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIB = 1 << 30
 
 Hooks = Literal["auto", "trainers", "data"]
 
-# With fewer, one heavy batch keeps a rank waiting while the workers of the others go idle (benchmarks/schedule.py).
+# With a smaller window, a slow batch keeps a rank waiting while the other workers go idle (benchmarks/schedule.py).
 _MIN_WINDOW = 32
 _MAX_WINDOW = 256
 
@@ -26,8 +26,8 @@ def default_window(num_workers: int, num_ranks: int) -> int:
     """Return how many requests of a rank may be in flight or buffered.
 
     Args:
-        num_workers: Workers of all data hosts.
-        num_ranks: Ranks that share them.
+        num_workers: Number of workers of all data hosts.
+        num_ranks: Number of ranks that share them.
     """
     return min(_MAX_WINDOW, max(_MIN_WINDOW, -(-8 * num_workers // num_ranks)))
 
@@ -37,32 +37,33 @@ class DataServiceSettings:
     """How data hosts serve batches, and how trainers fetch them.
 
     Args:
-        hooks: Where the hooks of the DataModule run: "trainers", as without data hosts; "data": on the data hosts, for
-            datasets that trainers cannot read, that cannot be pickled, or that are large. Trainers then have loaders
-            without datasets. "auto": "data" if a data group has a channel that the trainers lack, else "trainers".
-        workers: Number of worker processes on each data host. Default: the number of its CPUs minus 1.
-        window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: 32, or eight
+        hooks: Where the hooks of the DataModule run: "trainers", as without data hosts, or "data", on the data hosts.
+            Use "data" for datasets that trainers cannot read, that cannot be pickled, or that are large; trainers then
+            have loaders without datasets. "auto" chooses "data" if a data group has a channel that the trainers lack,
+            else "trainers".
+        workers: Number of worker processes on each data host. Defaults to the number of its CPUs minus 1.
+        window_batches: Maximum number of batches in flight or buffered, per rank and loader. Defaults to 32, or eight
             times a rank's share of the workers if that is more. Small batches share requests; the default then limits
             requests, not batches.
         window_bytes: Maximum size of batches in flight or buffered, per rank and loader, in bytes.
         max_batch_bytes: Maximum size of a batch in bytes.
-        startup_timeout_s: Time in seconds until a data host must have opened a dataset, including downloads and setup()
-            with hooks=data.
-        batch_timeout_s: Time in seconds until a batch must have arrived, also if all data hosts are unreachable.
-        lease_s: Data hosts exit when no trainer has sent a heartbeat for this time, in seconds.
-        port: Port of the data hosts. Default: derived from the job.
+        startup_timeout_s: Seconds within which a data host must open a dataset, including downloads and setup() with
+            hooks=data.
+        batch_timeout_s: Seconds within which a batch must arrive, even if all data hosts are unreachable.
+        lease_s: Seconds without a heartbeat from any trainer after which data hosts exit.
+        port: Port of the data hosts. Derived from the job by default.
         trust: Addresses, host names and networks ("10.0.0.0/16") that may connect to the data hosts, in addition to the
-            job's hosts and the data host's own machine. Needed only for data hosts that are started by hand, and for
-            trainers whose address differs from that of their host name.
+            job's hosts and the data host's machine. Needed only for data hosts that are started by hand, and for
+            trainers that connect from another address than their host name's.
         tls_certificate: PEM file with the certificate of the data hosts; turns TLS on. Its SubjectAlternativeName must
-            have the names or addresses by which trainers reach them: algo-1, algo-2 and so on in a job, the addresses
+            include the names or addresses by which trainers reach the data hosts: algo-1, algo-2 and so on in a job,
             127.0.0.2, 127.0.0.3 and so on with ``lightning-sm local``.
-        tls_key: PEM file with the private key of the certificate.
-        tls_authority: PEM file with the certificate authority that signed it. Trainers then present the certificate,
-            too (mutual TLS), and may connect from any address.
+        tls_key: PEM file with the certificate's private key.
+        tls_authority: PEM file with the certificate authority that signed the certificate. Trainers then also present
+            the certificate (mutual TLS), and may connect from any address.
 
     Raises:
-        DataSettingsError: A value is out of range, an entry of trust is not valid, or only some of the TLS files that
+        DataSettingsError: A value is out of range, an entry of trust is invalid, or only some of the TLS files that
             belong together are set.
     """
 
@@ -75,14 +76,14 @@ class DataServiceSettings:
     batch_timeout_s: float = 300.0
     lease_s: float = 60.0
     port: int | None = None
-    # Lists have no hash; settings are part of the key under which a process keeps its connection.
+    # Excluded from the hash, because lists have none and settings are part of the key of a process's connection.
     trust: list[str] | None = field(default=None, hash=False)
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
 
     def port_in(self, topology: Topology) -> int:
-        """Return the port of the data hosts of a job."""
+        """Return the port of a job's data hosts."""
         return self.port or topology.data_port
 
     def __post_init__(self) -> None:
@@ -108,7 +109,7 @@ class DataServiceSettings:
 
 
 def _check_trusted(entry: str) -> None:
-    """Check an entry of ``trust``. Names are looked up later, on the data host."""
+    """Check an entry of ``trust``; the data host looks up names later."""
     if "/" in entry or ":" in entry:
         try:
             ipaddress.ip_network(entry)
@@ -121,15 +122,15 @@ def _check_trusted(entry: str) -> None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What data hosts and trainers must agree on.
+    """The job, token and TLS files, on which data hosts and trainers must agree.
 
     Attributes:
         job: Name of the job.
-        token: Secret that both must prove.
-        tls_certificate: PEM file with the certificate of this side.
-        tls_key: PEM file with its private key.
-        tls_authority: PEM file with the authority that signed the certificate of the other side.
-        token_source: Where the token comes from, for messages.
+        token: The secret that both sides must prove.
+        tls_certificate: PEM file with this side's certificate.
+        tls_key: PEM file with the certificate's private key.
+        tls_authority: PEM file with the authority that signed the other side's certificate.
+        token_source: The source of the token, for messages.
     """
 
     job: str
@@ -141,12 +142,12 @@ class Credentials:
 
     @classmethod
     def of(cls, settings: DataServiceSettings, job: str, env: Mapping[str, str] = os.environ) -> Credentials:
-        """Take the credentials from the user's settings.
+        """Derive the credentials from the user's settings.
 
         Args:
             settings: The settings.
             job: Name of the job.
-            env: Environment variables, which may have the job's secret.
+            env: Environment variables, perhaps with the job's secret.
 
         Raises:
             JobConfigError: The job's secret is too short.
@@ -166,16 +167,16 @@ class HostSettings:
     """Settings of the processes of one data host.
 
     Attributes:
-        address: Where to listen, ``host:port``; with port 0, the system chooses one.
+        address: The ``host:port`` to listen on; with port 0, the system chooses one.
         workers: Number of worker processes.
         max_batch_bytes: Maximum size of a batch in bytes.
-        lease_s: The host exits after this many seconds without a heartbeat from any trainer; None: never.
-        startup_timeout_s: Seconds until the first trainer must have connected; None: no limit.
+        lease_s: Seconds without a heartbeat from any trainer after which the host exits; None for never.
+        startup_timeout_s: Seconds within which the first trainer must connect; None for no limit.
         name: Name of the host, for messages.
         credentials: Job, token, TLS files.
-        may_restart: Whether trainers that have ended may start again.
+        may_restart: Whether trainers may restart after they have finished.
         trusted: Addresses, host names and networks that may connect, in addition to this machine.
-        channels: Names of its input channels.
+        channels: Names of the host's input channels.
     """
 
     address: str
@@ -191,5 +192,5 @@ class HostSettings:
 
 
 def default_workers(cpus: int) -> int:
-    """Return the default number of workers of a data host: the server process takes up to one CPU."""
+    """Return a data host's default number of workers, which leaves one CPU to the server process."""
     return max(1, cpus - 1)

@@ -1,4 +1,4 @@
-"""What checks get and give: one host, by its variables, files and kernel; and the rows of the report."""
+"""The input and output of checks: a host's variables, files and kernel, and the rows of the report."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_sm.job.topology import Topology
 
 @dataclass(frozen=True)
 class Context:
-    """One host.
+    """The host to check.
 
     Attributes:
-        env: Its environment variables.
-        job: Its job; None off SageMaker, and if the job's files are malformed.
-        topology: The layout of the job; None if there is no job, or if its groups contradict each other.
+        env: Environment variables of the host.
+        job: Job of the host; None off SageMaker, and if the job's files are malformed.
+        topology: Layout of the job; None if there is no job, or if its groups contradict each other.
         error: Why the job or its layout is unknown.
-        sys: The folder in which the kernel describes devices.
-        dev: The folder of the device files.
+        sys: Folder in which the kernel describes devices.
+        dev: Folder of the device files.
     """
 
     env: Mapping[str, str]
@@ -44,7 +44,7 @@ class Context:
 
     @property
     def has_own_machine(self) -> bool:
-        """Whether this is a host of a job that shares its machine with no other, as those of the emulator do."""
+        """Whether this is the only host of a job on its machine, unlike the hosts of the emulator."""
         return self.job is not None and not self.job.shares_machine
 
 
@@ -63,8 +63,8 @@ class Result:
     Attributes:
         name: What was checked.
         status: The severity.
-        found: What was found.
-        advice: What to do; empty if nothing has to be done.
+        found: What the check found.
+        advice: What to do; empty if there is nothing to do.
     """
 
     name: str
@@ -74,15 +74,15 @@ class Result:
 
 
 def ok(name: str, found: str) -> Result:
-    """Make a result that needs no action."""
+    """Return a result that needs no action."""
     return Result(name, Status.OK, found)
 
 
 def warning(name: str, found: str, advice: str) -> Result:
-    """Make a result that some jobs would fail on, or that slows jobs down."""
+    """Return a result that would make some jobs fail, or that slows jobs down."""
     return Result(name, Status.WARNING, found, advice)
 
 
 def problem(name: str, found: str, advice: str) -> Result:
-    """Make a result that a training job would fail on."""
+    """Return a result that would make a training job fail."""
     return Result(name, Status.PROBLEM, found, advice)

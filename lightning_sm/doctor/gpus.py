@@ -1,4 +1,4 @@
-"""Checks of GPUs, and of EFA between hosts. torch runs in a process of its own, because it may hang or crash."""
+"""Checks of GPUs, and of EFA between hosts. torch runs in a separate process, because it may hang or crash."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_sm.doctor.context import Context, Result, ok, problem, warning
 from lightning_sm.job.instance_types import has_gpus
 from lightning_sm.job.redaction import shown
 
-# An import of torch takes 2 s, or tens of seconds from a disk that is lazily loaded.
+# Importing torch takes 2 s, or tens of seconds from a lazily loaded disk.
 _TORCH_S = 60.0
 _AMAZON_VENDOR = "0x1d0f"  # PCI ID of Amazon.com, Inc.
 _TORCH_SCRIPT = """\
@@ -27,7 +27,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "count
 
 
 def gpus(context: Context) -> Iterator[Result]:
-    """Let torch count its GPUs, where there should be some."""
+    """Have torch count its GPUs, if the host should have any."""
     expected, source = _expected(context)
     if not expected:
         yield ok("GPUs", "none")
@@ -37,17 +37,17 @@ def gpus(context: Context) -> Iterator[Result]:
         return
     command = [sys.executable, "-c", _TORCH_SCRIPT]
     try:
-        ended = subprocess.run(
+        completed = subprocess.run(
             command, env=dict(context.env), capture_output=True, text=True, timeout=_TORCH_S, check=False
         )
     except subprocess.TimeoutExpired:
         yield problem("GPUs", f"torch did not answer within {_TORCH_S:g} s.", "Check the driver: nvidia-smi, dmesg.")
         return
-    if ended.returncode != 0:
-        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-        yield problem("GPUs", f"torch fails with exit code {ended.returncode}: {last}", "Reinstall torch.")
+    if completed.returncode != 0:
+        last = (completed.stderr.strip().splitlines() or ["no message"])[-1]
+        yield problem("GPUs", f"torch fails with exit code {completed.returncode}: {last}", "Reinstall torch.")
         return
-    answer = json.loads(ended.stdout.strip().splitlines()[-1])
+    answer = json.loads(completed.stdout.strip().splitlines()[-1])
     seen = f"torch {answer['torch']}, CUDA {answer['cuda']}, NCCL {answer['nccl']}: {answer['count']} GPUs"
     if answer["cuda"] is None:
         yield problem("GPUs", f"torch {answer['torch']} was built without CUDA.", "Install a torch build for CUDA.")
@@ -55,7 +55,7 @@ def gpus(context: Context) -> Iterator[Result]:
         yield problem(
             "GPUs",
             f"{seen}, but {source}.",
-            "Start the container with GPUs (docker run --gpus all), check NVIDIA_VISIBLE_DEVICES and the driver, which "
+            "Start the container with GPUs (docker run --gpus all). Check NVIDIA_VISIBLE_DEVICES and the driver, which "
             f"must support CUDA {answer['cuda']}.",
         )
     else:
@@ -63,7 +63,7 @@ def gpus(context: Context) -> Iterator[Result]:
 
 
 def fabric(context: Context) -> Iterator[Result]:
-    """Show EFA devices and the settings of NCCL and libfabric; find EFA that NCCL would not use."""
+    """Show EFA devices and the settings of NCCL and libfabric, and warn if NCCL would not use EFA."""
     devices = _efa_devices(context)
     names = sorted(name for name in context.env if name.startswith(("NCCL_", "FI_")))
     settings = [f"{name}={shown(name, context.env[name])}" for name in names]
@@ -80,10 +80,10 @@ def fabric(context: Context) -> Iterator[Result]:
 
 
 def _expected(context: Context) -> tuple[int, str]:
-    """Return how many GPUs there should be, and what says so, as a sentence."""
+    """Return the expected number of GPUs, and its source as a clause."""
     files = sum(1 for path in context.dev.glob("nvidia[0-9]*") if path.name[6:].isdecimal())
     job = context.job
-    if job is None or not context.has_own_machine:  # the emulator's instance types decide roles, not devices
+    if job is None or not context.has_own_machine:  # the emulator's instance types do not imply devices
         return files, f"there are {files} in {context.dev}"
     count = job.devices or job.num_gpus or files
     if count:
@@ -100,6 +100,6 @@ def _efa_devices(context: Context) -> list[str]:
 
 def _has_network_plugin(context: Context) -> bool:
     folders = [Path(folder) for folder in context.env.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
-    folders.append(Path(sys.prefix, "lib"))  # conda's NCCL looks for the plugin beside itself
+    folders.append(Path(sys.prefix, "lib"))  # conda's NCCL searches its own folder for the plugin
     is_on_path = any(path for folder in folders for path in folder.glob("libnccl-net*.so*"))
     return is_on_path or ctypes.util.find_library("nccl-net") is not None

@@ -1,4 +1,4 @@
-"""Checks of what the host knows of its job, and of the network between the job's hosts."""
+"""Checks of the job's facts on this host, and of the network between the job's hosts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_sm.job.redaction import shown
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DATA_GROUPS, HOST_ADDRESSES, SETTINGS, USER_SETTINGS, misspelled
 
-# The third SYN leaves after 3 s (RFC 6298: 1 s, then doubled).
+# Long enough for three SYNs: the third is sent after 3 s (RFC 6298: 1 s, then doubled).
 _CONNECT_S = 5.0
 _MAX_THREADS = 64
 
 
 def facts(context: Context) -> Iterator[Result]:
-    """Show the job, and the role of this host."""
+    """Show the job and the role of this host."""
     job, topology = context.job, context.topology
     if context.error is not None:
         yield problem(
@@ -46,21 +46,21 @@ def facts(context: Context) -> Iterator[Result]:
 
 
 def variables(context: Context) -> Iterator[Result]:
-    """Read every setting, and find misspelled ones, which nothing reads."""
+    """Read every setting, and find misspelled settings, which nothing reads."""
     for setting in SETTINGS:
         try:
             setting.read(context.env)
-        except JobConfigError as error:  # noqa: PERF203 - one row for each
+        except JobConfigError as error:  # noqa: PERF203 - one row per error
             yield problem("variables", str(error), "Correct the variable: the launcher would not start the script.")
     for name, near in misspelled(context.env).items():
-        yield warning("variables", f"{name} is set, but nothing reads it.", f"Was {near} meant?")
+        yield warning("variables", f"{name} is set, but nothing reads it.", f"Did you mean {near}?")
     names = [setting.name for setting in USER_SETTINGS if setting.name in context.env]
     found = [f"{name}={shown(name, context.env[name])}" for name in names]
     yield ok("variables", ", ".join(found) or "settings: none, so all have their defaults")
 
 
 def other_hosts(context: Context) -> Iterator[Result]:
-    """Resolve the name of every other host of the job, and connect to it; a refusal also proves that packets arrive."""
+    """Resolve the names of the job's other hosts, and connect to them; a refusal also proves that packets arrive."""
     job, topology = context.job, context.topology
     if job is None or topology is None or len(job.hosts) == 1:
         return

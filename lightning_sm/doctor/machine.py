@@ -1,4 +1,4 @@
-"""Checks of the machine, of its process 1, and of the installed packages."""
+"""Checks of the machine, its process 1, and the installed packages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_sm._text import size
 from lightning_sm._version import installed_version
 from lightning_sm.doctor.context import Context, Result, ok, warning
 
-# One checkpoint of a model with 400 million parameters and Adam takes 5 GB.
+# A checkpoint of a model with 400 million parameters and Adam takes 5 GB.
 _LEAST_FREE_BYTES = 5 * 10**9
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 _PACKAGES = ("lightning-sm", "torch", "pytorch-lightning", "lightning", "jsonargparse", "sagemaker-training", "grpcio")
 
 
 def disk(context: Context) -> Iterator[Result]:
-    """Measure the free space of the job's folders and of the temporary folder, one row for each file system."""
+    """Measure the free space of the job's folders and the temporary folder, with one row per file system."""
     folders = [Path(context.env.get("TMPDIR") or tempfile.gettempdir())]
     if context.job is not None:
         folders += [context.job.model_dir, context.job.checkpoint_dir or context.job.output_dir]
@@ -32,9 +32,9 @@ def disk(context: Context) -> Iterator[Result]:
     for folder in folders:
         nearest = next(parent for parent in (folder, *folder.absolute().parents) if os.path.exists(parent))
         folders_of.setdefault(nearest.stat().st_dev, []).append(nearest)
-    for found in folders_of.values():
-        free = shutil.disk_usage(found[0]).free
-        text = f"{size(free)} free: {', '.join(map(str, found))}"
+    for same_device in folders_of.values():
+        free = shutil.disk_usage(same_device[0]).free
+        text = f"{size(free)} free: {', '.join(map(str, same_device))}"
         if free < _LEAST_FREE_BYTES:
             yield warning("disk", text, "Raise volume_gb in job.yaml (volume_size in the SDK), or remove files.")
         else:
@@ -42,7 +42,7 @@ def disk(context: Context) -> Iterator[Result]:
 
 
 def machine(_context: Context) -> Iterator[Result]:
-    """Show CPUs, memory and kernel, and what the kernel lacks."""
+    """Show CPUs, memory and kernel, and warn about features that this system lacks."""
     memory = size(psutil.virtual_memory().total)
     yield ok("machine", f"{os.cpu_count()} CPUs, {memory} of memory, {platform.system()} {platform.release()}")
     missing = missing_on_this_system()
@@ -51,19 +51,19 @@ def machine(_context: Context) -> Iterator[Result]:
 
 
 def signals(context: Context) -> Iterator[Result]:
-    """Find out whether SIGTERM, which the service sends to process 1, would reach the training script."""
+    """Check whether SIGTERM, which the service sends to process 1, would reach the training script."""
     if os.getpid() == 1:
-        yield ok("signals", "process 1 is lightning-sm: it gets the signals of the service")
+        yield ok("signals", "process 1 is lightning-sm, which receives the service's signals")
         return
     command = psutil.Process(1).cmdline()
     first = f"process 1 is {' '.join(command)[:60] or 'unknown'}"
     if command and Path(command[0]).name.lstrip("-") in _SHELLS:
         yield warning(
             "signals",
-            f"{first}: a shell does not forward signals; SIGKILL would end the training without a checkpoint.",
+            f"{first}: a shell does not forward signals, so SIGKILL would end training without a checkpoint.",
             'Use the exec form, ENTRYPOINT ["lightning-sm"], or exec in the script.',
         )
-    # Process 1 of a laptop or of a virtual machine does not decide how a job ends.
+    # Process 1 of a laptop or virtual machine is not part of a job.
     elif context.has_own_machine and handles_signal(1, signal.SIGTERM) is False:
         # The kernel drops signals that process 1 of a container does not handle (pid_namespaces(7)).
         yield warning(
@@ -76,6 +76,6 @@ def signals(context: Context) -> Iterator[Result]:
 
 
 def versions(_context: Context) -> Iterator[Result]:
-    """Show the versions of Python and of the packages that matter, by their metadata: torch takes seconds to import."""
+    """Show the versions of Python and important packages, from their metadata, since torch takes seconds to import."""
     found = [f"{name} {version}" for name in _PACKAGES if (version := installed_version(name))]
     yield ok("versions", ", ".join([f"Python {platform.python_version()}", *found]))

@@ -1,4 +1,4 @@
-"""A stand-in for SageMaker's agent, which copies a host's checkpoint folder to S3 while it runs, as far as is known."""
+"""A stand-in for SageMaker's agent, which copies a host's checkpoint folder to S3 while the host runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from lightning_sm.job.uploads import UPLOADED, UPLOADING, files_of, marker_of
 
 _POLL_S = 0.05
 _CHUNK_BYTES = 1 << 20
-# What tells one content of a file from another without reading it: inode, size, time of the last change.
+# Identifies a file's content without reading it: inode, size, modification time.
 _Content = tuple[int, int, int]
 
 
 class UploadAgent:
     """A thread that uploads the changed files of a folder until ``stop``.
 
-    A changed file gets an empty ``<file>.sagemaker-uploading`` beside it, is copied as a whole, and then gets
-    ``<file>.sagemaker-uploaded`` instead. Removing a file here removes it from S3.
+    As far as is known, SageMaker's agent does the same: it puts an empty ``<file>.sagemaker-uploading`` beside a
+    changed file, copies the whole file, and then renames the marker to ``<file>.sagemaker-uploaded``. Removing a file
+    removes it from S3.
 
     Args:
         folder: The host's checkpoint folder, as it was downloaded.
@@ -30,7 +31,7 @@ class UploadAgent:
 
     Attributes:
         lost: Files whose last content was not uploaded when the agent stopped, relative to the folder.
-        error: The error that ended the agent, if any.
+        error: The error that stopped the agent, if any.
     """
 
     def __init__(self, folder: Path, bucket: Path, host: str, delay_s: float) -> None:
@@ -39,7 +40,7 @@ class UploadAgent:
         self._folder = folder
         self._bucket = bucket
         self._delay_s = delay_s
-        # S3 shows an object only once it is complete, so copy to another name first.
+        # Copy to another name first: S3 shows an object only once it is complete.
         self._incomplete = bucket / f".{host}.incomplete"
         self._uploaded = self._contents()
         self._uploads: dict[Path, tuple[_Content, float]] = {}
@@ -51,7 +52,7 @@ class UploadAgent:
         """Stop at once, even in the middle of a file.
 
         Args:
-            is_over: Whether the job is over, so that the rest is uploaded as well, without a delay.
+            is_over: Whether the job is over. If so, upload the rest without a delay.
         """
         self._stopped.set()
         self._thread.join()
@@ -60,12 +61,12 @@ class UploadAgent:
             self._delay_s = 0.0
             self._uploads.clear()
             try:
-                self._look()  # the uploads begin
+                self._look()  # start the uploads
                 self._look()
             except OSError as error:
                 self.error = error
         contents = self._contents().items()
-        self.lost = [str(file.relative_to(self._folder)) for file, one in contents if self._uploaded.get(file) != one]
+        self.lost = [str(file.relative_to(self._folder)) for file, last in contents if self._uploaded.get(file) != last]
 
     def _run(self) -> None:
         try:
@@ -120,7 +121,7 @@ class UploadAgent:
 
 
 def download(bucket: Path, folder: Path) -> None:
-    """Copy all files to a host before it starts; their times are those of the download, as on the service.
+    """Copy all files to a host before it starts; as on the service, the copies have new modification times.
 
     Args:
         bucket: The folder that stands for S3.

@@ -1,4 +1,4 @@
-"""One attempt of an emulated job: start its hosts, inject faults, wait until they exit, and leave no process behind."""
+"""One attempt of an emulated job, which starts the hosts, injects faults, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lightning_sm.job.variables import REPORT_S
 from lightning_sm.launcher.timeline import REPORT_LIMIT_WHEN_STOPPED_S
 from lightning_sm.record.events import FOLDER
 
-# From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and wait 15 s for a
-# lost main host.
+# From SIGTERM to SIGKILL after a failure: the other hosts' launchers give their scripts 15 s, and wait 15 s for a lost
+# main host.
 _FAILURE_GRACE_S = 25.0
-# From SIGTERM to SIGKILL after Ctrl-C, when somebody is waiting at a terminal.
+# From SIGTERM to SIGKILL after Ctrl-C, when someone is waiting at a terminal.
 _GRACE_S = 5.0
-# For copying what the pipes of all hosts still hold to the logs and to whoever reads the emulator's output.
+# For copying the rest of all hosts' output to the logs and to the reader of the emulator's output.
 _OUTPUT_S = 60.0
-# timeout(1) sends its signal twice, as do wrappers that forward what the terminal sent to all: within this time, count
-# them as one.
+# timeout(1) sends its signal twice, as do wrappers that forward what the terminal already sent to all processes. Count
+# signals within this time as one.
 _ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
-# While a fault may be due at a step, because small models run hundreds of steps per second.
+# Shorter interval while a fault may be due at a step: small models run hundreds of steps per second.
 _FAULT_POLL_S = 0.005
 
 
@@ -40,9 +40,9 @@ class AttemptOutcome:
     """The outcome of an attempt.
 
     Attributes:
-        exit_code: 0 if all hosts succeeded; else that of the host that failed first; 128 + n if signal n stopped the
-            job.
-        resumes: Whether an interruption or a restart ended the attempt, so that the job resumes in the next one.
+        exit_code: 0 if all hosts succeeded, else the exit code of the host that failed first; 128 + n if signal n
+            stopped the job.
+        resumes: Whether the job resumes in another attempt, after an interruption or a restart.
         failed: The host whose failure ended the attempt.
     """
 
@@ -53,7 +53,7 @@ class AttemptOutcome:
 
 @dataclass
 class _Interruption:
-    """A fault that ends the attempt: when hosts get SIGTERM and are killed (``time.monotonic``), and who was killed."""
+    """A fault that ends the attempt, the times (``time.monotonic``) of SIGTERM and SIGKILL, and the killed hosts."""
 
     fault: Fault
     sigterms: list[tuple[float, EmulatedHost]]
@@ -122,7 +122,7 @@ class Attempt:
             self._say_lost()
 
     def _read_rest(self) -> None:
-        """Read what hosts have left in their pipes, however busy this machine is."""
+        """Read the rest of the hosts' output, however busy this machine is."""
         for host in self.hosts:
             host.waiter.join(timeout=_GRACE_S)
         deadline = time.monotonic() + _OUTPUT_S
@@ -162,22 +162,22 @@ class Attempt:
             inject = self._injection(fault, targets) if targets else None
             if inject is None:
                 continue
-            # Announce first, so that the consequences of the fault follow in the output.
+            # Announce the fault first, so that its consequences follow in the output.
             names = ", ".join(target.host.name for target in targets)
             self._output.say(f"Fault {fault.text}: {names} at {moment}.")
             inject()
             self._plan.done(fault)
 
     def _read_position(self) -> None:
-        """Read the step and epoch of rank 0 at the end of its last batch, which remain known after it has exited."""
+        """Read rank 0's step and epoch at the end of its last batch; they are kept after it has exited."""
         beats = ControlFolder(self._cluster.main_host.control_dir).beats()
         trained = [beat for beat in beats if beat.rank == 0 and beat.trained_epoch]
         if trained:
-            latest = max(trained, key=lambda beat: beat.at)  # each fit of ddp_spawn has another process
+            latest = max(trained, key=lambda beat: beat.at)  # ddp_spawn starts a new process for each fit
             self._position = (latest.step, latest.trained_epoch)
 
     def _injection(self, fault: Fault, targets: list[EmulatedHost]) -> Callable[[], object] | None:
-        """Return what injects a fault; None if that is not possible (yet)."""
+        """Return a function that injects a fault; None if that is not possible, or not yet."""
         target = targets[0]
         match fault.kind:
             case Kind.KILL:
@@ -193,7 +193,7 @@ class Attempt:
                 is_possible = not self._waiting and all(target.listens() for target in targets)
             case _:
                 is_possible = True
-        # If a second fault ends an attempt, it is injected in the next one.
+        # A second fault that ends the attempt waits for the next attempt.
         return partial(self._interrupt, fault, targets) if is_possible and self._interruption is None else None
 
     def _hang(self, fault: Fault, target: EmulatedHost) -> None:
@@ -235,9 +235,9 @@ class Attempt:
             target = interruption.sigterms.pop(0)[1]
             if target.exit_code is None and not target.interrupt():
                 self._output.say(f"Host {target.host.name} has no SIGTERM handler yet: the signal is lost.")
-            # Counted from the signal, which may be late on a busy machine.
+            # Count the grace period from the actual signal, which may be late on a busy machine.
             interruption.kill_at[target] = kill_at = (target.interrupted_at or now) + self._plan.settings.grace_s
-            if not interruption.sigterms:  # hosts that receive none are killed together with the last one that does
+            if not interruption.sigterms:  # hosts without SIGTERM are killed together with the last that gets one
                 interruption.kill_at = {host: min(at, kill_at) for host, at in interruption.kill_at.items()}
         running = self._running()
         doomed = [host for host in running if interruption.kill_at[host] <= now]
@@ -258,9 +258,9 @@ class Attempt:
         return AttemptOutcome((failed.exit_code if failed else 0) or 0, resumes=interruption.fault.kind in RESUMED)
 
     def _judged(self, interruption: _Interruption) -> AttemptOutcome | None:
-        """Let the first host that exits with an error decide, if only one host was interrupted.
+        """Let the first host that exits with an error decide the outcome, if only one host was interrupted.
 
-        If the service did not stop that host, the job has failed, and there is no other attempt. Otherwise the service
+        If the service did not stop that host, the job has failed, and there is no other attempt. Otherwise, the service
         stops the other hosts.
         """
         first = self._first_failed()
@@ -281,12 +281,12 @@ class Attempt:
         return None
 
     def _say_lost(self) -> None:
-        """Name the checkpoint files that later attempts will not find."""
+        """Print the checkpoint files that later attempts will not find."""
         for host in self.hosts:
             if host.agent is not None and host.agent.error is not None:
                 self._output.say(f"The checkpoints of {host.host.name} were not uploaded: {host.agent.error}.")
             elif host.agent is not None:
-                # Not the record: its last lines are written after everything else has been uploaded.
+                # Leave out the record: its last lines are written after everything else has been uploaded.
                 lost = [file for file in host.agent.lost if not file.startswith(f"{FOLDER}/")]
                 if lost:
                     self._output.say(f"Not uploaded when {host.host.name} exited: {', '.join(lost)}.")
@@ -297,7 +297,7 @@ class Attempt:
             return None
         self._output.say(f"Stopping all hosts: {signal.Signals(signum).name}.")
         for host in self.hosts:
-            host.thaw()  # a frozen process does not react to SIGTERM
+            host.thaw()  # frozen processes do not react to SIGTERM
         self._stop()
         return AttemptOutcome(128 + signum)
 
@@ -317,7 +317,7 @@ class Attempt:
         self._changed.clear()
 
     def _stop(self) -> None:
-        """Send SIGTERM and wait for some seconds, or until a second signal; ``run`` kills the remaining processes."""
+        """Send SIGTERM, and wait some seconds or until a second signal; ``run`` kills the remaining processes."""
         running = self._running()
         for host in running:
             host.terminate()

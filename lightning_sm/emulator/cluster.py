@@ -1,4 +1,4 @@
-"""The hosts of an emulated job: their folders, files and environments, as on the service."""
+"""The hosts of an emulated job, with folders, files and environments as on the service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_sm.job.variables import CONTROL_DIR, DEVICES, MAIN_PORT
 _PROCESSES = ProcessRuntime()
 # Loopback addresses from 127.0.0.2.
 _MAX_HOSTS = 253
-# Ports are derived from the name, out of 10000: if so many names in a row have no free ports, something else is wrong.
+# Ports are derived from the name, out of 10000. If this many names have no free ports, something else is wrong.
 _NAME_ATTEMPTS = 50
 _CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
 _CHANNEL_CONFIG = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
@@ -39,10 +39,10 @@ class LocalCluster:
     Args:
         spec: The description of the job.
         base_dir: Parent of the job's folder.
-        runtime: What runs the hosts.
+        runtime: The system that runs the hosts.
 
     Attributes:
-        runtime: What runs the hosts.
+        runtime: The system that runs the hosts.
         name: Name of the job.
         job_dir: Folder of the job, with one folder per host.
         bucket: The folder that stands for the checkpoints' address in S3, or None.
@@ -53,7 +53,7 @@ class LocalCluster:
 
     Raises:
         JobConfigError: A group, a channel or a value is wrong.
-        TopologyError: The groups contradict each other, or none of them trains.
+        TopologyError: The groups contradict each other, or no group trains.
         HyperparameterError: A hyperparameter has a value that the service cannot pass on.
         OutputDirectoryError: A folder cannot be created.
         PortInUseError: No free ports were found.
@@ -69,7 +69,7 @@ class LocalCluster:
         self._hyperparameters = encode(spec.hyperparameters)
         self._shared = runtime.shared_environment(spec)
         groups = deal_hosts(spec.groups, spec.host_names, random.Random(spec.seed))  # noqa: S311 - no secret
-        # Without --devices, which the service does not have: reject hosts with unequal GPUs, as the service would.
+        # Leave out --devices, which the service does not have, to reject hosts with unequal GPUs as the service would.
         self._stated = {**self._shared, DEVICES.name: spec.environment.get(DEVICES.name, "")}
         self.name, topology, self._held = _name_with_ports(runtime, groups, self._stated)
         base_dir = base_dir.expanduser().absolute()
@@ -103,8 +103,7 @@ class LocalCluster:
     def next_attempt(self) -> None:
         """Reassign the hosts to groups at random, with empty folders at the same paths; only checkpoints remain.
 
-        The folders of the last attempt are moved away, because a path there that a checkpoint names must not exist, as
-        on the service.
+        The last attempt's folders are moved away, so that paths stored in a checkpoint do not exist, as on the service.
 
         Raises:
             OutputDirectoryError: A folder cannot be created.
@@ -121,9 +120,9 @@ class LocalCluster:
             raise OutputDirectoryError(f"{error.filename}: cannot be written ({error.strerror}).") from error
 
     def draw(self, purpose: str) -> random.Random:
-        """Return random numbers for one purpose in this attempt, which repeat with the seed."""
+        """Return a random generator for one purpose in this attempt, reproducible with the seed."""
         seed = self._spec.seed
-        # The seed is a text because the first draws of similar numbers are similar.
+        # Use a text as the seed, because similar numbers give similar first draws.
         return random.Random(None if seed is None else f"{seed} {self.attempt} {purpose}")  # noqa: S311 - no secret
 
     def _make_hosts(self, groups: Sequence[InstanceGroup], topology: Topology) -> None:
@@ -131,7 +130,7 @@ class LocalCluster:
         self.main_host = next(host for host in self.hosts if host.name == topology.main_host)
         seen_as = self.runtime.base_dir(self.main_host.folder)
         if seen_as != self.main_host.folder and seen_as.is_relative_to(self.job_dir):
-            # Most paths in the log are of the main host: they should be those of files that the user can open.
+            # Most paths in the log come from the main host: let the user open them.
             seen_as.unlink(missing_ok=True)
             seen_as.symlink_to(self.main_host.folder.name)
 
@@ -187,14 +186,14 @@ def _check(spec: ClusterSpec) -> None:
 def _name_with_ports(
     runtime: HostRuntime, groups: Sequence[InstanceGroup], shared: Mapping[str, str]
 ) -> tuple[str, Topology, ExitStack]:
-    """Choose a job name whose ports are free, and reserve them; they are derived from the name."""
+    """Choose a job name whose ports are free, and reserve the ports, which are derived from the name."""
     for _ in range(_NAME_ATTEMPTS):
         name = run_name()
         topology = _topology(groups, shared, name)
         try:
             return name, topology, runtime.reserve(topology)
         except PortInUseError as error:
-            if shared.get(MAIN_PORT.name):  # a port that does not depend on the name
+            if shared.get(MAIN_PORT.name):  # the port does not depend on the name, so another name cannot help
                 raise
             last = error
     raise PortInUseError(
@@ -205,7 +204,7 @@ def _name_with_ports(
 def _topology(groups: Sequence[InstanceGroup], shared: Mapping[str, str], name: str) -> Topology:
     resources = json.dumps(resource_config_of(groups, groups[0].hosts[0]))
     env = {**shared, "SM_RESOURCE_CONFIG": resources, "TRAINING_JOB_NAME": name}
-    # A folder that does not exist, so that the job is read from the variable.
+    # The base folder does not exist, so the job is read from the variable.
     job = SageMakerJob.from_environment(env, base_dir=name)
     if job is None:
         raise JobConfigError(f"The job {name} has no hosts.")

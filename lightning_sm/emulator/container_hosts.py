@@ -1,4 +1,4 @@
-"""Emulated hosts as containers of an image, as on the service, in one network, each with files of its own."""
+"""Emulated hosts as containers of an image, as on the service, in one network and with separate files."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from lightning_sm.errors import ContainerError, ScriptError
 from lightning_sm.job.variables import HOST_FOLDER
 
 _ML = "/opt/ml"
-# The parts of a host's folder that it sees. Not all of /opt/ml, where images keep their code.
+# The subfolders to mount in a container. /opt/ml as a whole would hide the image's code.
 _FOLDERS = ("input", "model", "output", CONTROL, CHECKPOINTS)
-# Where the containers have the code that is given.
+# Where containers see the folder of code that is passed to the runtime.
 CODE_DIR = f"{_ML}/code"
 _LAUNCHER = "lightning-sm"
-# A user whom the image does not know has neither a home nor a name; PyTorch and Matplotlib ask for both.
+# A user unknown to the image has neither a home nor a name, but PyTorch and Matplotlib ask for both.
 _USER_VARIABLES = {"HOME": "/tmp", "USER": "user", "LOGNAME": "user"}  # noqa: S108 - in the container
 # Time for Docker's client to exit after its container.
 _KILL_S = 30.0
@@ -69,20 +69,20 @@ class ContainerHost(EmulatedHost):
 
     def listens(self) -> bool:
         """Return whether process 1 has a handler for SIGTERM, or blocks it; see ``EmulatedHost``."""
-        if self._is_frozen:  # Docker starts no command there
+        if self._is_frozen:  # Docker cannot run a command in a paused container
             return True
         if not self._is_started():
             return False
         try:
             status = docker("exec", self._container, "cat", "/proc/1/status")
-        except ContainerError:  # it has just exited, or the image has no cat
+        except ContainerError:  # the container has just exited, or the image has no cat
             return self._is_started()
         masks = [line.split()[1] for line in status.splitlines() if line.startswith(("SigCgt:", "SigBlk:"))]
         return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
     def terminate(self) -> None:
-        """Send SIGTERM to process 1, once it is not frozen; a container that does not listen yet is killed."""
-        if self._is_frozen:  # with the signal, Docker would let the container continue
+        """Send SIGTERM to process 1 once it is not frozen; kill a container that does not listen yet."""
+        if self._is_frozen:  # a signal from Docker would resume the container
             self._is_told = True
         elif not (self.listens() and tell(self._container, "kill", "--signal", "TERM")) and self.exit_code is None:
             self.kill()
@@ -93,7 +93,7 @@ class ContainerHost(EmulatedHost):
             self._is_frozen = tell(self._container, "pause")
 
     def thaw(self) -> None:
-        """Let a paused container continue."""
+        """Resume a paused container."""
         if self._is_frozen:
             self._is_frozen = False
             tell(self._container, "unpause")
@@ -101,20 +101,20 @@ class ContainerHost(EmulatedHost):
                 self.terminate()
 
     def kill(self) -> None:
-        """Kill the container: with process 1, the kernel ends all others."""
+        """Kill the container: when process 1 dies, the kernel kills all others."""
         self._is_killed = True
         if not tell(self._container, "kill") and self.exit_code is None:
-            # It has exited, or will never start; then its client may wait for it.
+            # The container has exited, or will never start, in which case its client may wait for it.
             tell(self._container, "rm", "--force")
-        self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
+        self.waiter.join(timeout=_KILL_S)  # wait for the exit code
 
     def kill_launcher(self) -> None:
-        """Send SIGKILL to process 1, without which the kernel lets no other process of the container live."""
+        """Kill the container, because the kernel kills all other processes together with process 1."""
         self.kill()
 
     def kill_process(self, pid: int) -> None:
         """Send SIGKILL to one process, by its id in the container."""
-        # The process, and with it the container, may end before Docker has started the command.
+        # Ignore errors: the process, and with it the container, may exit before Docker runs the command.
         tell(self._container, "exec", then=["sh", "-c", f"kill -9 {pid} || true"])
 
     def _is_started(self) -> bool:
@@ -126,8 +126,8 @@ class ContainerRuntime(HostRuntime):
 
     Args:
         image: Name of the image, which Docker has on this machine.
-        code: The folder that the containers see in place of ``/opt/ml/code``; None for the image's own.
-        copies_code: Whether each host has a copy of that folder, as on the service.
+        code: The folder that the containers see as ``/opt/ml/code``; None to keep the image's folder.
+        copies_code: Whether each host gets a copy of that folder, as on the service.
 
     Raises:
         ContainerError: Docker is missing, or does not have the image.
@@ -140,12 +140,12 @@ class ContainerRuntime(HostRuntime):
         self._code = code
         self._copies_code = copies_code
         self._entry_point = entry_point(image)
-        # On Linux, the files of a container's root are root's: the agent of another user could not upload checkpoints.
+        # On Linux, files of a container's root belong to root: another user's agent could not upload checkpoints.
         is_foreign = os.getuid() != 0 and not maps_root()
         self._user = ["--user", f"{os.getuid()}:{os.getgid()}"] if is_foreign else []
 
     def check_command(self, command: Sequence[str]) -> None:
-        """Reject a script that the image's entry point does not take, or that is not in the folder of the code.
+        """Reject a script that is outside the code's folder, or if the image's entry point accepts no script.
 
         Raises:
             ScriptError: The script cannot be read or parsed, or is elsewhere.
@@ -154,8 +154,8 @@ class ContainerRuntime(HostRuntime):
             return
         if self._code is None or not any(Path(word).name == _LAUNCHER for word in self._entry_point):
             raise ScriptError(
-                f"The entry point of {self._image} is {' '.join(self._entry_point) or 'empty'}, which takes no script; "
-                "lightning-sm does. Leave out the script, and name it by the hyperparameter sagemaker_program."
+                f"The entry point of {self._image} is {' '.join(self._entry_point) or 'empty'}, which does not accept "
+                "a script, unlike lightning-sm. Set the hyperparameter sagemaker_program instead."
             )
         check_script(command[0])
         script = Path(command[0]).absolute()
@@ -166,7 +166,7 @@ class ContainerRuntime(HostRuntime):
             )
 
     def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
-        """Return the variables that the service, this runtime and the job set; none of this machine's."""
+        """Return the variables set by the service, this runtime and the job, without this machine's variables."""
         return {
             **default_variables(spec),
             **(_USER_VARIABLES if self._user else {}),
@@ -180,13 +180,13 @@ class ContainerRuntime(HostRuntime):
         return Path(_ML)
 
     def add_channel(self, path: Path, source: Path) -> None:
-        """Make the folder over which the channel is mounted."""
+        """Create the mount point of the channel."""
         del source
         path.mkdir()
 
     @contextlib.contextmanager
     def running(self, job_dir: Path) -> Iterator[None]:
-        """Make the network of a job, and remove it with all containers; the guard does so if this process dies."""
+        """Create the network of a job, then remove it with all containers, even if this process dies."""
         name = job_dir.name
         with guarded(job_dir, containers_of=name):
             try:
@@ -206,7 +206,7 @@ class ContainerRuntime(HostRuntime):
         container = _container_name(job, host.name)
         options = ["--name", container, "--hostname", host.name, *label(job), *self._user]
         options += ["--network", job, "--network-alias", host.name]
-        # The engine's 64 MB are too few for data workers; this is the limit that Linux gives a machine.
+        # Docker's default of 64 MB is too little for data workers. Linux itself allows half of the memory.
         options += ["--shm-size", str(psutil.virtual_memory().total // 2)]
         for name in _FOLDERS:
             if (host.folder / name).is_dir():
@@ -227,12 +227,12 @@ class ContainerRuntime(HostRuntime):
 
 @contextlib.contextmanager
 def _variables(env: Mapping[str, str]) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Pass variables on to a container, whose values no command line shows, as they may be secret.
+    """Pass variables to a container without showing their values, which may be secret, on a command line.
 
     Yields:
         Options for ``docker create``, and the variables that its client needs for them.
     """
-    # A line of the file is a variable, so that values with several lines go another way.
+    # The file has one variable per line. Pass values with several lines through the client's environment.
     several_lines = {name: value for name, value in env.items() if "\n" in value}
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:  # only this user can read it
         file.writelines(f"{name}={value}\n" for name, value in env.items() if name not in several_lines)
@@ -245,5 +245,5 @@ def _container_name(job: str, host: str) -> str:
 
 
 def _client_environment(host: LocalHost) -> dict[str, str]:
-    """Return the environment of Docker's client, by which the guard finds it."""
+    """Return the environment of Docker's client, which lets the guard find it."""
     return {**os.environ, HOST_FOLDER.name: str(host.folder)}

@@ -1,4 +1,4 @@
-"""The containers and the network of an emulated job, by Docker's command line."""
+"""The containers and the network of an emulated job, controlled by Docker's command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from lightning_sm._linux import CONTAINERS_SHARE_KERNEL
 from lightning_sm.errors import ContainerError
 
-# Docker answers these commands in less than a second; on a busy machine, creating a container takes several.
+# Docker answers these commands in less than a second, but may take several to create a container on a busy machine.
 _TIMEOUT_S = 120.0
 _JOB_LABEL = "lightning-sm.job"
-# The states of a container that takes commands.
+# The states in which a container accepts commands.
 ALIVE = ("running", "paused")
 _DOCKER_DESKTOP = "docker-desktop"  # the name of its virtual machine
 
@@ -23,12 +23,12 @@ def docker_program() -> str:
     """Return the path of Docker's client.
 
     Raises:
-        ContainerError: It is not installed.
+        ContainerError: Docker is not installed.
     """
     program = shutil.which("docker")
     if program is None:
         raise ContainerError(
-            "This needs Docker, whose command docker is not on PATH. lightning-sm local without --image needs none."
+            "This needs Docker, but its command docker is not on PATH. lightning-sm local without --image needs none."
         )
     return program
 
@@ -38,8 +38,8 @@ def docker(*arguments: str, env: Mapping[str, str] | None = None, text: str = ""
 
     Args:
         arguments: The command and its arguments.
-        env: Environment variables of the client. Default: those of this process.
-        text: What it reads from stdin.
+        env: Environment variables of the client. Defaults to this process's environment.
+        text: Input that the client reads from stdin.
 
     Raises:
         ContainerError: Docker is missing, refuses the command, or does not answer.
@@ -53,7 +53,7 @@ def docker(*arguments: str, env: Mapping[str, str] | None = None, text: str = ""
             text=True,
             timeout=_TIMEOUT_S,
             check=True,
-            start_new_session=True,  # so that Ctrl-C does not stop it halfway
+            start_new_session=True,  # protect it from Ctrl-C
         )
     except subprocess.CalledProcessError as error:
         raise ContainerError(f"docker {' '.join(arguments[:2])} failed: {error.stderr.strip()}") from error
@@ -63,12 +63,12 @@ def docker(*arguments: str, env: Mapping[str, str] | None = None, text: str = ""
 
 
 def tell(container: str, *command: str, then: Sequence[str] = ()) -> bool:
-    """Run a command about a container; return False if that has exited, has not started, or does not exist any more.
+    """Run a command on a container; return False if the container has exited, has not started, or no longer exists.
 
     Args:
         container: Name of the container.
         command: The command and its options, before the name.
-        then: What follows the name.
+        then: Arguments after the name.
 
     Raises:
         ContainerError: Docker is missing, refuses the command for another reason, or does not answer.
@@ -77,7 +77,7 @@ def tell(container: str, *command: str, then: Sequence[str] = ()) -> bool:
         docker(*command, container, *then)
     except ContainerError:
         if state_of(container) in ALIVE:
-            docker(*command, container, *then)  # it has just started
+            docker(*command, container, *then)  # retry: the container has just started
             return True
         return False
     return True
@@ -99,14 +99,14 @@ def entry_point(image: str) -> list[str]:
         ContainerError: Docker does not have the image, or does not answer.
     """
     try:
-        found = docker("image", "inspect", "--format", "{{json .Config.Entrypoint}}", image)
+        text = docker("image", "inspect", "--format", "{{json .Config.Entrypoint}}", image)
     except ContainerError as error:
         docker("version")  # raises if no engine answers
         raise ContainerError(
             f"Docker has no image {image!r} on this machine. Build it (docker build -t {image} ...), or fetch it "
             f"(docker pull {image}). {error}"
         ) from error
-    command: list[str] | None = json.loads(found)
+    command: list[str] | None = json.loads(text)
     return command or []
 
 
@@ -116,22 +116,22 @@ def label(job: str) -> list[str]:
 
 
 def bind(source: os.PathLike[str], target: str, *, read_only: bool = False) -> list[str]:
-    """Return the option that shows a folder of this machine in a container.
+    """Return the option that mounts a folder of this machine in a container.
 
     Args:
         source: The folder.
         target: Its path in the container.
-        read_only: Whether the container cannot write there.
+        read_only: Whether to mount it read-only.
     """
     fields = ["type=bind", f"source={os.fspath(source)}", f"target={target}", *(["readonly"] if read_only else [])]
-    # The option is a line of a CSV file, so that a path may hold commas.
+    # Docker parses the option as a line of CSV: quote the fields, since a path may contain commas.
     return ["--mount", ",".join('"' + field.replace('"', '""') + '"' for field in fields)]
 
 
 def maps_root() -> bool:
-    """Return whether files that a container's root makes are this user's.
+    """Return whether files created by a container's root belong to this user.
 
-    They are in rootless engines, and where the engine runs in a virtual machine that shares folders with this system.
+    They do with a rootless engine, or one in a virtual machine that shares folders with this system.
     """
     if not CONTAINERS_SHARE_KERNEL:
         return True
@@ -146,18 +146,18 @@ def remove_containers(job: str) -> None:
     Raises:
         ContainerError: Docker does not answer, or a container cannot be removed.
     """
-    found = docker("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={_JOB_LABEL}={job}").split()
-    if found:
-        docker("rm", "--force", "--volumes", *found)
+    containers = docker("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={_JOB_LABEL}={job}").split()
+    if containers:
+        docker("rm", "--force", "--volumes", *containers)
 
 
 def remove_job(job: str) -> None:
-    """Remove all containers and the network of a job; what is gone already is not an error.
+    """Remove all containers and the network of a job, if they exist.
 
     Raises:
         ContainerError: Docker does not answer, or something cannot be removed.
     """
     remove_containers(job)
-    found = docker("network", "ls", "--quiet", "--filter", f"label={_JOB_LABEL}={job}").split()
-    if found:
-        docker("network", "rm", *found)
+    networks = docker("network", "ls", "--quiet", "--filter", f"label={_JOB_LABEL}={job}").split()
+    if networks:
+        docker("network", "rm", *networks)

@@ -134,7 +134,7 @@ class FaultSettings:
 
     @property
     def num_attempts(self) -> int:
-        """Number of attempts, if each fault happens."""
+        """The number of attempts if each fault happens."""
         return 1 + sum(fault.kind in RESUMED for fault in self.faults)
 
     @property
@@ -147,7 +147,7 @@ def parse(text: str) -> Fault:
     """Parse the value of one ``--fault``.
 
     Raises:
-        JobConfigError: The kind is unknown, or the text does not have the form of its kind.
+        JobConfigError: The kind is unknown, or the text does not have the form required for its kind.
     """
     name = re.split("[:@]", text, maxsplit=1)[0]
     kind = next((kind for kind in Kind if kind.value == name), None)
@@ -161,20 +161,20 @@ def parse(text: str) -> Fault:
     if match is None:
         explanation = f", where {_WHENS}" if "WHEN" in form else ""
         raise JobConfigError(f"--fault {text!r}: expected {form}{explanation}.")
-    found = match.groupdict()
-    count = int(found.get("count") or 0)
+    fields = match.groupdict()
+    count = int(fields.get("count") or 0)
     return Fault(
         text,
         kind,
-        host=found.get("host"),
-        local_rank=int(found.get("rank") or 0),
+        host=fields.get("host"),
+        local_rank=int(fields.get("rank") or 0),
         not_before=Moment(
-            seconds=float(found.get("after") or 0.0),
-            step=count if found.get("unit") == "step" else 0,
-            epoch=count if found.get("unit") == "epoch" else 0,
+            seconds=float(fields.get("after") or 0.0),
+            step=count if fields.get("unit") == "step" else 0,
+            epoch=count if fields.get("unit") == "epoch" else 0,
         ),
-        at_start=found.get("start") is not None,
-        seconds=float(found["seconds"]) if found.get("seconds") else None,
+        at_start=fields.get("start") is not None,
+        seconds=float(fields["seconds"]) if fields.get("seconds") else None,
     )
 
 
@@ -209,13 +209,13 @@ def host_name(host: str, members: Mapping[str, Sequence[str]]) -> str:
     """Return the name of a host.
 
     Args:
-        host: Its name, or its position in a group. In a group called ``algo`` the name takes precedence.
+        host: Name of the host, or its position in a group. In a group called ``algo``, the name takes precedence.
         members: Names of hosts by group, in any order.
     """
     if any(host in names for names in members.values()):
         return host
     group, _, place = host.rpartition("-")
-    # By number, because as text algo-10 would come before algo-2.
+    # Sort by number: as text, algo-10 would come before algo-2.
     return sorted(members[group], key=lambda name: int(name.rpartition("-")[2]))[int(place) - 1]
 
 
@@ -232,17 +232,17 @@ class FaultPlan:
         self.pending = list(settings.faults)
 
     def due(self, moment: Moment) -> list[Fault]:
-        """Return the faults that are due. They stay pending until ``done``, as their target may not run yet."""
-        # Not those that the start of an attempt takes.
+        """Return the faults that are due. They stay pending until ``done``, because their target may not run yet."""
+        # Late starts are handled by ``take_late``.
         return [fault for fault in self.pending if fault.kind is not Kind.LATE and fault.is_due(moment)]
 
     def done(self, fault: Fault) -> None:
         """Remove a fault that happens now."""
-        # By identity: the same fault may be given twice, for two attempts.
+        # Compare by identity: the same fault may be given twice, for two attempts.
         self.pending = [other for other in self.pending if other is not fault]
 
     def take_late(self) -> list[Fault]:
-        """Remove and return the pending faults by which hosts start late."""
+        """Remove and return the pending faults that delay the start of hosts."""
         taken = [fault for fault in self.pending if fault.kind is Kind.LATE]
         self.pending = [fault for fault in self.pending if fault.kind is not Kind.LATE]
         return taken

@@ -1,4 +1,4 @@
-"""The guard, a process that kills all hosts of an emulated job when the emulator has died, so that none outlives it."""
+"""The guard, a process that kills all hosts of an emulated job when the emulator dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 from lightning_sm.emulator.docker import remove_job
 from lightning_sm.emulator.processes import processes_below, signal_process
 
-# Between two checks for processes that SIGKILL has not ended yet.
+# Between two checks for processes that are still alive after SIGKILL.
 _POLL_S = 1.0
 
 
@@ -30,7 +30,7 @@ def guarded(job_dir: Path, *, containers_of: str | None = None) -> Iterator[None
         [sys.executable, "-m", "lightning_sm.emulator.guard", str(job_dir), *job],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # so that Ctrl-C does not reach it
+        start_new_session=True,  # protect it from Ctrl-C
     ) as guard:
         try:
             yield
@@ -39,15 +39,15 @@ def guarded(job_dir: Path, *, containers_of: str | None = None) -> Iterator[None
 
 
 def main() -> None:
-    """Wait until the emulator is gone, then kill all processes of its hosts, and remove its containers."""
-    # The emulator holds the other end of this pipe, as does a host that it has just forked, until the host runs its own
-    # program. So at end of file, every host has the environment variable by which it is found.
+    """Wait until the emulator has exited, then kill all processes of its hosts, and remove its containers."""
+    # The other end of this pipe is held by the emulator, and by each forked host until it executes its program. At end
+    # of file, every host therefore has the environment variable that identifies it.
     sys.stdin.buffer.read()
     while left := processes_below(Path(sys.argv[1])):
         for process in left:
             signal_process(process, psutil.Process.kill)
         psutil.wait_procs(left, timeout=_POLL_S)
-    # After Docker's clients, which could still create a container.
+    # Kill Docker's clients first, since they could still create a container.
     for job in sys.argv[2:]:
         remove_job(job)
 

@@ -1,4 +1,4 @@
-"""What the emulator needs of a running host, and of the system that runs it: processes here, or containers."""
+"""The interface of a running host, and of the system that runs it: processes of this machine, or containers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lightning_sm.launcher.pipe import DrainedPipe
 
 
 class EmulatedHost(ABC):
-    """One running host, and threads that read its output and wait until it exits.
+    """One running host, with threads that read its output and wait until it exits.
 
     Args:
         host: The host.
-        command: Starts the process here that exits with the host's exit code, and whose output is the host's.
+        command: Starts a local process that has the host's output and exit code.
         env: The environment of this process.
         output: Receives the host's lines.
         changed: Set when the host has exited.
@@ -36,7 +36,7 @@ class EmulatedHost(ABC):
     Attributes:
         host: The host.
         agent: Uploads the host's checkpoints while it runs, or None.
-        process: The process here that exits with the host's exit code.
+        process: The local process that has the host's exit code.
         ended_at: When the host exited, by ``time.monotonic``; None while it runs.
         interrupted_at: When the launcher received the SIGTERM of an interruption, or None.
         waiter: The thread that waits until the host exits.
@@ -60,7 +60,7 @@ class EmulatedHost(ABC):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C reaches only the emulator, which decides the order
+            start_new_session=True,  # let Ctrl-C reach only the emulator, which stops hosts in order
         )
         self.ended_at: float | None = None
         self.interrupted_at: float | None = None
@@ -81,7 +81,7 @@ class EmulatedHost(ABC):
 
     @property
     def seconds(self) -> float:
-        """How long the host ran."""
+        """Duration of the host's run, in seconds."""
         return (self.ended_at or time.monotonic()) - self._started_at
 
     @property
@@ -95,7 +95,7 @@ class EmulatedHost(ABC):
         """Send SIGTERM to the launcher, as the service does.
 
         Returns:
-            False if the launcher has no handler, so that the signal is lost.
+            False if the launcher has no handler, in which case the signal is lost.
         """
         self.interrupted_at = time.monotonic()
         if not self.listens():
@@ -104,13 +104,13 @@ class EmulatedHost(ABC):
         return True
 
     def read_rest(self, timeout_s: float) -> bool:
-        """Copy what the processes of the host, which have all exited, have left in the pipe.
+        """Copy the rest of the host's output, after all of its processes have exited.
 
         Args:
-            timeout_s: How long that may take: it waits for whoever reads the emulator's output.
+            timeout_s: Time limit, needed because the reader of the emulator's output may be slow.
 
         Returns:
-            Whether all of it was copied in time.
+            Whether everything was copied in time.
         """
         self._pipe.end_when_empty()
         self._reader.join(timeout=timeout_s)
@@ -120,8 +120,7 @@ class EmulatedHost(ABC):
     def listens(self) -> bool:
         """Return whether the launcher would receive SIGTERM as process 1 of a container, as on the service.
 
-        The kernel drops every signal to process 1 for which it has no handler ("man 7 pid_namespaces"). True if the
-        system does not say.
+        The kernel drops signals for which process 1 has no handler ("man 7 pid_namespaces"). True if this is unknown.
         """
 
     @abstractmethod
@@ -130,11 +129,11 @@ class EmulatedHost(ABC):
 
     @abstractmethod
     def freeze(self) -> None:
-        """Stop all processes of the host, so that none sees another one die."""
+        """Stop all processes of the host, so that none sees another die."""
 
     @abstractmethod
     def thaw(self) -> None:
-        """Let all processes of a frozen host continue."""
+        """Resume all processes of a frozen host."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -146,10 +145,10 @@ class EmulatedHost(ABC):
 
     @abstractmethod
     def kill_process(self, pid: int) -> None:
-        """Send SIGKILL to one process, unless it has exited; its id is that which the host sees."""
+        """Send SIGKILL to one process, unless it has exited, by its process id as the host sees it."""
 
     def pid_of_rank(self, local_rank: int) -> int | None:
-        """Return the process of a local rank by its heartbeat, or None if it has not reported yet.
+        """Return the process id of a local rank from its heartbeat, or None if it has not reported yet.
 
         Local rank 0 of a data host is its main process.
         """
@@ -161,14 +160,14 @@ class EmulatedHost(ABC):
     @property
     @abstractmethod
     def was_killed(self) -> bool:
-        """Whether a signal ended the launcher."""
+        """Whether a signal killed the launcher."""
 
     def _wait(self) -> None:
-        # One thread per host, so that the times are exact: of hosts that fail together, the first one has the cause.
+        # One thread per host makes the times exact: when several hosts fail, the first has the cause.
         self.process.wait()
         self.ended_at = time.monotonic()
         if self.agent is not None:
-            # Whether the service uploads anything after the containers of an interrupted job is not documented.
+            # It is not documented whether the service still uploads after the containers of an interrupted job exit.
             self.agent.stop(is_over=self.interrupted_at is None and not self.was_killed)
         self._changed.set()
 
@@ -184,7 +183,7 @@ class HostRuntime(ABC):
 
     @abstractmethod
     def check_command(self, command: Sequence[str]) -> None:
-        """Reject a training script with its arguments that its hosts cannot run.
+        """Reject a training script that the hosts cannot run.
 
         Raises:
             LightningSMError: There is a problem; nothing was started.
@@ -195,24 +194,24 @@ class HostRuntime(ABC):
         """Return the environment of all hosts."""
 
     def host_environment(self, folder: Path) -> dict[str, str]:
-        """Return the variables of one host that not all hosts have.
+        """Return additional variables of one host.
 
         Args:
-            folder: Folder of the host in that of the job.
+            folder: Folder of the host, in the job's folder.
         """
         del folder
         return {}
 
     @abstractmethod
     def base_dir(self, folder: Path) -> Path:
-        """Return the path by which a host sees its folder: ``/opt/ml``, or what takes its place."""
+        """Return the path at which a host sees its folder: ``/opt/ml``, or its substitute."""
 
     @abstractmethod
     def add_channel(self, path: Path, source: Path) -> None:
         """Prepare a host's input channel.
 
         Args:
-            path: Its place in the host's folder.
+            path: Path of the channel in the host's folder.
             source: The folder with the data.
         """
 
@@ -232,18 +231,18 @@ class HostRuntime(ABC):
 
     @abstractmethod
     def running(self, job_dir: Path) -> AbstractContextManager[object]:
-        """Run a job in this context: nothing of it is left when the context, or this process, has ended.
+        """Return a context in which to run a job; nothing of it outlives the context or this process.
 
         Args:
-            job_dir: Folder of the job, called like the job.
+            job_dir: Folder of the job, named after the job.
         """
 
     @abstractmethod
     def clear(self, job_dir: Path, hosts: Sequence[EmulatedHost]) -> None:
-        """Kill all that the hosts of an attempt left behind.
+        """Kill all processes that the hosts of an attempt left behind.
 
         Args:
-            job_dir: Folder of the job, called like the job.
+            job_dir: Folder of the job, named after the job.
             hosts: The hosts that were started.
         """
 
@@ -274,6 +273,6 @@ def job_settings(spec: ClusterSpec) -> dict[str, str]:
     return {
         **({} if spec.devices is None else {DEVICES.name: str(spec.devices)}),
         **new_secret(),
-        # These two concern what this machine reports about a job, not what the job does.
+        # These two affect only reports about the job.
         **{setting.name: os.environ[setting.name] for setting in (REPORT_S, PRICES) if setting.name in os.environ},
     }

@@ -97,19 +97,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_order(options: argparse.Namespace) -> None:
-    """Refuse options of the emulator behind a script that no ``--`` sets apart: the script would get them.
+    """Reject emulator options after a script without ``--``, because they would be passed to the script.
 
     Raises:
-        JobConfigError: There is one.
+        JobConfigError: There is such an option.
     """
     script, *args = options.command or [""]
     own = next((word for word in args if word.partition("=")[0] in options.own_options), None)
     if own is not None:
         before = " ".join(shown_arguments(args[: args.index(own)]))
         raise JobConfigError(
-            f"{own} is behind {script}, so that the script would get it. If lightning-sm is to get it, put it before "
-            f"the script: lightning-sm local {own} ... -- {script} {before}".rstrip()
-            + f". If the script is: lightning-sm local -- {script} {f'{before} ' if before else ''}{own} ..."
+            f"{own} comes after {script}, so the script would get it. If it is for lightning-sm, put it before the "
+            f"script: lightning-sm local {own} ... -- {script} {before}".rstrip()
+            + f". If it is for the script: lightning-sm local -- {script} {f'{before} ' if before else ''}{own} ..."
         )
 
 
@@ -128,7 +128,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _job_of(options: argparse.Namespace) -> tuple[ClusterSpec, faults.FaultSettings, HostRuntime]:
-    """Return the cluster and the faults that the options describe, and the system that runs the hosts.
+    """Return the cluster and faults that the options describe, and the system that runs the hosts.
 
     Raises:
         LightningSMError: An option is wrong.
@@ -167,10 +167,10 @@ def _pairs(option: str, form: str, texts: Sequence[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for text in texts:
         name, separator, value = text.partition("=")
-        stated = f"{option} {shown_arguments([text])[0]!r}"
+        argument = f"{option} {shown_arguments([text])[0]!r}"
         if not name or not separator or "\0" in text:
-            raise JobConfigError(f"{stated}: expected {form}.")
+            raise JobConfigError(f"{argument}: expected {form}.")
         if name in pairs:
-            raise JobConfigError(f"{stated}: {name!r} is given twice.")
+            raise JobConfigError(f"{argument}: {name!r} is given twice.")
         pairs[name] = value
     return pairs

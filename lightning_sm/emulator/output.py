@@ -13,19 +13,19 @@ from lightning_sm.emulator.spec import LocalHost
 
 # ANSI colours that are readable on dark and light terminals.
 _COLOURS = (36, 33, 35, 32, 34, 31)
-# A line without an end must not fill the memory: show longer lines in parts.
+# Split longer lines, because one without an end would fill the memory.
 _MAX_LINE_BYTES = 64 * 1024
 
 
 class Output:
-    """The stream and the log files. Bytes pass through unchanged, whatever their encoding.
+    """The writer of the stream and of the log files, which passes bytes through unchanged in any encoding.
 
     Args:
-        stream: Receives the lines, for example ``sys.stdout.buffer``.
+        stream: Receives the lines, such as ``sys.stdout.buffer``.
         names: Names of all hosts.
 
     Attributes:
-        broken_by: SIGPIPE once the reader of the stream is gone (as in ``| head``), else None.
+        broken_by: SIGPIPE once the reader of the stream has exited (as in ``| head``), else None.
     """
 
     def __init__(self, stream: BinaryIO, names: Sequence[str]) -> None:
@@ -48,15 +48,15 @@ class Output:
                 try:
                     if is_written:
                         log.write(line)
-                except OSError as error:  # the host must not block, nor its last lines get lost
+                except OSError as error:  # keep reading: the host must not block, and its last lines must be shown
                     is_written = False
                     self.say(f"The rest of the output of {host.name} is not in {log.name}: {error.strerror}.")
-                # A progress bar overwrites itself: show only its last state.
+                # Show only the last state of a progress bar, which overwrites itself.
                 shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
                 self._write(self._prefix[host.name] + shown + b"\n")
 
     def say(self, text: str) -> None:
-        """Write one or more lines of the emulator itself."""
+        """Write one or more lines from the emulator."""
         self._write(text.encode("utf-8", errors="replace") + b"\n")
 
     def _write(self, data: bytes) -> None:

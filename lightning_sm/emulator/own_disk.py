@@ -1,8 +1,8 @@
 """A mount namespace for each emulated host, so that no host sees another's files, as on the service.
 
-All hosts see their own folder at the same path, as they do ``/opt/ml``. A path that rank 0 sends to the other ranks
-therefore names *their* files, or none. What lies outside the job's folder (the script, the packages, input channels) is
-that of the machine.
+Each host sees its folder at the same path, like ``/opt/ml``. If rank 0 sends a path to other ranks, it therefore names
+*their* files, or none. Files outside the job's folder (the script, packages, input channels) are shared with the
+machine.
 
 ``python -m lightning_sm.emulator.own_disk JOB_DIR HOST_DIR COMMAND...`` runs a command in such a namespace. It needs
 root, or a kernel that lets users create user namespaces.
@@ -22,9 +22,9 @@ from pathlib import Path
 # linux/sched.h and linux/mount.h
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x0002_0000, 0x1000_0000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_SLAVE = 1, 2, 4, 0x20, 0x1000, 0x4000, 0x8_0000
-# POSIX semaphores and the memory that processes of one host share.
+# Holds POSIX semaphores, and the memory that processes of a host share.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's name
-# The folder below the job's that every host sees in place of /opt/ml.
+# The subfolder of the job's folder that every host sees in place of /opt/ml.
 _ML = "ml"
 _TRIAL_S = 30.0
 
@@ -34,17 +34,17 @@ def base_dir(job_dir: Path, host_dir: Path) -> Path:
 
     Args:
         job_dir: Folder of the job.
-        host_dir: Folder of the host in it, as the emulator sees it.
+        host_dir: Folder of the host in the job's folder, as the emulator sees it.
     """
     return host_dir if obstacle() else job_dir / _ML
 
 
 def command(job_dir: Path, host_dir: Path, argv: Sequence[str]) -> list[str]:
-    """Return the command with which a host runs another one on a disk of its own, where the system allows it.
+    """Return a command that runs another one in a host's mount namespace, if the system allows it.
 
     Args:
-        job_dir: Folder of the job, of which the host sees nothing but its own folder.
-        host_dir: Folder of the host in it.
+        job_dir: Folder of the job, of which the host sees only ``host_dir``.
+        host_dir: Folder of the host in the job's folder.
         argv: The other command.
     """
     if obstacle():
@@ -54,7 +54,7 @@ def command(job_dir: Path, host_dir: Path, argv: Sequence[str]) -> list[str]:
 
 @cache
 def obstacle() -> str:
-    """Return why hosts cannot have disks of their own on this system; empty if they can."""
+    """Return why this system cannot give each host a mount namespace; empty if it can."""
     with tempfile.TemporaryDirectory() as folder:
         job_dir = Path(folder)
         (job_dir / "host").mkdir()
@@ -68,13 +68,13 @@ def obstacle() -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Enter a namespace, and become another program there."""
+    """Enter a namespace, and execute another program there."""
     job_dir, host_dir, *other = argv
     try:
         _enter(Path(job_dir), Path(host_dir))
     except (OSError, AttributeError) as error:  # AttributeError: no such calls on macOS
         sys.exit(f"no mount namespace: {error}")
-    os.execvp(other[0], other)  # noqa: S606 - no shell is meant
+    os.execvp(other[0], other)  # noqa: S606 - no shell is needed
 
 
 def _enter(job_dir: Path, host_dir: Path) -> None:
@@ -82,7 +82,7 @@ def _enter(job_dir: Path, host_dir: Path) -> None:
     uid, gid = os.geteuid(), os.getegid()
     _call(libc.unshare, _CLONE_NEWNS if uid == 0 else _CLONE_NEWNS | _CLONE_NEWUSER)
     if uid != 0:
-        # The kernel lets a user map only himself, and only once he can no longer drop groups (user_namespaces(7)).
+        # The kernel lets users map only themselves, and only once they can no longer drop groups (user_namespaces(7)).
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="ascii")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="ascii")
@@ -90,14 +90,14 @@ def _enter(job_dir: Path, host_dir: Path) -> None:
     def mount(source: str, target: Path, kind: bytes | None, flags: int, data: bytes | None = None) -> None:
         _call(libc.mount, source.encode(), os.fsencode(target), kind, ctypes.c_ulong(flags), data)
 
-    # Without this, root's mounts would appear on the machine, too.
+    # Without this, root's mounts would also appear on the machine.
     mount("none", Path("/"), None, _MS_REC | _MS_SLAVE)
-    host = os.open(host_dir, os.O_PATH)  # reachable when the job's folder is hidden
+    host = os.open(host_dir, os.O_PATH)  # keeps it reachable while the job's folder is hidden
     options = _MS_NOSUID | _MS_NODEV
-    mount("tmpfs", job_dir, b"tmpfs", options, b"mode=0700")  # as the folder that it hides
+    mount("tmpfs", job_dir, b"tmpfs", options, b"mode=0700")  # the mode of the hidden folder
     (job_dir / _ML).mkdir()
     mount(f"/proc/self/fd/{host}", job_dir / _ML, None, _MS_BIND)
-    # What a host wrote beside its own folder would be lost without a word.
+    # Make it read-only: files that a host writes beside its folder would be lost silently.
     mount("tmpfs", job_dir, None, options | _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
     os.close(host)
     if _SHARED_MEMORY.is_dir():

@@ -1,4 +1,4 @@
-"""Emulated hosts as groups of processes of this machine: each a launcher with its descendants."""
+"""Emulated hosts as processes of this machine: each is a launcher with its descendants."""
 
 from __future__ import annotations
 
@@ -34,22 +34,21 @@ from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import HOST_ADDRESSES, HOST_FOLDER, INSTALL_REQUIREMENTS, PREFIX, Install
 
-# Time for processes to exit after SIGKILL; only one that waits for a disk or a network folder needs it.
+# Time for processes to exit after SIGKILL, needed only by one that waits for a disk or a network folder.
 _KILL_S = 5.0
 # Time for processes to stop after SIGSTOP. Limited, because a process never stops while it waits for a stopped child to
 # start a program.
 _FREEZE_S = 1.0
 _POLL_S = 0.01
-# Between two looks for processes that SIGKILL has not ended yet.
+# Between two checks for processes that are still alive after SIGKILL.
 _LEFT_POLL_S = 0.1
-# Variables that a launcher, a toolkit or another job may have left in this shell: the hosts would mistake them for
-# their own.
+# Variables that a launcher, a toolkit or another job may have left in this shell. They would mislead the hosts.
 _LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
 _LEAKING_NAMES = frozenset({"CURRENT_HOST", "PL_GLOBAL_SEED", *RANK_VARIABLES})
 
 
 class ProcessHost(EmulatedHost):
-    """A host that is a launcher and its descendants; see ``EmulatedHost``.
+    """A host that consists of a launcher and its descendants; see ``EmulatedHost``.
 
     Args:
         host: The host.
@@ -66,7 +65,7 @@ class ProcessHost(EmulatedHost):
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended the launcher."""
+        """Whether a signal killed the launcher."""
         return (self.process.returncode or 0) < 0
 
     def listens(self) -> bool:
@@ -114,7 +113,7 @@ class ProcessHost(EmulatedHost):
             for process in left:
                 signal_process(process, psutil.Process.kill)
             time.sleep(_POLL_S)
-        self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
+        self.waiter.join(timeout=_KILL_S)  # wait for the exit code
 
     def _processes(self) -> list[psutil.Process]:
         """Return all live processes of the host, including those that lost their parents or left their session."""
@@ -138,7 +137,7 @@ class ProcessRuntime(HostRuntime):
         self._spared: set[int] = set()
 
     def check_command(self, command: Sequence[str]) -> None:
-        """Reject a command without a script that can start.
+        """Reject a command whose script is missing or cannot start.
 
         Raises:
             ScriptError: There is no script, or it cannot be read or parsed.
@@ -150,7 +149,7 @@ class ProcessRuntime(HostRuntime):
         check_script(command[0])
 
     def shared_environment(self, spec: ClusterSpec) -> dict[str, str]:
-        """Return the environment of this process without what a job may have left there, and the job's settings."""
+        """Return this process's environment, without variables left by other jobs, plus the job's settings."""
         hosts = spec.host_names
         inherited = {
             name: value
@@ -161,14 +160,13 @@ class ProcessRuntime(HostRuntime):
             **default_variables(spec),
             **inherited,
             "CUDA_VISIBLE_DEVICES": "",
-            # Lightning's switch against Apple's GPU (accelerators/mps.py), on which it refuses to train on several
-            # hosts.
+            # Turns off Apple's GPU in Lightning (accelerators/mps.py), which refuses to train there on several hosts.
             "DISABLE_MPS": "1",
             "SM_NUM_GPUS": "0",
             "PYTHONUNBUFFERED": "1",
             **job_settings(spec),
             HOST_ADDRESSES.name: json.dumps(dict(zip(hosts, loopback_addresses(len(hosts)), strict=True))),
-            # Into this Python only if the user says so.
+            # Do not install packages into this Python unless the user asks for it.
             INSTALL_REQUIREMENTS.name: Install.NEVER.value,
             **spec.environment,
         }
@@ -178,11 +176,11 @@ class ProcessRuntime(HostRuntime):
         return {"SAGEMAKER_BASE_DIR": str(self.base_dir(folder)), HOST_FOLDER.name: str(folder)}
 
     def base_dir(self, folder: Path) -> Path:
-        """Return the path by which a host sees its folder: the same for all, where each has a disk of its own."""
+        """Return the path at which a host sees its folder, which is the same for all hosts with separate disks."""
         return own_disk.base_dir(folder.parent, folder)
 
     def add_channel(self, path: Path, source: Path) -> None:
-        """Make a link to the channel's folder."""
+        """Create a link to the channel's folder."""
         path.symlink_to(source.absolute(), target_is_directory=True)
 
     def reserve(self, topology: Topology) -> contextlib.ExitStack:
@@ -200,7 +198,7 @@ class ProcessRuntime(HostRuntime):
 
     @contextlib.contextmanager
     def running(self, job_dir: Path) -> Iterator[None]:
-        """Run a job under its guard, and adopt the processes that its hosts leave behind, including daemons."""
+        """Run a job under its guard, and adopt processes that its hosts leave behind, including daemons."""
         with guarded(job_dir):
             self._spared = {process.pid for process in psutil.Process().children(recursive=True)}
             adopt_orphans(True)

@@ -1,4 +1,4 @@
-"""The processes of emulated hosts: finds them, and sends them signals although they may exit at any moment."""
+"""The processes of emulated hosts: how to find them and signal them, although they may exit at any moment."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def processes_of_job(job_dir: Path) -> list[psutil.Process]:
     """Return the descendants of this process, orphans included.
 
     Args:
-        job_dir: Folder of the job. Where orphans cannot be adopted, those are found whose environment names a host's
-            folder in it.
+        job_dir: Folder of the job. On systems that cannot adopt orphans, these are found by their environment, which
+            names a host's folder in it.
     """
-    found = psutil.Process().children(recursive=True)
+    processes = psutil.Process().children(recursive=True)
     if not ADOPTS_ORPHANS:
-        found += [process for process in processes_below(job_dir) if process not in found]
-    return found
+        processes += [process for process in processes_below(job_dir) if process not in processes]
+    return processes
 
 
 def processes_below(job_dir: Path) -> list[psutil.Process]:
@@ -51,7 +51,7 @@ def variable_of(process: psutil.Process, name: str) -> str | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process still runs; one that only waits to be reaped does not."""
+    """Return whether a process still runs; a zombie does not."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

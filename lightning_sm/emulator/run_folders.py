@@ -1,4 +1,4 @@
-"""The folders of emulated jobs below one parent: creates them, and removes old ones."""
+"""The folders of emulated jobs below one parent: creation, and removal of old ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from lightning_sm.errors import OutputDirectoryError
 
-# What ``run_name`` returns. It begins with the time, so that names sort by age.
+# Matches the names from ``run_name``, which begin with the time, so that they sort by age.
 _NAME = re.compile(r"local-\d{8}-\d{6}-[0-9a-f]{4}")
 _LOCK = ".lock"
-# How many runs the temporary folder keeps, the current one included.
+# How many runs the temporary folder keeps, including the current one.
 MAX_RUNS = 20
 _ONLY_OWNER = 0o700
 
@@ -28,12 +28,13 @@ def run_name() -> str:
 
 
 def default_parent() -> Path:
-    """Return the folder of this user's runs below the temporary folder, which others can guess; create it if needed.
+    """Return the folder of this user's runs below the temporary folder; create it if needed.
 
-    Whoever can write there can give a job other hyperparameters, or checkpoints, and with them code to run.
+    Other users can guess its path. Anyone who can write there can change a job's hyperparameters or checkpoints, and
+    thereby run code.
 
     Raises:
-        OutputDirectoryError: It cannot be created, or others own it or can write there.
+        OutputDirectoryError: It cannot be created, or another user owns it or can write there.
     """
     path = Path(tempfile.gettempdir()) / f"lightning-sm-{os.getuid()}"
     try:
@@ -42,13 +43,13 @@ def default_parent() -> Path:
         pass
     except OSError as error:
         raise OutputDirectoryError(f"{path}: cannot be created ({error.strerror}).") from error
-    found = path.lstat()
-    is_folder_of_user = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    if not is_folder_of_user or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = path.lstat()
+    is_folder_of_user = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_folder_of_user or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise OutputDirectoryError(
-            f"{path}, the default folder for runs, is {stat.filemode(found.st_mode)} of user id {found.st_uid}, and "
-            "not a folder that only you can write to: others could change what your job runs. Remove it, or name a "
-            "folder of your own by --base-dir."
+            f"{path}, the default folder for runs, is {stat.filemode(status.st_mode)} of user id {status.st_uid}, and "
+            "not a folder that only you can write to: others could change what your job runs. Remove it, or choose "
+            "another folder with --base-dir."
         )
     path.chmod(_ONLY_OWNER)
     return path
@@ -61,7 +62,7 @@ def create_run_folder(path: Path) -> int:
         path: The folder.
 
     Returns:
-        A descriptor; the run is in use until it is closed, or until this process has exited.
+        A file descriptor. The run is in use until it is closed or this process exits.
 
     Raises:
         OSError: It cannot be created.
@@ -73,10 +74,10 @@ def create_run_folder(path: Path) -> int:
 
 
 def remove_old_runs(base_dir: Path) -> None:
-    """Remove all but the newest runs, unless they are in progress: they hold checkpoints, and nobody looks there.
+    """Remove all but the newest runs, unless they are in progress: their checkpoints would fill the disk unnoticed.
 
     Args:
-        base_dir: The parent of the runs. Other files and folders beside them remain.
+        base_dir: The parent of the runs. Its other files and folders are kept.
     """
     runs = sorted(path for path in base_dir.iterdir() if _NAME.fullmatch(path.name))
     for folder in runs[:-MAX_RUNS]:

@@ -28,8 +28,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, *, discard: bool = False) -> int:
     """Run a training script on every host of an emulated job, and wait until all hosts have exited.
 
-    When a host fails, the others are stopped, as on the service. When this process is stopped, so are the hosts. After
-    an interruption, the job resumes in another attempt.
+    When a host fails, the others are stopped, as on the service. Stopping this process stops the hosts. After an
+    interruption, the job resumes in another attempt.
 
     Args:
         cluster: The hosts. Their folders are kept.
@@ -38,14 +38,14 @@ def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, 
         discard: Whether to remove the folders after success.
 
     Returns:
-        The exit code of the last attempt: 0 if all hosts succeeded; else that of the first host that failed; 128 + n if
-        signal n stopped the job.
+        The exit code of the last attempt: 0 if all hosts succeeded, else the exit code of the first host that failed;
+        128 + n if signal n stopped the job.
 
     Raises:
         OutputDirectoryError: The folders of another attempt cannot be created.
     """
     output = Output(sys.stdout.buffer, [host.name for host in cluster.hosts])
-    # Note signals until the last line, because a late Ctrl-C must not remove folders that are to be kept.
+    # Handle signals until the last line: a late Ctrl-C must not remove folders that must be kept.
     with _noted_signals() as signals:
         with cluster.runtime.running(cluster.job_dir):
             attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
@@ -71,7 +71,7 @@ def _run_attempts(
     """Run attempts until one is not interrupted."""
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
-    if sys.stdout.isatty():  # output to a file needs no hint
+    if sys.stdout.isatty():  # a log file needs no hint
         watch = f"lightning-sm report --live {shlex.quote(str(cluster.job_dir))}"
         output.say(f"Job {cluster.name}. To watch it in another terminal: {watch}")
     if cluster.bucket is not None:
@@ -97,14 +97,14 @@ def _noted_signals() -> Iterator[list[tuple[int, float]]]:
     """Note the number and time of every signal that asks this process to stop."""
     signals: list[tuple[int, float]] = []
 
-    # The handler only takes a note, because it may interrupt the very wait that it would have to end.
+    # The handler only records the signal, because it may interrupt the very wait that it would have to end.
     def note(signum: int, _frame: FrameType | None) -> None:
         signals.append((signum, time.monotonic()))
 
     old = {}
     if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
         for signum in _STOP_SIGNALS:
-            # A signal that nohup ignores, or a shell for its background jobs, must stay ignored.
+            # A signal ignored by nohup, or by a shell for its background jobs, must stay ignored.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 old[signum] = signal.signal(signum, note)
     try:
@@ -133,7 +133,7 @@ def _table(attempts: Sequence[Attempt]) -> str:
 
 
 def _reason(host: LocalHost, exit_code: int) -> str:
-    """Return the reason for the failure, as SageMaker would show it."""
+    """Return the reason for the failure as SageMaker would show it."""
     try:
         text = (host.folder / "output" / "failure").read_text(encoding="utf-8", errors="replace")
         return for_terminal(text[:MAX_REASON_CHARS], sys.stdout)  # a script may have written it
@@ -142,15 +142,15 @@ def _reason(host: LocalHost, exit_code: int) -> str:
 
 
 def _models(cluster: LocalCluster) -> Iterator[str]:
-    """Say where to find the model, in the last lines, because most runs are for the model."""
+    """Yield the lines that tell the user where to find the model."""
     if not cluster.keep:
         yield "The folders of the hosts, the model included, were removed (--discard)."
         return
-    models = [(host, host.folder / "model") for host in cluster.hosts]
-    found = [
-        f"Model of {host.name}: {folder} ({listed(files)})" for host, folder in models if (files := _files(folder))
+    folders = [(host, host.folder / "model") for host in cluster.hosts]
+    models = [
+        f"Model of {host.name}: {folder} ({listed(files)})" for host, folder in folders if (files := _files(folder))
     ]
-    yield from found or ["No host has written a model (into the folder model, SageMaker's /opt/ml/model)."]
+    yield from models or ["No host has written a model (into the folder model, SageMaker's /opt/ml/model)."]
 
 
 def _files(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ def check_script(script: str) -> None:
     """Reject a script that would fail on every host.
 
     Raises:
-        ScriptError: It is neither a Python file nor a shell script, or cannot be read or parsed.
+        ScriptError: The script is neither a Python file nor a shell script, or cannot be read or parsed.
     """
     path = Path(script)
     if path.suffix not in {".py", ".sh"}:

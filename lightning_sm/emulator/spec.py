@@ -19,16 +19,15 @@ class ClusterSpec:
 
     Attributes:
         groups: The instance groups.
-        devices: Processes on each trainer host; None if the job does not state it, as on the service.
+        devices: Processes per trainer host; None if the job does not set it, as on the service.
         hyperparameters: Values as a user would pass them to the Estimator.
         channels: Folder of each input channel.
-        channel_groups: Names of the groups that see a channel; all groups, if the channel is not named here.
+        channel_groups: Names of the groups that see a channel. A channel not named here is visible to all groups.
         bucket: The folder that stands for the checkpoints' address in S3, or None for a job without checkpoints.
-        keeps_checkpoints: Whether the job has checkpoints also if ``bucket`` is None: then that is a folder inside the
-            job's own.
-        upload_delay_s: How long the upload of a checkpoint's file takes, in seconds.
+        keeps_checkpoints: If True and ``bucket`` is None, a folder inside the job's folder stands for S3.
+        upload_delay_s: How long the upload of a checkpoint file takes, in seconds.
         environment: Variables as a user would pass them to ``Estimator(environment=...)``.
-        seed: Seed of the assignment of hosts to groups; None for a different one each time, as on the service.
+        seed: Seed of the assignment of hosts to groups; None for a different assignment each time, as on the service.
     """
 
     groups: Sequence[GroupSpec] = (GroupSpec("trainer", 1),)
@@ -59,12 +58,12 @@ class LocalHost:
     """One emulated host.
 
     Attributes:
-        name: Its name, ``algo-1`` and so on.
+        name: Its name, such as ``algo-1``.
         group: Name of its instance group.
         role: Its role in the job.
-        folder: The folder that takes the place of ``/opt/ml``, by its path outside of the host.
-        env: The environment that the job gives to its processes, whose paths are those that the host sees.
-        channels: Folder of each input channel that it sees, outside of the host.
+        folder: The folder that takes the place of ``/opt/ml``, as the emulator sees it.
+        env: The environment of its processes, with paths as the host sees them.
+        channels: Folder of each input channel that it sees, as the emulator sees the folder.
         bucket: The folder that stands for S3, to which an agent uploads the checkpoints, or None.
         upload_delay_s: How long the upload of a file takes, in seconds.
     """
@@ -80,7 +79,7 @@ class LocalHost:
 
     @property
     def control_dir(self) -> Path:
-        """The folder in which its training processes report where they stand."""
+        """The folder in which its training processes report their progress."""
         return self.folder / CONTROL
 
     @property

@@ -1,1 +1,1 @@
-"""The facts of a job that SageMaker states, and the rules that follow from them."""
+"""The facts of a job that SageMaker provides, and the rules based on them."""

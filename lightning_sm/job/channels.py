@@ -1,4 +1,4 @@
-"""The routing of input channels to arguments, a pure rule over names."""
+"""The routing of input channels to arguments, by name only."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 from lightning_sm.errors import ChannelError
 
-# The names that SageMaker's own examples give to the only or the main channel.
+# The names that SageMaker's examples give to the only or the main channel.
 _MAIN_CHANNELS = ("training", "train")
 # The names that LightningDataModules and torchvision datasets give to the folder of the data.
 _MAIN_PARAMETERS = ("data_dir", "root")
-# The names of each split of the data. SageMaker's own algorithms say "train", "validation" and "test".
+# The names of each split of the data. SageMaker's built-in algorithms use "train", "validation" and "test".
 _SPLITS = (_MAIN_CHANNELS, ("val", "validation", "valid"), ("test", "testing"))
-# The channel of configuration files, not of data (see ``hyperparameters.to_argv``).
+# The channel that holds configuration files instead of data (see ``hyperparameters.to_argv``).
 CONFIG_CHANNEL = "config"
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The arguments to which channels go.
+    """The assignment of channels to arguments.
 
     Attributes:
-        channel_of: Name of the channel by the key of its argument (``data.data_dir``, ``model.weights``).
+        channel_of: Channel name by argument key (``data.data_dir``, ``model.weights``).
         unused: Channels that fit no argument.
     """
 
@@ -37,11 +37,11 @@ def route(
     *,
     all_channels_known: bool = True,
 ) -> Routing:
-    """Decide which argument each channel goes to.
+    """Assign each channel to an argument.
 
-    Channel ``x`` goes to the DataModule's parameter ``x_dir``, or that of another name of the same split: ``train`` and
-    ``training``; ``val``, ``validation`` and ``valid``; ``test`` and ``testing``. Else ``training``, ``train`` or the
-    only channel goes to ``data_dir`` or ``root``. An entry of ``mapping`` comes before all rules.
+    Entries of ``mapping`` take precedence. Otherwise, channel ``x`` goes to the DataModule's parameter ``x_dir``, where
+    ``x`` may be any name of the same split: ``train`` and ``training``; ``val``, ``validation`` and ``valid``; ``test``
+    and ``testing``. Failing that, ``training``, ``train`` or the only channel goes to ``data_dir`` or ``root``.
 
     Args:
         channels: Names of the channels of this host.
@@ -61,7 +61,7 @@ def route(
         )
     channel_of: dict[str, str] = {}
     unused = []
-    # Mapped channels first, then those with a parameter of their own; the others get the remaining parameters.
+    # Assign mapped channels first, then channels with a parameter of the same name; the others get what remains.
     for name in sorted(names, key=lambda name: (name not in mapping, f"{_identifier(name)}_dir" not in parameters)):
         if name in mapping:
             key = _mapped_key(name, mapping[name], parameters)
@@ -78,7 +78,7 @@ def route(
 
 
 def may_be_folder(parameter: str) -> bool:
-    """Return whether a channel may go to a parameter of the DataModule because of its name."""
+    """Return whether a DataModule parameter of this name may receive a channel."""
     return parameter in _MAIN_PARAMETERS or parameter.endswith("_dir")
 
 
@@ -96,14 +96,14 @@ def _mapped_key(channel: str, target: str, parameters: Collection[str]) -> str:
 
 
 def _key(target: str) -> str:
-    """Return the key of an argument that a mapping names, without ``init_args``."""
+    """Return the argument key for a mapping's target, without ``init_args``."""
     if "." not in target:
         return f"data.{target}"
     return ".".join(part for part in target.split(".") if part not in ("", "init_args"))
 
 
 def _fitting_keys(channel: str, channels: Collection[str], parameters: Collection[str]) -> list[str]:
-    """Return the keys to which a channel may go, the best one first."""
+    """Return the keys to which a channel may go, best first."""
     same_split = next((names for names in _SPLITS if channel in names), ())
     folders = [f"{name}_dir" for name in (_identifier(channel), *same_split)]
     if channel in _MAIN_CHANNELS or len(channels) == 1:

@@ -23,11 +23,11 @@ def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
     """Build the arguments of the training script from the facts of a job.
 
     The files of a channel named ``config`` become ``--config`` options, to which the service's limit of 2500 characters
-    per hyperparameter does not apply. A ``config`` hyperparameter that names one of these files selects only that one.
+    per hyperparameter does not apply. If a ``config`` hyperparameter names one of these files, only that file is used.
 
     Args:
         job: The facts.
-        directory: The folder to which relative paths of config files refer.
+        directory: Base folder for relative paths of config files.
 
     Raises:
         HyperparameterError: A hyperparameter cannot become an argument.
@@ -43,28 +43,28 @@ def secret_options(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the ``--name=value`` and ``name=value`` arguments whose values are secret.
 
     Args:
-        arguments: What ``job_arguments`` or ``to_overrides`` has built.
+        arguments: The result of ``job_arguments`` or ``to_overrides``.
     """
     options = [argument for argument in arguments if "=" in argument]
     names = [_option_name(option) for option in options if shown_arguments([option]) != [option]]
-    return tuple(name for name in names if "," not in name)  # they travel as a list with commas
+    return tuple(name for name in names if "," not in name)  # the names are passed on as a comma-separated list
 
 
 def without_options(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return arguments without the ``--name=value`` of these names."""
+    """Return the arguments without the options of these names."""
     return [argument for argument in arguments if "=" not in argument or _option_name(argument) not in names]
 
 
 def with_options_of_job(
     arguments: Sequence[str], names: Sequence[str], job: SageMakerJob, directory: Path
 ) -> list[str]:
-    """Return arguments with options that the launcher has left out, each at its place.
+    """Return the arguments with the options that the launcher left out, each in its original place.
 
     Args:
         arguments: Arguments of this process, without the program.
-        names: The options that the launcher has left out.
+        names: Names of the options that the launcher left out.
         job: The facts, with the values.
-        directory: The folder to which relative paths of config files refer.
+        directory: Base folder for relative paths of config files.
     """
     options = [argument for argument in job_arguments(job, directory) if argument.startswith("-")]
     kept = without_options(options, names)
@@ -81,9 +81,9 @@ def _option_name(argument: str) -> str:
 def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
     """Return whether sagemaker-training or an SDK v3 driver built a command line from the job's hyperparameters.
 
-    Both write a ``--name value`` pair for each hyperparameter, and lose types (None becomes an empty string, a dict
-    ``a=1,b=2``); ``job_arguments`` keeps them. Other values for the same names come from a script's author
-    (``run.sh``: ``python train.py --data.batch_size 64``) and take precedence; a log line names them.
+    Both write a ``--name value`` pair for each hyperparameter and lose types (None becomes an empty string, a dict
+    ``a=1,b=2``), which ``job_arguments`` keeps. If values differ, the script's author wrote them (``run.sh``: ``python
+    train.py --data.batch_size 64``): they take precedence, and a log line names them.
 
     Args:
         argv: Arguments of this process, without the program.
@@ -101,12 +101,12 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
         if _unquoted(value) not in _renderings(hyperparameter):
             different.append(f"{option} {shown(name, value)} (hyperparameter: {shown(name, hyperparameter)})")
     if different:
-        logger.warning("The script's command line wins over the job's hyperparameters: %s.", ", ".join(different))
+        logger.warning("The script's command line overrides the job's hyperparameters: %s.", ", ".join(different))
     return not different
 
 
 def _renderings(hyperparameter: str) -> set[str]:
-    """Return the values that either program may write for a hyperparameter, as ``_unquoted`` returns them."""
+    """Return the values that either program may write for a hyperparameter, in the form of ``_unquoted``."""
     try:
         value = json.loads(hyperparameter)
     except ValueError:
@@ -114,19 +114,19 @@ def _renderings(hyperparameter: str) -> set[str]:
     text = ",".join(f"{key}={value[key]}" for key in sorted(value)) if isinstance(value, dict) else str(value)
     # sagemaker-training, mapping.py, to_cmd_args; SDK v3, container_drivers/common/utils.py, safe_serialize.
     rendered = (hyperparameter, "" if value is None else text, json.dumps(value))
-    return {_unquoted(one) for one in rendered}
+    return {_unquoted(text) for text in rendered}
 
 
 def _unquoted(value: str) -> str:
-    """Remove the characters that a shell between the program and the script may have removed, and optional blanks."""
+    """Remove optional blanks, and the characters that a shell between program and script may have removed."""
     return re.sub(r"[\s'\"\\\\]", "", value)
 
 
 def _in_config_channel(argument: str, job: SageMakerJob, directory: Path) -> str:
-    """Replace ``--config=name`` by the path in the config channel, unless the file exists elsewhere."""
+    """Replace the name in ``--config=name`` with its path in the config channel, unless the file exists elsewhere."""
     option, _, name = argument.partition("=")
     channel = job.channels.get(CONFIG_CHANNEL)
-    # For a text that is not a path (an inline config is too long), os.path.exists returns False; Path.exists raises.
+    # Not Path.exists, which raises if the text is not a path (an inline config may be too long).
     if option != "--config" or channel is None or os.path.exists(directory / name):
         return argument
     path = channel.path / name

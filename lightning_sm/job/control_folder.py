@@ -1,13 +1,13 @@
-"""The control folder, in which the processes of a script tell their launcher where they stand while they run.
+"""The control folder, through which the processes of a script report their progress to the launcher.
 
-The launcher names it in ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process of a data host, has
-a file there: its existence asks for the gentle signal when the job is stopped, its content says where the process
-stands. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is written.
+The launcher sets its path in ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process of a data host,
+creates a file there. The file's existence asks for the gentle signal when the job is stopped; its content is the
+process's progress. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is written.
 
-Files of the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (made by faulthandler on request),
+Files of the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (written by faulthandler on request),
 ``saved.jsonl`` (the checkpoints of an interruption), ``failure-<pid>.json`` (see ``job/failure_file.py``),
 ``options-read`` (a process has read the options that its command line lacks) and ``peers-gone`` (another host, or
-another rank of this one, has failed).
+another rank on this host, has failed).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lightning_sm.job.failure_file import PREFIX as FAILURE
 from lightning_sm.job.failure_file import SUFFIX as FAILURE_SUFFIX
 from lightning_sm.job.variables import CONTROL_DIR
 
-# Asks a process for the stacks of its threads. faulthandler answers in C, even while Python code cannot run. No library
-# uses real-time signals; macOS has none.
+# Asks a process for the stacks of its threads. faulthandler handles it in C, even while Python code cannot run. A
+# real-time signal, because no library uses these; macOS has none.
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1 - 2) + 2
 _PROCESS = "process-"
 _STACKS = "stacks-"
@@ -44,7 +44,7 @@ _LINE_BYTES = 120
 
 
 class Phase(Enum):
-    """The phase of a process; the value is for people."""
+    """The phase of a process; the values are for messages."""
 
     STARTING = "starting"
     SETTING_UP = "setting up"
@@ -64,22 +64,22 @@ class Phase(Enum):
 
     @property
     def may_pause(self) -> bool:
-        """Whether it may take longer than any step, as it compiles, saves a checkpoint, or runs the user's own code."""
+        """Whether the phase may take longer than any step, to compile, save a checkpoint or run the user's code."""
         return self not in (Phase.TRAINING, Phase.WAITING_FOR_BATCH, Phase.VALIDATING)
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The last report of where a process stands.
+    """The last progress report of a process.
 
     Attributes:
-        pid: The process.
-        at: When it reported, in seconds of ``time.monotonic``, which all processes of a host share.
-        rank: Its global rank; -1 before it is known, and for data hosts.
-        step: Completed optimizer steps.
+        pid: Process id.
+        at: Time of the report in seconds of ``time.monotonic``, which all processes of a host share.
+        rank: Global rank; -1 before it is known, and for data hosts.
+        step: Number of completed optimizer steps.
         epoch: The epoch, from 0.
-        phase: Its phase.
-        error: The exception with which it failed.
+        phase: The phase of the process.
+        error: The exception with which the process failed.
         trained_epoch: The epoch of the last completed training batch, from 1; 0 before the first one.
     """
 
@@ -94,12 +94,12 @@ class Beat:
 
     @property
     def doing(self) -> str:
-        """The phase and the error of the process, for people."""
+        """The phase and the error of the process, for messages."""
         return f"{self.phase.value} with {self.error}" if self.error else self.phase.value
 
 
 class OwnProcess:
-    """This process, as it shows itself to the launcher.
+    """This process's side of the control folder.
 
     Args:
         folder: The control folder.
@@ -114,9 +114,9 @@ class OwnProcess:
         self.beat()
 
     def handle_stacks_signal(self) -> None:
-        """Write stacks on ``STACKS_SIGNAL``, again if another handler has taken the place of the first."""
-        # At the end of each call of a Trainer, Lightning restores the handlers of all signals that Python knew before,
-        # by which this one would be lost, and the signal would kill the process. Let Python know one.
+        """Write stacks on ``STACKS_SIGNAL``; call this again if another handler has replaced the first."""
+        # Also install a Python handler: at the end of each Trainer call, Lightning restores the Python handlers of all
+        # signals. That would remove faulthandler's, and the signal would kill the process.
         if threading.current_thread() is threading.main_thread():
             signal.signal(STACKS_SIGNAL, self._write_stacks)
         write_stacks_on_signal(self._stacks)
@@ -135,31 +135,31 @@ class OwnProcess:
         *,
         trained_epoch: int = 0,
     ) -> None:
-        """Report where this process stands; see ``Beat``."""
+        """Report the progress of this process; see ``Beat``."""
         line = f"{time.monotonic():.3f} {rank} {step} {epoch} {trained_epoch} {phase.name} {error}"
         os.pwrite(self._file, line.encode(errors="replace")[:_LINE_BYTES].ljust(_LINE_BYTES), 0)
 
     def note_saved(self, paths: Sequence[Path]) -> None:
-        """Tell the launcher that the ranks leave because of an interruption, and which files of this host they saved.
+        """Tell the launcher that the ranks exit because of an interruption, and which files they saved on this host.
 
         Args:
-            paths: Files of the checkpoint; none if another host has them, or if there was nothing to save yet.
+            paths: Files of the checkpoint; empty if another host has them, or if there was nothing to save.
         """
         with (self._folder / _SAVED).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(str(path)) + "\n" for path in paths)
 
     def are_peers_gone(self) -> bool:
-        """Return whether the job has failed on another host, so that collective calls can only hang."""
+        """Return whether the job has failed on another host, so that collective calls would hang."""
         return (self._folder / _PEERS_GONE).exists()
 
 
 def write_stacks_on_signal(file: int) -> None:
-    """Let faulthandler write the stacks of all threads of this process whenever it gets ``STACKS_SIGNAL``.
+    """Have faulthandler write the stacks of all threads of this process on ``STACKS_SIGNAL``.
 
     Args:
-        file: The descriptor to which it writes, for as long as the process lives.
+        file: The descriptor to write to, which must stay open for as long as the process lives.
     """
-    # First, as faulthandler does not notice when another handler has taken the place of its own.
+    # Unregister first: faulthandler does not notice that another handler has replaced its handler.
     faulthandler.unregister(STACKS_SIGNAL)
     faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
 
@@ -171,10 +171,10 @@ def announce(env: Mapping[str, str] = os.environ) -> OwnProcess | None:
         env: Environment variables.
 
     Returns:
-        This process, as the same object in every call; None without a launcher.
+        This process, the same object in every call; None without a launcher.
     """
     folder = CONTROL_DIR.read(env)
-    # For a process that outlives its launcher, the folder is gone.
+    # The folder is gone if this process has outlived its launcher.
     if folder is None or not folder.is_dir():
         return None
     process = _announced(os.getpid(), folder)
@@ -198,7 +198,7 @@ class ControlFolder:
     """The launcher's side of the folder; a context manager that removes it.
 
     Args:
-        path: The folder, which exists.
+        path: The folder, which must exist.
 
     Attributes:
         path: The folder.
@@ -211,7 +211,7 @@ class ControlFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Ignore errors, because a process that has left its group may still write into the folder.
+        # Ignore errors: a process that has left its process group may still write into the folder.
         shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self) -> None:
@@ -220,25 +220,25 @@ class ControlFolder:
             path.unlink()
 
     def beats(self) -> list[Beat]:
-        """Return the beats of all processes that have announced themselves, whether or not they still run."""
+        """Return the beats of all processes that have announced themselves, even if they have exited."""
         beats = []
         for path in sorted(self.path.glob(f"{_PROCESS}*")):
-            # Another program may have made the file by hand, to get the gentle signal, or may just be making it. Or
-            # ``clear`` removes it, because the script starts again.
+            # Skip a file that another program made to get the gentle signal, a file that is not complete, and one that
+            # ``clear`` has just removed because the script restarts.
             with contextlib.suppress(ValueError, KeyError, FileNotFoundError):
                 line = path.read_text(encoding="utf-8", errors="replace")
                 beats.append(_parsed(int(path.name.removeprefix(_PROCESS)), line))
         return beats
 
     def pids(self) -> set[int]:
-        """Return the processes that have announced themselves, or would say why they die."""
+        """Return the ids of the processes that have announced themselves or report their failures."""
         paths = [*self.path.glob(f"{_PROCESS}*"), *self.path.glob(f"{FAILURE}*{FAILURE_SUFFIX}")]
         texts = (path.stem.rpartition("-")[2] for path in paths)
         return {int(text) for text in texts if text.isdecimal()}
 
     @property
     def peers_gone(self) -> Path:
-        """The file whose existence says to the processes that others have failed."""
+        """The file whose existence tells the processes that others have failed."""
         return self.path / _PEERS_GONE
 
     def say_peers_gone(self) -> None:
@@ -246,7 +246,7 @@ class ControlFolder:
         self.peers_gone.touch()
 
     def saved(self) -> list[Path] | None:
-        """Return the files that this host saved because of an interruption; None if its ranks did not leave so."""
+        """Return the files that this host saved in an interruption, or None if its ranks were not interrupted."""
         try:
             lines = (self.path / _SAVED).read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -258,7 +258,7 @@ class ControlFolder:
         return (self.path / _OPTIONS_READ).exists()
 
     def stacks(self, pid: int) -> str | None:
-        """Return the stacks that a process has written so far; None if it does not handle ``STACKS_SIGNAL``."""
+        """Return the stacks that a process has written so far, or None if it does not handle ``STACKS_SIGNAL``."""
         try:
             return (self.path / f"{_STACKS}{pid}").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:

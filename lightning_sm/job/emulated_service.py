@@ -1,7 +1,4 @@
-"""The service's decisions about instance groups: which host is in which group, and what each host reads about it.
-
-Made here for the emulator, which replaces the service on this machine.
-"""
+"""The service's assignment of hosts to instance groups, and its ``resourceconfig.json``, for the emulator."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class GroupSpec:
     Attributes:
         name: Name of the group; a name that starts with "data" makes its hosts serve data.
         num_hosts: Number of hosts.
-        instance_type: The type that ``resourceconfig.json`` claims; it decides roles, not speed.
+        instance_type: The type in ``resourceconfig.json``, which affects roles but not speed.
     """
 
     name: str
@@ -34,9 +31,9 @@ def deal_hosts(specs: Sequence[GroupSpec], hosts: Sequence[str], draw: random.Ra
     """Assign the hosts to the groups at random, as the service does.
 
     Args:
-        specs: The groups; their numbers of hosts add up to ``len(hosts)``.
+        specs: The groups, whose numbers of hosts add up to ``len(hosts)``.
         hosts: Names of all hosts.
-        draw: The random state. The same state assigns the same positions of ``hosts`` to the same groups.
+        draw: The random state. The same state assigns the same positions in ``hosts`` to the same groups.
     """
     unassigned = list(hosts)
     draw.shuffle(unassigned)
@@ -53,10 +50,10 @@ def group_of(groups: Sequence[InstanceGroup], host: str) -> InstanceGroup:
 
 
 def resource_config_of(groups: Sequence[InstanceGroup], host: str) -> dict[str, Any]:
-    """Return what the service writes to a host's ``resourceconfig.json``, except the network interface.
+    """Return the content of a host's ``resourceconfig.json``, without the network interface.
 
     Source:
-        Logs of real jobs: ``hosts`` are sorted as text (algo-10 before algo-2), the hosts of a group are not.
+        Logs of real jobs: ``hosts`` are sorted as text (algo-10 before algo-2); the hosts of a group are unsorted.
     """
     current = group_of(groups, host)
     return {

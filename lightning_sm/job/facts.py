@@ -1,8 +1,8 @@
 """The facts of a SageMaker training job, read once and frozen.
 
-The service, the sagemaker-training toolkit, the local modes of SDK v2 and v3 and users' own images each set a
-different part of the container contract. ``SageMakerJob`` reads them in a fixed order, and records the source
-of the hosts.
+The service, the sagemaker-training toolkit, the local modes of SDK v2 and v3, and custom images each set a different
+part of the container contract. ``SageMakerJob`` reads these sources in a fixed order, and records the source of the
+hosts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAI
 
 # The toolkit's name for the only group of a job without instance groups (sagemaker-training, environment.py).
 _SINGLE_GROUP = "homogeneousCluster"
-# SDK v3 ships the user's code and its own drivers as input channels of these names; SDK v2 ships the code as one if the
-# hosts have no network.
+# SDK v3 ships the user's code and its drivers as input channels of these names. SDK v2 ships the code as a channel if
+# the hosts have no network.
 _SDK_V3_DRIVERS_CHANNEL = "sm_drivers"
 CODE_CHANNEL = "code"
 CODE_CHANNEL_DIR = f"/opt/ml/input/data/{CODE_CHANNEL}"
-# SageMaker's variable, not ours; local mode and sagemaker-training set it.
+# Set by local mode and sagemaker-training.
 _NUM_GPUS = Setting[int | None](
     name="SM_NUM_GPUS",
     parse=whole_number(0, 1024),
@@ -38,7 +38,7 @@ _NUM_GPUS = Setting[int | None](
     default_text="the device files are counted",
     meaning="NVIDIA GPUs of this host.",
 )
-# The hyperparameter by which the SDK asks for SageMaker's data parallel library (SMDDP).
+# The hyperparameter with which the SDK requests SageMaker's data parallel library (SMDDP).
 _SMDDP = "sagemaker_distributed_dataparallel_enabled"
 
 _T = TypeVar("_T")
@@ -112,16 +112,17 @@ class Channel:
 
 @dataclass(frozen=True)
 class SageMakerJob:
-    """The facts of a training job that one of its hosts knows.
+    """The facts of a training job, as seen from one of its hosts.
 
     Attributes:
         current_host: Name of this host, for example ``algo-1``.
         hosts: Names of all hosts, in the order of the source (the service sorts them as text).
         groups: Instance groups; exactly one in a homogeneous job.
         source: File or variable that the hosts came from, for error messages.
-        has_own_file: Whether that is the file, which is always this host's own. mpirun may pass on variables of rank 0.
+        has_own_file: Whether the hosts came from the file, which always belongs to this host. Variables may be those of
+            rank 0, passed on by mpirun.
         base_dir: The folder that SageMaker calls ``/opt/ml``.
-        network_interface: Interface named by the service. It may not exist here (SDK v3 writes one that does not).
+        network_interface: Interface named by the service. It may not exist (SDK v3 writes one that does not).
         channels: Input channels of this host, by name.
         hyperparameters: The strings of ``hyperparameters.json``, undecoded.
         checkpoint_dir: Folder that is synchronised with S3, or None if the job has no checkpoint configuration.
@@ -129,9 +130,9 @@ class SageMakerJob:
         tensorboard_dir: Folder that is uploaded during training, or None if the job has no TensorBoard output.
         name: Name of the training job, if known.
         run_key: 32 hexadecimal digits by which loggers recognise the job: the same in every attempt, but different for
-            a job of the same name in another account or region. None without a name.
+            a job of the same name in another account or region. None if the name is unknown.
         num_gpus: Number of NVIDIA GPUs of this host.
-        addresses: IP address by host name, for hosts that no resolver knows (``LIGHTNING_SM_HOST_ADDRESSES``).
+        addresses: IP address by host name, for hosts whose names do not resolve (``LIGHTNING_SM_HOST_ADDRESSES``).
         data_groups: Groups that serve data (``LIGHTNING_SM_DATA_GROUPS``), or None to choose by rule.
         main_port: Port of rank 0 (``LIGHTNING_SM_MAIN_PORT``), or None to derive it from the job.
         devices: Number of processes on each trainer host (``LIGHTNING_SM_DEVICES``), or None for all accelerators.
@@ -159,7 +160,7 @@ class SageMakerJob:
 
     @property
     def is_heterogeneous(self) -> bool:
-        """Whether the job has more than one instance group (the key alone proves nothing, as it is always there)."""
+        """Whether the job has more than one instance group; ``instance_groups`` exists in homogeneous jobs, too."""
         return len(self.groups) > 1
 
     @property
@@ -169,7 +170,7 @@ class SageMakerJob:
 
     @property
     def shares_machine(self) -> bool:
-        """Whether the hosts of the job share this machine, in that this one's address is of the loopback interface."""
+        """Whether the job's hosts share this machine, in which case this host has a loopback address."""
         try:
             return ipaddress.ip_address(self.addresses.get(self.current_host, "")).is_loopback
         except ValueError:
@@ -177,9 +178,9 @@ class SageMakerJob:
 
     @property
     def asks_for_smddp(self) -> bool:
-        """Whether ``distribution={...}`` asks for SageMaker's data parallel library (SMDDP).
+        """Whether ``distribution={...}`` requests SageMaker's data parallel library (SMDDP).
 
-        It may also have asked for ``pytorchddp``, for which SDK v2 sends the same hyperparameters (sagemaker 2.257.7,
+        True also for ``pytorchddp``, for which SDK v2 sends the same hyperparameters (sagemaker 2.257.7,
         pytorch/estimator.py, ``PyTorch.__init__``).
         """
         return self.hyperparameters.get(_SMDDP, "").lower() == "true"
@@ -201,7 +202,7 @@ class SageMakerJob:
 
     @property
     def host_output_dir(self) -> Path:
-        """This host's own folder in ``output.tar.gz``, where files of the same name on two hosts would collide."""
+        """This host's folder in ``output.tar.gz``, separate so that files of the same name do not collide."""
         return self.output_dir / "data" / self.current_host
 
     @property
@@ -216,14 +217,14 @@ class SageMakerJob:
         """Read the facts of the job that this process runs in.
 
         Hosts and groups come from ``resourceconfig.json``, else ``SM_RESOURCE_CONFIG``, else ``SM_HOSTS`` and
-        ``SM_CURRENT_HOST``: only the file is always this host's own (mpirun hands rank 0's variables to all).
+        ``SM_CURRENT_HOST``. Only the file always belongs to this host, because mpirun passes rank 0's variables to all.
 
         Args:
             env: Environment variables.
-            base_dir: The folder to use for ``/opt/ml``. Default: ``SAGEMAKER_BASE_DIR``, else ``/opt/ml``.
+            base_dir: The folder to use for ``/opt/ml``. Defaults to ``SAGEMAKER_BASE_DIR``, else ``/opt/ml``.
 
         Returns:
-            The job, or None off SageMaker: no file and none of the variables.
+            The job, or None off SageMaker, where neither the file nor the variables exist.
 
         Raises:
             JobConfigError: A source is present but malformed; the message names file, field and value.
@@ -240,7 +241,7 @@ class SageMakerJob:
             return None
         hosts = resources.hosts
         if resources.current_host not in hosts:
-            raise JobConfigError(f"{source}: current_host is {resources.current_host!r}, none of {list(hosts)}.")
+            raise JobConfigError(f"{source}: current_host is {resources.current_host!r}, not one of {list(hosts)}.")
         hyperparameters = _hyperparameters(env, config_dir)
         checkpoint = _read_file(config_dir / "checkpointconfig.json", _Synchronised)
         tensorboard = _read_file(config_dir / "tensorboardoutputconfig.json", _Synchronised)
@@ -272,28 +273,28 @@ class SageMakerJob:
 def _checkpoint_dir(
     checkpoint: _Synchronised | None, base: Path, hyperparameters: Mapping[str, str], name: str | None
 ) -> Path | None:
-    """Return the checkpoint folder; in a tuning job, the training job's own folder below it.
+    """Return the checkpoint folder; in a tuning job, a subfolder for this training job.
 
-    All training jobs of a tuning job have the same address in S3, so one would resume from the checkpoint of another.
+    All training jobs of a tuning job have the same address in S3, so one would resume from another's checkpoint.
     """
     folder = _local_path(checkpoint, base / "checkpoints")
     return folder / name if folder is not None and name is not None and is_tuned(hyperparameters) else folder
 
 
 def base_directory(env: Mapping[str, str]) -> Path:
-    """Return the folder that SageMaker calls ``/opt/ml``; ``SAGEMAKER_BASE_DIR`` moves it."""
+    """Return the folder that SageMaker calls ``/opt/ml``, or its replacement, ``SAGEMAKER_BASE_DIR``."""
     return Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
 
 
 def _read_resources(env: Mapping[str, str], config_dir: Path) -> tuple[str, _ResourceConfig | None]:
-    """Return the file or variable that has the hosts, and its content."""
+    """Return the name of the file or variable with the hosts, and its content."""
     file = config_dir / "resourceconfig.json"
-    found = _read_file(file, _ResourceConfig)
-    if found is not None:
-        return str(file), found
-    found = _read_variable(env, "SM_RESOURCE_CONFIG", _ResourceConfig)
-    if found is not None:
-        return "SM_RESOURCE_CONFIG", found
+    config = _read_file(file, _ResourceConfig)
+    if config is not None:
+        return str(file), config
+    config = _read_variable(env, "SM_RESOURCE_CONFIG", _ResourceConfig)
+    if config is not None:
+        return "SM_RESOURCE_CONFIG", config
     hosts = _read_variable(env, "SM_HOSTS", _Names)
     if hosts is None:
         return "", None
@@ -313,7 +314,7 @@ def _groups(source: str, resources: _ResourceConfig) -> tuple[InstanceGroup, ...
         InstanceGroup(group.instance_group_name, group.hosts, group.instance_type or None)
         for group in resources.instance_groups or ()
     )
-    if not groups:  # v2 and v3 local mode write none
+    if not groups:  # local modes of SDK v2 and v3 write none
         groups = (InstanceGroup(_SINGLE_GROUP, resources.hosts, resources.current_instance_type or None),)
     hosts = [host for group in groups for host in group.hosts]
     names = [group.name for group in groups]
@@ -329,9 +330,9 @@ def _channels(
     env: Mapping[str, str], base: Path, config_dir: Path, hyperparameters: Mapping[str, str]
 ) -> dict[str, Channel]:
     kind = dict[str, _ChannelConfig]
-    stated = _read_file(config_dir / "inputdataconfig.json", kind)
-    if stated is None:
-        stated = _read_variable(env, "SM_INPUT_DATA_CONFIG", kind) or {}
+    configs = _read_file(config_dir / "inputdataconfig.json", kind)
+    if configs is None:
+        configs = _read_variable(env, "SM_INPUT_DATA_CONFIG", kind) or {}
     channels = {
         name: Channel(
             name,
@@ -339,7 +340,7 @@ def _channels(
             config.training_input_mode or "File",
             config.s3_distribution_type or "FullyReplicated",
         )
-        for name, config in stated.items()
+        for name, config in configs.items()
     }
     code = unquoted(hyperparameters.get("sagemaker_submit_directory")) or ""
     if _SDK_V3_DRIVERS_CHANNEL in channels or f"{code}/".startswith(f"{CODE_CHANNEL_DIR}/"):
@@ -351,7 +352,7 @@ def _channels(
 def _hyperparameters(env: Mapping[str, str], config_dir: Path) -> dict[str, str]:
     values = _read_file(config_dir / "hyperparameters.json", dict[str, Any])
     if values is not None:
-        # The API accepts only strings, but containers that write the file themselves use plain JSON values.
+        # The API accepts only strings, but containers that write the file themselves may use other JSON values.
         return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     # The toolkit decoded these values; turn them back into text, as in the file.
     decoded = _read_variable(env, "SM_HPS", dict[str, Any]) or {}
@@ -363,13 +364,13 @@ def _local_path(stated: _Synchronised | None, default: Path) -> Path | None:
 
 
 def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
-    """Return the job's name for ranks on other hosts, to which the toolkit's mpirun passes only ``SM_*`` variables."""
+    """Return the job's name from the toolkit's variables, the only ones that its mpirun passes to other hosts."""
     training = _read_variable(env, "SM_TRAINING_ENV", dict[str, Any]) or {}
     return str(training.get("job_name") or "") or None
 
 
 def _read_file(path: Path, kind: type[_T]) -> _T | None:
-    """Read a JSON file; None if it does not exist."""
+    """Read a JSON file; return None if it does not exist."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -380,14 +381,14 @@ def _read_file(path: Path, kind: type[_T]) -> _T | None:
 
 
 def _read_variable(env: Mapping[str, str], name: str, kind: type[_T]) -> _T | None:
-    """Read JSON in an environment variable; None if it is unset or empty."""
+    """Read JSON from an environment variable; return None if it is unset or empty."""
     text = env.get(name)
     return _decoded(name, text, kind) if text else None
 
 
 def _decoded(source: str, text: str, kind: type[_T]) -> _T:
     try:
-        value = json.loads(text)  # msgspec's own parser refuses NaN, which the toolkit writes
+        value = json.loads(text)  # msgspec's parser rejects NaN, which the toolkit writes
     except (ValueError, RecursionError) as error:  # numbers of more than 4300 digits raise ValueError, too
         raise JobConfigError(f"{source}: not valid JSON ({error}).") from error
     return _converted(source, value, kind)
@@ -405,7 +406,7 @@ def _num_gpus(env: Mapping[str, str]) -> int:
     if num_gpus is not None:
         return num_gpus
     try:
-        # Counted without torch (2 s to import) and without nvidia-smi (absent from slim images).
+        # Count device files: torch takes 2 s to import, and slim images lack nvidia-smi.
         return sum(1 for entry in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", entry))
     except OSError:
         return 0

@@ -1,12 +1,12 @@
-"""The file in which a process that dies of an exception says why: ``failure-<pid>.json`` in the control folder.
+"""The failure file of a process, ``failure-<pid>.json`` in the control folder, with the exception that ended it.
 
-The process writes it from its exception hook, where the exception is an object: its type decides whether it followed
-from the exit of another process, and whether it would recur. The launcher reads it when the script has failed. An empty
-file is a promise: this process would say why it dies. If it dies and the file is still empty, a signal killed it, or it
+The process writes it from its exception hook, where the exception is an object: its type decides whether it was caused
+by the exit of another process, and whether it would recur. The launcher reads it when the script has failed. An empty
+file is a promise to report an exception. If a process exits and its file is still empty, a signal killed it, or it
 called ``sys.exit`` or ``os._exit``.
 
-The file has the format of ``torch.distributed.elastic``. A rank that torchrun has started writes it for torchrun, too,
-where ``TORCHELASTIC_ERROR_FILE`` says: torchrun then shows the exception with which the job failed.
+The file has the format of ``torch.distributed.elastic``. A rank started by torchrun also writes it to
+``TORCHELASTIC_ERROR_FILE``, so that torchrun shows the exception with which the job failed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from lightning_sm.job.traceback_text import START, frame, last_exception, lines_
 from lightning_sm.job.variables import CONTROL_DIR
 
 PREFIX, SUFFIX = "failure-", ".json"
-# torchrun sets it for each rank. It is empty if torchrun keeps no files.
+# Set by torchrun for each rank; empty if torchrun keeps no files.
 _TORCHS = "TORCHELASTIC_ERROR_FILE"
-# The launcher shows 1024 characters in all.
+# More than enough: the launcher shows 1024 characters in all.
 _MAX_LINES = 40
 _MAX_LINE_CHARS = 2000
-# Our own errors that name a contradiction in the job. The others name a host, a port or a file, and so may pass.
+# Errors of this package that are due to a contradiction in the job. Others are about a host, a port or a file, and may
+# not recur.
 _CONTRADICTIONS = (ValueError, ImportError, errors.NeedsLinuxError)
-# Raised where another process has exited, or has told this one to: by name, because this module does not import torch.
+# Raised because another process has exited or told this one to exit. By name, so as not to import torch.
 _OF_OTHER_PROCESSES = ("SIGTERMException", "ProcessRaisedException")
 _LOST_CONNECTIONS = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, KeyboardInterrupt)
 # Gloo, NCCL and TCPStore have no exception type for a lost peer. NCCL may name it on any line.
@@ -51,21 +52,21 @@ _LOST_PEER = re.compile(
 
 
 class ProcessFailure(Struct, frozen=True, forbid_unknown_fields=False):
-    """The exception that ended a process, in its own words.
+    """The exception that ended a process, as the process describes it.
 
-    Code that comes with the job may bring a newer version of this package than the launcher, which has the image's.
+    Unknown fields are ignored: the job's code may bring a newer version of this package than the launcher's image has.
 
     Attributes:
-        rank: Global rank of the process; -1 if it does not know it, and on data hosts.
-        at: When it was raised, in seconds of ``time.monotonic``, which all processes of a host share.
+        rank: Global rank of the process; -1 if unknown, and on data hosts.
+        at: Time of the report in seconds of ``time.monotonic``, which all processes of a host share.
         lines: Type and message as Python prints them.
-        frames: The frames, the raising one last.
+        frames: The frames, innermost last.
         is_consequence: Whether it was raised because another process had exited.
         is_permanent: Whether it would recur in a restarted script.
-        is_passed_on: Whether it was raised on a data host, which is named in ``lines``.
-        dead_children: Children that had exited before: process id, and exit code (-n for signal n). Once this process
-            has waited for them, as it does when it exits, nobody else can know.
-        message: The exception as torchrun reads it.
+        is_passed_on: Whether it was raised on a data host, which ``lines`` names.
+        dead_children: Process ids and exit codes (-n for signal n) of children that had exited before. Nobody else can
+            read them once this process has waited for the children, as it does when it exits.
+        message: The exception in torchrun's format.
     """
 
     rank: int
@@ -80,12 +81,12 @@ class ProcessFailure(Struct, frozen=True, forbid_unknown_fields=False):
 
     @classmethod
     def of(cls, error: BaseException, rank: int = -1) -> ProcessFailure:
-        """Describe an exception; of a chain, the last one that did not follow from another process's exit."""
+        """Describe an exception, or the last one in its chain that was not caused by another process's exit."""
         chain = _chain(error)
-        cause = next((one for one in chain if not followed_from_another(one)), error)
+        cause = next((link for link in chain if not followed_from_another(link)), error)
         lines, frames = _described(cause)
         is_consequence = followed_from_another(cause)
-        # torchrun takes the failure of the earliest second for the cause, then that of the lowest rank.
+        # torchrun blames the failure with the earliest second, then the lowest rank, so date consequences later.
         at = str(int(time.time()) + is_consequence)
         return cls(
             rank=rank,
@@ -108,7 +109,7 @@ class ProcessFailure(Struct, frozen=True, forbid_unknown_fields=False):
 
 
 def would_recur(error: BaseException) -> bool:
-    """Return whether a restart cannot overcome an exception: code that cannot be imported, or settings in conflict."""
+    """Return whether an exception would recur after a restart: a failed import, or contradictory settings."""
     if isinstance(error, (ImportError, SyntaxError)):
         return True
     return isinstance(error, errors.LightningSMError) and isinstance(error, _CONTRADICTIONS)
@@ -118,18 +119,18 @@ def followed_from_another(error: BaseException) -> bool:
     """Return whether an exception was raised because another process had exited, or had told this one to exit."""
     if isinstance(error, _LOST_CONNECTIONS) or type(error).__name__ in _OF_OTHER_PROCESSES:
         return True
-    # What the user's code and lightning_sm raise may quote such a message.
+    # Only errors of torch count: the user's code and lightning_sm may quote such a message.
     is_torchs = type(error) is RuntimeError or type(error).__module__.startswith("torch.")
     return is_torchs and is_lost_peer(f"{type(error).__name__}: {error}")
 
 
 def is_lost_peer(text: str) -> bool:
-    """Return whether a message of torch says that another rank has closed its connection."""
+    """Return whether a message from torch reports that another rank has closed its connection."""
     return _LOST_PEER.search(text) is not None
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and those during whose handling it was raised, as Python prints them, the last first."""
+    """Return an exception and its causes and contexts as Python prints them, the last first."""
     chain: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in chain:
@@ -140,36 +141,34 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _described(error: BaseException) -> tuple[list[str], list[str]]:
-    """Return the lines and the frames of an exception; of one that another process passed on, those from there."""
+    """Return the lines and frames of an exception, taken from the original if another process passed it on."""
     printed = traceback.format_exception_only(type(error), error)
-    # A SyntaxError begins with its file and line, which are a frame.
+    # A SyntaxError begins with its file and line, which are added as a frame below.
     while len(printed) > 1 and printed[0].startswith(" "):
         del printed[0]
     lines = lines_of("".join(printed).rstrip())
-    frames = [
-        frame(one.filename, one.lineno or 0, one.name, one.line) for one in traceback.extract_tb(error.__traceback__)
-    ]
+    frames = [frame(f.filename, f.lineno or 0, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(frame(error.filename, error.lineno or 0, None, (error.text or "").strip()))
     first = next((index for index, line in enumerate(lines) if START.search(line)), None)
     carried = None if first is None else last_exception(lines)
     if carried is None:
         return lines, frames
-    if isinstance(error, errors.RemoteTransformError):  # its text begins with the user's exception, and the place
+    if isinstance(error, errors.RemoteTransformError):  # its message begins with the user's exception and the place
         return [str(error).partition("\n")[0], *lines[1:first]], list(carried.frames)
     return [*carried.lines, *filter(None, lines[:first])], list(carried.frames)
 
 
 class FailureReporter:
-    """The exception hook of this process: writes its failure files, then calls the hook that was there before.
+    """An exception hook that writes this process's failure files, then calls the previous hook.
 
     Args:
-        own: Its file in the control folder; None without a launcher.
-        torchs: Its file for torchrun; None without torchrun.
+        own: The process's file in the control folder; None without a launcher.
+        torchs: The process's file for torchrun; None without torchrun.
 
     Attributes:
-        rank: Returns the global rank; None if it is not known.
-        on_failure: Called when an exception ends this process, before handlers at exit run.
+        rank: Returns the global rank, or None if it is unknown.
+        on_failure: Called when an exception ends this process, before exit handlers run.
     """
 
     def __init__(self, own: Path | None, torchs: Path | None) -> None:
@@ -185,14 +184,14 @@ class FailureReporter:
         atexit.register(self._at_exit)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report an exception, and print it once."""
+        """Report an exception, and print it unless it has been reported."""
         is_printed = error is self._reported
         self.report(error)
         if not is_printed:
             self._hook(kind, error, trace)
 
     def report(self, error: BaseException) -> None:
-        """Write why this process dies, unless it is a fork, whose parent decides what its failure means."""
+        """Write the exception that ends this process; do nothing in a fork, whose parent handles its failure."""
         if os.getpid() != self._pid:
             return
         rank = self.rank()
@@ -201,13 +200,13 @@ class FailureReporter:
         self.on_failure()
 
     def withdraw(self) -> None:
-        """Take back a report: the script has caught the exception, and continues."""
+        """Withdraw a report, because the script has caught the exception and continues."""
         if self._reported is not None and os.getpid() == self._pid:
             self._write(None)
             self._reported = None
 
     def close(self) -> None:
-        """Report nothing from now on. Where another hook has wrapped this one, it stays in place."""
+        """Stop reporting; if another hook has wrapped this one, this one stays installed."""
         _reporters.pop((self._pid, self._own, self._torchs), None)
         atexit.unregister(self._at_exit)
         self._pid = 0
@@ -215,12 +214,12 @@ class FailureReporter:
             sys.excepthook = self._hook
 
     def keep(self) -> None:
-        """Let a report stand although another exit replaces the exception: a signal ends the process meanwhile."""
+        """Keep the report even if the process exits in another way, such as by a signal."""
         self._is_kept = True
 
     def _at_exit(self) -> None:
-        """Report what another hook has not passed on, and withdraw what did not end the process."""
-        error: BaseException | None = getattr(sys, "last_value", None)  # set by Python for an uncaught exception only
+        """Report an exception that another hook did not pass on; withdraw one that did not end the process."""
+        error: BaseException | None = getattr(sys, "last_value", None)  # Python sets it only for an uncaught exception
         if error is None and not self._is_kept:
             self.withdraw()
         elif error is not None and error is not self._reported:
@@ -234,12 +233,12 @@ class FailureReporter:
                 os.replace(new, path)
                 if failure is None and path == self._torchs:
                     path.unlink()  # torchrun fails on an empty file
-            except FileNotFoundError:  # who reads it has gone, and its folder with it
+            except FileNotFoundError:  # the reader has exited and removed its folder
                 continue
-            except OSError as error:  # a full disk, perhaps the reason of this failure, which it must not replace
+            except OSError as error:  # perhaps a full disk; do not raise, which would hide the failure itself
                 for file in (new, path):
                     with contextlib.suppress(OSError):
-                        file.unlink()  # the launcher then takes the reason from stderr
+                        file.unlink()  # the launcher then reads the reason from stderr
                 sys.stderr.write(f"lightning-sm: {new} cannot be written: {error}.\n")
 
 
@@ -247,13 +246,13 @@ _reporters: dict[tuple[int, Path | None, Path | None], FailureReporter] = {}  # 
 
 
 def report_failures(env: Mapping[str, str] = os.environ) -> FailureReporter | None:
-    """Let this process tell its launcher of the exception that ends it.
+    """Have this process report the exception that ends it.
 
     Args:
         env: Environment variables.
 
     Returns:
-        The reporter, the same in every call; None without a launcher and torchrun.
+        The reporter, the same in every call; None without a launcher or torchrun.
     """
     folder, pid = CONTROL_DIR.read(env), os.getpid()
     own = folder / f"{PREFIX}{pid}{SUFFIX}" if folder is not None and folder.is_dir() else None
@@ -264,7 +263,7 @@ def report_failures(env: Mapping[str, str] = os.environ) -> FailureReporter | No
 
 
 def read_failures(folder: Path) -> dict[int, ProcessFailure | None]:
-    """Return what the processes of a script said of their end, by process id; None for a promise that was not needed.
+    """Return the failures of a script's processes by process id; None for a process that reported no exception.
 
     Args:
         folder: The control folder.

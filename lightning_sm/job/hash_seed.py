@@ -1,4 +1,4 @@
-"""The seed of Python's string hashes, which decide on the order of sets."""
+"""The seed of Python's string hashes, which determine the order of sets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ _NAME = "PYTHONHASHSEED"
 
 
 def hash_seed(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that gives all processes of a job the same hashes; a value in ``env`` is kept.
+    """Return the variable that gives all processes of a job the same hashes, with the value in ``env`` if it is set.
 
-    Python draws them anew for each process. Label ids from ``enumerate(set(names))`` would differ between data hosts.
+    By default, Python seeds them differently in each process, so that label ids from ``enumerate(set(names))`` would
+    differ between data hosts.
     """
     return {_NAME: env.get(_NAME) or "0"}

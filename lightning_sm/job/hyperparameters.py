@@ -1,6 +1,6 @@
 """The conversion of ``hyperparameters.json`` to the arguments of a LightningCLI script, and back.
 
-SageMaker stores only text, and each way to start a job turns values into text of its own kind:
+SageMaker stores only text, and each way to start a job converts values to text differently:
 
 =======================================  ========  ===================  ===============  ===========
 way                                      ``None``  ``{"a": None}``      ``"a b"``        ``1e-3``
@@ -10,26 +10,26 @@ SDK v2, framework or ``source_dir``      null      {"a": null}          "a b" (q
 SDK v3, ``ModelTrainer``                 null      {"a": null}          a b              0.001
 =======================================  ========  ===================  ===============  ===========
 
-``to_argv`` undoes all of them, without knowing which it was and with as little change as possible:
+``to_argv`` undoes any of them, without knowing which one it was and with as few changes as possible:
 
-1. If *every* value is valid JSON, the job came by the second way, and JSON strings lose their quotes. The text that was
-   in quotes is final: none of the rules below changes it. In a tuning job, the service writes its own values as raw
-   text beside the others; so there, each value that is a JSON string loses its quotes, whatever the others are.
+1. If *every* value is valid JSON, the job was started the second way, and JSON strings lose their quotes. The text
+   between the quotes is final: the rules below do not change it. In a tuning job, the service writes the values that it
+   chooses as raw text; there, every value that is a JSON string loses its quotes, whatever the other values are.
 2. ``None`` becomes ``null``; ``nan``, ``inf``, ``NaN``, ``Infinity`` and their negatives become YAML's ``.nan`` and
    ``.inf``, the only spellings that jsonargparse reads as numbers.
 3. Lists, tuples and dicts in Python's notation become JSON. JSON lists and dicts keep their text, unless YAML would
-   misread it (``NaN``, surrogate pairs such as an emoji's, unprintable characters, tabs): those are encoded again.
-4. All other text stays as it is, so that a ``str`` parameter receives "007", "1e-3" or "" unchanged.
+   misread it (``NaN``, surrogate pairs such as an emoji's, unprintable characters, tabs); then they are encoded again.
+4. All other text is unchanged, so that a ``str`` parameter receives "007", "1e-3" or "" exactly.
 
 No rule can restore what the text does not contain:
 
 - With SDK v3 and the generic Estimator, a string that reads like a value of rules 2 and 3 ("None", "nan", "('a', 1)")
   is taken for that value.
-- With the same two, if all values happen to be valid JSON, strings with double quotes of their own lose them.
-- Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is left alone: those are names, not literals.
-- Keys of dicts become strings, because JSON has no others, and tuples become lists.
+- With these two, if all values happen to be valid JSON, strings that are themselves in double quotes lose them.
+- Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is unchanged: these are names, not literals.
+- Keys of dicts become strings, as JSON requires, and tuples become lists.
 - The string "null" and None are the same for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
-- The string "--" as a whole value reaches no option: argparse removes it (Python 3.11 and 3.12.1 do, 3.13 does not).
+- The string "--" as a whole value reaches no option: argparse removes it in Python 3.11 and 3.12.1 (not in 3.13).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _YAML_SPELLING = {
     **dict.fromkeys(("inf", "Infinity"), ".inf"),
     **dict.fromkeys(("-inf", "-Infinity"), "-.inf"),
 }
-# JSON that PyYAML, with which jsonargparse reads values, refuses or reads as something else: it accepts no tabs between
-# tokens, does not join surrogate pairs, folds the line separators 85, 2028 and 2029, and refuses the rest.
+# JSON that PyYAML, with which jsonargparse reads values, rejects or misreads: it accepts no tabs between tokens, does
+# not join surrogate pairs, folds the line separators 85, 2028 and 2029, and rejects the rest.
 _NOT_YAML = re.compile(r"NaN|Infinity|\\u[dD][89a-fA-F]|[^\n -~]")
 _ESCAPED_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
@@ -69,7 +69,7 @@ _NOT_JSON = object()
 
 
 def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] = ()) -> list[str]:
-    """Turn the content of ``hyperparameters.json`` into command line arguments.
+    """Convert the content of ``hyperparameters.json`` to command line arguments.
 
     Every option is a single ``--key=value``, so that no value is taken for an option or split by a shell. Options are
     sorted: ``--data={...}`` comes before ``--data.batch_size=32``, and both after the config files that they override.
@@ -77,7 +77,7 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
     Args:
         hyperparameters: Keys and undecoded values. ``subcommand`` becomes the first argument; ``config`` is a path or a
             list of paths; keys meant for the toolkit are dropped.
-        config_files: Paths of config files that come before those of the ``config`` key.
+        config_files: Paths of config files that precede those of the ``config`` key.
 
     Returns:
         For example ``["fit", "--config=gpu.yaml", "--data.batch_size=32"]``.
@@ -100,7 +100,7 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
 
 
 def values_of(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of a script's hyperparameters: what ``to_argv`` writes as text.
+    """Return the values of a script's hyperparameters, which ``to_argv`` returns as text.
 
     Args:
         hyperparameters: Keys and undecoded values; keys meant for the toolkit are dropped.
@@ -110,28 +110,28 @@ def values_of(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _of_script(hyperparameters: Mapping[str, str]) -> tuple[dict[str, str], bool]:
-    """Return the texts of a script's hyperparameters, and whether rule 1 of this module holds."""
+    """Return the texts of a script's hyperparameters, and whether rule 1 of this module applies."""
     kept = {key: value for key, value in hyperparameters.items() if not is_for_toolkit(key)}
     is_json = is_tuned(hyperparameters) or all(_json(value) is not _NOT_JSON for value in kept.values())
     return kept, is_json
 
 
 def encode(config: Mapping[str, Any]) -> dict[str, str]:
-    """Turn a configuration into hyperparameters from which ``to_argv`` restores it.
+    """Convert a configuration to hyperparameters from which ``to_argv`` restores it.
 
-    For the generic Estimator and ``ModelTrainer``, which pass strings on as they are. Framework estimators encode
-    values themselves: give them the values, not this result. Add nothing to the result, because one more value that is
-    not JSON would make the quotes of the others count as text (rule 1 above).
+    Use it with the generic Estimator and ``ModelTrainer``, which pass strings on unchanged. Framework estimators encode
+    values themselves, so pass them the values instead. Add nothing to the result: a value that is not JSON would turn
+    the quotes of all others into text (rule 1 above).
 
-    A nested dict remains one JSON value: only the script's parser knows whether ``{"data": {"size": 3}}`` is a group of
-    options, a class with ``init_args`` or the value of a dict parameter, and jsonargparse reads JSON for all three.
+    A nested dict remains one JSON value: only the script's parser can tell whether ``{"data": {"size": 3}}`` is a group
+    of options, a class with ``init_args`` or the value of a dict parameter, and jsonargparse reads JSON for all three.
     Write ``{"data.size": 3}`` for options that belong to no class, or to keep one value tunable.
 
     Args:
         config: Values of JSON's types by option name, dotted or nested.
 
     Raises:
-        HyperparameterError: A key cannot be an option, or a value has no JSON form, or one that is too long.
+        HyperparameterError: A key cannot be an option, or a value has no JSON form or is too long in JSON.
     """
     encoded: dict[str, str] = {}
     for key, value in config.items():
@@ -144,7 +144,7 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
         if len(encoded[key]) > _MAX_VALUE_LENGTH:
             msg = (
                 f"Hyperparameter {key!r} has {len(encoded[key])} characters in JSON; SageMaker allows "
-                f"{_MAX_VALUE_LENGTH}. Put it in a file beside the script, and name that by the hyperparameter config."
+                f"{_MAX_VALUE_LENGTH}. Put it in a file next to the script, and set hyperparameter config to its path."
             )
             raise HyperparameterError(msg)
     return encoded
@@ -179,7 +179,7 @@ def unquoted(text: str | None) -> str | None:
 
 
 def toolkit_value(text: str) -> Any:
-    """Return the value of a hyperparameter for the toolkit: framework estimators write JSON, others Python literals.
+    """Decode a hyperparameter for the toolkit: framework estimators write JSON, others Python literals.
 
     Args:
         text: The undecoded value.
@@ -201,7 +201,7 @@ def _json(text: str) -> Any:
 
 
 def _python_container(text: str) -> Any:
-    """Return the list, tuple or dict that a text in Python's notation stands for, else None."""
+    """Return the list, tuple or dict that a text contains in Python's notation, or None if there is none."""
     if not text.startswith(("[", "{", "(")):
         return None
     try:
@@ -227,12 +227,12 @@ def _as_yaml(text: str, *, is_json: bool) -> str:
         return text
     try:
         return _dump(container)
-    except (TypeError, RecursionError):  # no configuration holds sets or bytes, or is that deep: this is text
+    except (TypeError, RecursionError):  # a configuration has no sets or bytes and is never this deep: this is text
         return text
 
 
 def _value(text: str, *, is_json: bool) -> Any:
-    """Return the value that a text stands for, by the same rules."""
+    """Return the value that a text represents, by the rules at the top of this module."""
     value = _json(text)
     if is_json and isinstance(value, str):
         return value
@@ -245,7 +245,7 @@ def _value(text: str, *, is_json: bool) -> Any:
 
 
 def _dump(value: Any) -> str:
-    """Return JSON that YAML reads as the same value; ``json.dumps`` writes nan and some characters differently."""
+    """Return JSON that YAML reads as the same value, unlike ``json.dumps`` with nan and some characters."""
     if isinstance(value, dict):
         texts = {key if isinstance(key, str) else json.dumps(key): _dump(item) for key, item in value.items()}
         return "{" + ", ".join(f"{_dump(key)}: {text}" for key, text in texts.items()) + "}"
@@ -260,7 +260,7 @@ def _dump(value: Any) -> str:
 
 
 def _paths(config: str) -> list[str]:
-    """Return the paths in the text of the ``config`` key; a text that is not a list is one path or inline config."""
+    """Return the paths in the text of the ``config`` key; text that is not a list is one path or an inline config."""
     paths = _json(config)
     if paths is None:
         return []
@@ -273,13 +273,13 @@ def _paths(config: str) -> list[str]:
 
 
 def check_name(key: str) -> None:
-    """Raise if the name of a hyperparameter cannot be that of an option.
+    """Check that a hyperparameter's name can be the name of an option.
 
     Args:
         key: The name.
 
     Raises:
-        HyperparameterError: It is empty, begins with a dash, or has an equals sign or a space.
+        HyperparameterError: The name is empty, begins with a dash, or has an equals sign or a space.
     """
     if not key or key.startswith("-") or re.search(r"[\s=]", key):
         msg = f"Hyperparameter {key!r} cannot be an option: its name is empty, begins with '-', or has '=' or a space."

@@ -1,4 +1,4 @@
-"""The instance types of SageMaker: which have accelerators, and how many GPUs and vCPUs.
+"""SageMaker's instance types: their accelerators, GPUs and vCPUs.
 
 Source:
     Amazon EC2 instance types, "Accelerated computing" and "Instance type specifications".
@@ -25,7 +25,7 @@ _G_SIZES = {
     "24xlarge": 4,
     "48xlarge": 8,
 }
-# GPUs by family and size. A type that is not listed counts as unknown, not as wrong: new ones appear every year.
+# GPUs by family and size. Types that are not listed are unknown rather than wrong, since new ones appear every year.
 _GPUS = {
     "g4dn": _G_SIZES,
     "g5": _G_SIZES,
@@ -43,7 +43,7 @@ _GPUS = {
 
 
 def is_accelerated(instance_type: str | None) -> bool | None:
-    """Return whether the instances have accelerators; None if this is not an EC2 type, but local mode's "local"."""
+    """Return whether the instances have accelerators, or None for local mode's "local", which is not an EC2 type."""
     family = _family(instance_type)
     return None if family is None else family in _NVIDIA_FAMILIES | _OTHER_ACCELERATED_FAMILIES
 
@@ -54,7 +54,7 @@ def has_gpus(instance_type: str | None) -> bool:
 
 
 def num_vcpus(instance_type: str | None) -> int | None:
-    """Return the number of vCPUs of an instance, which follows from its size; None if the size does not say it."""
+    """Return the number of vCPUs of an instance, derived from its size, or None if the size is unknown."""
     if _family(instance_type) is None:
         return None
     size = (instance_type or "").rpartition(".")[2]
@@ -65,7 +65,7 @@ def num_vcpus(instance_type: str | None) -> int | None:
 
 
 def num_gpus(instance_type: str | None) -> int | None:
-    """Return the number of GPUs of an instance; 0 for CPU families, None for types that are not listed."""
+    """Return the number of GPUs of an instance: 0 for CPU families, None for types that are not listed."""
     if is_accelerated(instance_type) is False:
         return 0
     family, _, size = (instance_type or "").removeprefix("ml.").partition(".")

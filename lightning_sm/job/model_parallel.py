@@ -1,7 +1,7 @@
-"""The strategy that stands for SageMaker's model parallel library, as the SDK's ``distribution={...}`` configures it.
+"""The strategy that replaces SageMaker's model parallel library, configured by the SDK's ``distribution={...}``.
 
 ``distribution={"smdistributed": {"modelparallel": {"enabled": True, "parameters": {...}}}}`` reaches the job as the
-hyperparameter ``mp_parameters``. The library (SMP v1) is in no image with a torch that this project supports.
+hyperparameter ``mp_parameters``. No image with a supported torch contains the library (SMP v1).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lightning_sm.job.hyperparameters import toolkit_value
 _HYPERPARAMETER = "mp_parameters"
 
 _SCHEDULES = {"interleaved": "1f1b", "simple": "gpipe"}
-# Orders of data, pipeline and tensor parallelism, whose last letter has neighbouring ranks.
+# Orders of data, pipeline and tensor parallelism; the last letter's ranks are neighbours.
 _PLACEMENTS = {
     **dict.fromkeys(("cluster", "DPT", "DTP", "TDP"), "cluster"),
     **dict.fromkeys(("spread", "PDT", "PTD", "TPD"), "spread"),
 }
-# The one value of a parameter that needs nothing here, and what to do instead of the others.
+# For each parameter, the only accepted value, and what to do instead of using another value.
 _ACCEPTED: Mapping[str, tuple[Any, str]] = {
     "auto_partition": (
         True,
@@ -50,7 +50,7 @@ _ACCEPTED: Mapping[str, tuple[Any, str]] = {
         "Remove it: pipeline=interleaved holds the activations of one microbatch for each partition, simple of all",
     ),
 }
-# Parameters that change nothing here, whatever their value.
+# Parameters that have no effect here, whatever their value.
 _WITHOUT_EFFECT = {
     "activation_loading_horizon",
     "allow_empty_shards",
@@ -70,7 +70,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters that have a counterpart here, with the library's defaults."""
+    """The parameters that have a counterpart in this package, with the library's defaults."""
 
     partitions: _Size | None = None
     pipeline_parallel_degree: _Size | None = None
@@ -83,13 +83,13 @@ class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ModelParallelism:
-    """What a job asks for by ``smdistributed.modelparallel``.
+    """The model parallelism that a job requests with ``smdistributed.modelparallel``.
 
     Attributes:
         asked: The parameters of ``modelparallel``.
-        strategy: The strategy: "ddp" if the model is not split.
+        strategy: The strategy; "ddp" if the model is not split.
         options: Arguments of ``PipelineParallelStrategy``; empty for "ddp".
-        ranks: Processes for one replica of the model.
+        ranks: Number of processes for one replica of the model.
         has_replicas: Whether there may be several replicas.
     """
 
@@ -106,7 +106,7 @@ class ModelParallelism:
 
     @property
     def source(self) -> str:
-        """What asks for it, for messages."""
+        """The source of the request, for messages."""
         asked = ", ".join(f"{name}={value}" for name, value in self.asked.items())
         return f"distribution={{...}} asks for smdistributed.modelparallel ({asked})"
 
@@ -114,26 +114,26 @@ class ModelParallelism:
         """Check the number of training processes.
 
         Args:
-            world_size: The number.
+            world_size: Number of training processes.
 
         Raises:
-            StrategyError: It does not consist of whole replicas, or of several although ``ddp`` is not set.
+            StrategyError: The processes are not a whole number of replicas, or are several although ``ddp`` is not set.
         """
         if world_size % self.ranks or (world_size != self.ranks and not self.has_replicas):
             raise StrategyError(
-                f"{self.source}, hence {self.ranks} processes for each replica of the model, but the number of "
-                f"training processes is {world_size}. Change one of them; several replicas need ddp set to true."
+                f"{self.source}, which takes {self.ranks} processes for each replica of the model, but the number of "
+                f"training processes is {world_size}. Change one of the numbers; several replicas need ddp set to true."
             )
 
 
 def requested_model_parallelism(hyperparameters: Mapping[str, str]) -> ModelParallelism | None:
-    """Return what a job asks for by ``smdistributed.modelparallel``; None if it does not.
+    """Return the model parallelism that a job requests with ``smdistributed.modelparallel``, or None.
 
     Args:
         hyperparameters: The content of ``hyperparameters.json``.
 
     Raises:
-        StrategyError: Parameters are unknown, contradict each other, or have values that no strategy has.
+        StrategyError: Parameters are unknown, contradict each other, or have values that no strategy supports.
 
     Source:
         SageMaker Python SDK v2, doc/api/training/smd_model_parallel_general.rst and ``fw_utils.get_mp_parameters``;
@@ -153,7 +153,7 @@ def requested_model_parallelism(hyperparameters: Mapping[str, str]) -> ModelPara
     except msgspec.ValidationError as error:
         names = ", ".join(sorted({*_ACCEPTED, *_WITHOUT_EFFECT, *_Parameters.__struct_fields__}))
         raise _error(
-            f"{', '.join(f'{name}={value!r}' for name, value in read.items())}: {error}", f"Known are {names}"
+            f"{', '.join(f'{name}={value!r}' for name, value in read.items())}: {error}", f"Known parameters: {names}"
         ) from error
     return _strategy(asked, parameters)
 
@@ -164,7 +164,7 @@ def _strategy(asked: Mapping[str, Any], wanted: _Parameters) -> ModelParallelism
         raise _error(
             f"partitions={wanted.partitions} and pipeline_parallel_degree={wanted.pipeline_parallel_degree} contradict "
             "each other",
-            "They are two names of one number: remove one",
+            "They are two names for one number: remove one",
         )
     pipeline = wanted.partitions or wanted.pipeline_parallel_degree or 1
     options = {

@@ -1,4 +1,4 @@
-"""The files that commands write where the user says."""
+"""Output files of commands, at paths that the user chooses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def write_new(file: Path, text: str) -> None:
     """Write a file that must not exist.
 
     Raises:
-        OutputDirectoryError: It exists, or cannot be written.
+        OutputDirectoryError: The file exists or cannot be written.
     """
     try:
         content = text.encode()
@@ -22,16 +22,16 @@ def write_new(file: Path, text: str) -> None:
         name = error.object[max(0, error.start - 20) : error.end]
         raise OutputDirectoryError(f"{file} cannot be written: {name!r} is not text. Rename that file.") from error
     except FileExistsError:
-        raise OutputDirectoryError(f"{file} exists, and is not replaced. Remove it, or name another file.") from None
+        raise OutputDirectoryError(f"{file} already exists. Remove it, or choose another file.") from None
     except OSError as error:
         raise OutputDirectoryError(f"{file} cannot be written: {error.strerror}.") from error
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write or replace a file at once: a reader sees either the old one or the new one. Its folder is made.
+    """Write or replace a file atomically, so that a reader sees the old or the new one. Create its folder if necessary.
 
     Raises:
-        OutputDirectoryError: It cannot be written.
+        OutputDirectoryError: The file cannot be written.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

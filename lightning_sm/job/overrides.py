@@ -1,4 +1,4 @@
-"""The conversion of hyperparameters to the command line of a Hydra script: ``name=value``, in Hydra's own grammar."""
+"""The conversion of hyperparameters to the command line of a Hydra script: ``name=value``, in Hydra's grammar."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import check_name, values_of
 
-# Options of Hydra itself, which are not overrides.
+# Options of Hydra, which are not overrides.
 _OPTIONS = ("config-dir", "config-name", "config-path")
-# Text that means itself without quotes. All else is quoted: a comma would start a sweep, a brace a dict.
+# Text that needs no quotes. All other text is quoted: a comma would start a sweep, a brace a dict.
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
 _WORDS = frozenset({"null", "true", "false", "nan", "inf"})
 _IMPOSSIBLE = re.compile("[\0\ud800-\udfff]")
@@ -21,10 +21,10 @@ _KEY = re.compile(r"[\w./-]+", re.ASCII)
 
 
 def to_overrides(hyperparameters: Mapping[str, str]) -> list[str]:
-    """Turn the content of ``hyperparameters.json`` into arguments of a Hydra script.
+    """Convert the content of ``hyperparameters.json`` to arguments of a Hydra script.
 
     Args:
-        hyperparameters: Names and undecoded values. A name may begin with ``+`` or ``++``, which add what the
+        hyperparameters: Names and undecoded values. A name may begin with ``+`` or ``++``, which add keys that the
             configuration lacks. ``config-name``, ``config-dir`` and ``config-path`` become options of Hydra.
 
     Returns:
@@ -59,8 +59,8 @@ def _element(name: str, value: Any) -> str:
     for key in value:
         if not _KEY.fullmatch(str(key)):
             raise HyperparameterError(
-                f"Hyperparameter {name!r} has the key {key!r}: Hydra's command line has keys of letters, digits and "
-                "._/- only. Write the value into a configuration file."
+                f"Hyperparameter {name!r} has the key {key!r}, but keys on Hydra's command line contain only letters, "
+                "digits and ._/-. Write the value into a configuration file."
             )
     return "{" + ",".join(f"{key}:{_element(name, item)}" for key, item in value.items()) + "}"
 
@@ -69,10 +69,10 @@ def _text(name: str, text: str) -> str:
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
         return text
     if _IMPOSSIBLE.search(text):
-        raise HyperparameterError(f"Hyperparameter {name!r} contains NUL or a lone surrogate: no argument can.")
+        raise HyperparameterError(f"Hyperparameter {name!r} contains NUL or a lone surrogate, which no argument can.")
     return f"'{_QUOTE_OR_END.sub(_escaped, text)}'"
 
 
 def _escaped(match: re.Match[str]) -> str:
-    """Escape a quote. Before it, and before the closing one, backslashes are special."""
+    """Escape a quote, and the backslashes before it or before the closing quote."""
     return 2 * match["backslashes"] + (r"\'" if match["quote"] else "")

@@ -1,8 +1,8 @@
-"""The start of this process: who started it, and which ranks its launcher assigned to it.
+"""The program that started this process, and the ranks that it assigned.
 
 Pure rules over environment variables. Variables such as ``NODE_RANK`` or ``MASTER_ADDR`` linger in base images, shells
-and other launchers, so none counts without proof of the launcher that sets it (Lightning issues 5651 and 13639: stray
-values make every host "node 0", or hang the job).
+and other launchers, so they are ignored without proof of the launcher that sets them (Lightning issues 5651 and 13639:
+stray values make every host "node 0", or hang the job).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import RANK_ZERO_PID
 
-# torchrun and Lightning set these variables; base images and shells may, too.
+# Set by torchrun and Lightning, but perhaps also by base images and shells.
 RANK_VARIABLES = (
     "GROUP_RANK",
     "LOCAL_RANK",
@@ -27,7 +27,7 @@ RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
 )
-# Marks ranks that ``lightning-sm train`` started. torchrun, started by a script, replaces it by an id of its own.
+# Marks ranks that ``lightning-sm train`` started. A torchrun that the script starts replaces it with another id.
 _RUN_ID = "lightning-sm"
 
 
@@ -46,9 +46,9 @@ class RankStart:
     """The start of one process.
 
     Attributes:
-        launcher: Who started it.
-        local_rank: Its position on its host.
-        node_rank: Position of its host as the launcher counts; None if only the topology knows.
+        launcher: The program that started the process.
+        local_rank: Position of the process on its host.
+        node_rank: Position of the host according to the launcher; None if only the topology determines it.
         devices: Number of processes on each host; None if Lightning decides.
         world_size: Number of all processes; None if Lightning decides.
         main_address: Address of rank 0, if the launcher chose it.
@@ -65,7 +65,7 @@ class RankStart:
 
     @classmethod
     def detect(cls, env: Mapping[str, str], parent_pid: int) -> RankStart:
-        """Find out who started this process.
+        """Detect which program started this process.
 
         Args:
             env: Environment variables.
@@ -79,7 +79,7 @@ class RankStart:
             torchrun: PyTorch documentation, "torchrun (Elastic Launch)", environment variables. Open MPI 4:
             FAQ "What environmental variables does Open MPI set?".
         """
-        # torchrun first: mpirun may start one torchrun on each host, which leaves mpirun's variables in place.
+        # Check for torchrun first: if mpirun starts one torchrun on each host, both set their variables.
         if "TORCHELASTIC_RUN_ID" in env:
             return cls._from_torchrun(env)
         if "OMPI_COMM_WORLD_RANK" in env:
@@ -98,7 +98,7 @@ class RankStart:
             node_rank=_number(env, "GROUP_RANK", starter.value),
             devices=_number(env, "LOCAL_WORLD_SIZE", starter.value),
             world_size=_number(env, "WORLD_SIZE", starter.value),
-            # torchrun chooses both itself, and its agent already listens there. Ours are those of the job.
+            # torchrun chooses both, and its agent already listens there. Our launcher uses those of the job.
             main_address=None if is_ours else env.get("MASTER_ADDR"),
             main_port=None if is_ours else _number(env, "MASTER_PORT", starter.value),
         )
@@ -120,11 +120,11 @@ class RankStart:
 
 
 def host_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
-    """Return the variables of each trainer host for scripts that make their process group themselves.
+    """Return the variables of a trainer host for scripts that create their process group themselves.
 
-    They are those by which Lightning's own environment finds a cluster (``LightningEnvironment``). Without a number of
-    processes per host there are no others: with ``LOCAL_RANK``, Lightning would start no local ranks, and with ``RANK``
-    all of them would take themselves for one.
+    ``LightningEnvironment`` detects a cluster by the same variables. If the number of processes per host is unknown, no
+    others may be set: with ``LOCAL_RANK``, Lightning would start no local ranks, and with ``RANK``, all local ranks
+    would have the same rank.
 
     Args:
         job: The facts of the job.
@@ -138,7 +138,7 @@ def host_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
 
 
 def rank_variables(topology: Topology, devices: int, local_rank: int) -> dict[str, str]:
-    """Return the further variables of a rank that ``lightning-sm train`` starts, which are those of torchrun.
+    """Return the further variables of a rank that ``lightning-sm train`` starts; torchrun sets the same ones.
 
     Args:
         topology: Roles and ranks of all hosts.
@@ -167,7 +167,7 @@ def stray_variables(
     Args:
         env: Environment variables.
         launch: How this process was started.
-        of_host: What ``host_variables`` returns for this host: variables with these values are not strays.
+        of_host: The result of ``host_variables`` for this host; variables with these values are not strays.
     """
     if launch.launcher in (RankStarter.TORCHRUN, RankStarter.LIGHTNING, RankStarter.LAUNCHER):
         return ()
@@ -179,6 +179,6 @@ def _number(env: Mapping[str, str], variable: str, launcher: str) -> int:
     if not text.isdecimal():
         raise TopologyError(
             f"{launcher} started this process and always sets {variable} to a number, but it is "
-            f"{env.get(variable)!r}. Find what changes the variable between {launcher} and the script."
+            f"{env.get(variable)!r}. Find out what changes the variable between {launcher} and the script."
         )
     return int(text)

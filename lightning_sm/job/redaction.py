@@ -1,12 +1,12 @@
-"""The redaction of options, hyperparameters and variables: values that are secret by name or by form are hidden.
+"""The redaction of options, hyperparameters and variables, which hides values that are secret by name or by form.
 
-A name says so by one of its dotted parts: by its last word (``trainer.logger.init_args.api_key``, ``HF_TOKEN``,
-``db-password``), or by a word that has no other meaning (``secrets.hub``, ``my_secret_name``). ``tokenizer``,
-``num_tokens`` and ``token_dim`` end in another word; ``eos_token`` and others name a piece of a vocabulary, and
+A name is secret if one of its dotted parts ends in a secret word (``trainer.logger.init_args.api_key``, ``HF_TOKEN``,
+``db-password``), or contains one that has no other meaning (``secrets.hub``, ``my_secret_name``). ``tokenizer``,
+``num_tokens`` and ``token_dim`` end in other words, ``eos_token`` and similar names denote a piece of a vocabulary, and
 ``image_key`` or ``sort_key`` an entry of a mapping.
 
-A value says so by its form, whatever its name: ``//user:password@host``, ``Bearer ...``, the signature in an address.
-Any other secret without such a name is shown, as one among positional arguments is.
+A value is secret by its form, whatever its name: ``//user:password@host``, ``Bearer ...``, the signature in a URL. Any
+other secret without such a name is shown, for example among positional arguments.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 
-# Words before "key", and before "tokens", that say that it opens something. Any other key may be that of a mapping.
+# Words before "key" or "tokens" that make it secret. Any other key may be the key of a mapping.
 _OPENING = (
     "access|account|admin|api|app|auth|client|consumer|decryption|deploy|encryption|gcp|gpg|hf|hmac|hub|kaggle|"
     "license|master|openai|pgp|private|refresh|rsa|secret|service|session|signing|ssh|storage|subscription|wandb"
 )
-# The end of a part of a name, whose words are joined in lower case.
+# Secret ends of a part of a name, whose words are joined in lower case.
 _SAYS_SECRET = re.compile(
     r"(?:token|authorization|connectionstring|(?:secret|password|passwd|passphrase|credential|webhook|"
     rf"(?:{_OPENING})(?:key|token))s?)\Z"
 )
-# Words that say so wherever they are in a part of a name, unless it counts them ("passwords_per_second").
+# Words that make a name secret anywhere in a part, unless it counts them ("passwords_per_second").
 _ALWAYS_SECRET = frozenset(
     [
         "secret",
@@ -46,16 +46,16 @@ _ALWAYS_SECRET = frozenset(
         "webhooks",
     ]
 )
-# Short words that say so at the end only: "pin_memory" and "auth_type" are open.
+# Short words that make a name secret only at the end: "pin_memory" and "auth_type" are not.
 _SECRET_AT_THE_END = frozenset(["pw", "pwd", "jwt", "dsn", "cookie", "cookies", "bearer", "pin", "pat", "auth"])
-# Words behind a name that says so.
+# Words that may follow a secret name.
 _FORMS_OF_VALUES = frozenset(["value", "values", "header", "string", "text", "json", "pem", "raw", "hex"])
-# Words before "token" in the names of tokenizers' special tokens, and of counts.
+# Words before "token" in the names of special tokens and of counts.
 _OTHER_TOKENS = frozenset(
     {"bos", "cls", "eos", "mask", "max", "min", "num", "pad", "per", "sep", "special", "unk", "unknown"}
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-# What is secret in a text, between what is not.
+# Secrets within a text; the named groups are the parts to keep.
 _FORMS = re.compile(
     r"""(?P<user>//[^/\s:@"']*:)[^/\s"']+(?=@)"""
     r"""|(?P<lone>//)[^/\s:@"']{20,}(?=@)"""
@@ -63,46 +63,46 @@ _FORMS = re.compile(
     r"""|(?P<bearer>\b[Bb]earer\s+)[^\s"',;]+"""
     r"""|(?P<query>(?:(?<=[?&;])sig|\bX-(?:Amz|Goog)-(?:Signature|Security-Token|Credential))=)[^&\s"']+"""
     r"""|(?P<begin>-----BEGIN [A-Z ]*PRIVATE KEY-----).*"""
-    # The services' own marks: GitHub, GitLab, Hugging Face, Slack, OpenAI and Anthropic, and JSON Web Tokens.
+    # Prefixes of tokens: GitHub, GitLab, Hugging Face, Slack, OpenAI and Anthropic, and JSON Web Tokens.
     r"""|\b(?:gh[a-z]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_\w{20,}|xox[a-z]-[\w-]{10,}"""
     r"""|sk-(?:(?:proj|ant|svcacct)-[\w-]{16,}|[A-Za-z0-9]{32,})|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)""",
     re.DOTALL,
 )
 _BASIC = re.compile(r"(\b[Bb]asic\s+)([A-Za-z0-9+/]{4,}={0,2})(?![A-Za-z0-9+/=])")
-# A name before its value in JSON, YAML, Python or a command line; not before one that says nothing, or is hidden.
+# A name before its value in JSON, YAML, Python or a command line, unless the value is empty, a constant or hidden.
 _GIVEN = re.compile(
     r"""(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)[\\"']*\s*[:=]"""
     r"""(?!\s*(?:\(hidden\)|(?:null|None|true|True|false|False|""|'')(?=[\s,}\]]|\Z)|\Z))"""
     r"""|(?<![\w.-])--?(?P<option>[A-Za-z_][\w.-]*)[\\"',\s=]"""
 )
-# "--name", "-name", and "name" before an equals sign, as Hydra takes it.
+# "--name", "-name", and Hydra's "name" before an equals sign.
 _NAME = re.compile(r"[-+~]*[A-Za-z_][\w./+\[\]-]*")
 _CONSTANTS = frozenset({"", "null", "none", "~", "true", "false"})
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a name says that its value, or any value below it, is secret."""
+    """Return whether a name marks its value, or any value below it, as secret."""
     return any(map(_says_secret, name.split(".")))
 
 
 def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
-    """Return what people may see of a value.
+    """Return a value with its secrets hidden.
 
     Args:
         name: Name of the option, hyperparameter, field or variable; empty for a value without a name.
         value: Text, or the value itself.
-        hidden: The replacement of secrets.
+        hidden: The replacement for secrets.
 
     Returns:
-        The same value with ``hidden`` in place of secrets, and of texts that give a secret, such as JSON with its name.
-        None, true and false are not secret.
+        The value with ``hidden`` in place of secrets, and of texts that contain a named secret, such as JSON. None,
+        true and false are never secret.
     """
     if is_secret(name):
         return value if _is_constant(value) or _is_size(name, value) else hidden
     if isinstance(value, str):
         return _shown_text(value, hidden)
     if isinstance(value, Mapping):
-        # AWS writes tags and variables as pairs.
+        # AWS represents tags and variables as pairs, in which the secret name is another value.
         named = {"Value": str(value.get("Key", value.get("Name", "")))} if "Value" in value else {}
         return {key: shown(named.get(key, str(key)), item, hidden) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -113,14 +113,14 @@ def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
 
 
 def shown_arguments(arguments: Sequence[str], hidden: str | None = HIDDEN) -> list[Any]:
-    """Return what people may see of a command line.
+    """Return a command line with its secrets hidden.
 
     Args:
-        arguments: Its words: ``--name=value``, ``--name value``, ``name=value`` and others.
-        hidden: The replacement of secrets.
+        arguments: The words: ``--name=value``, ``--name value``, ``name=value`` and others.
+        hidden: The replacement for secrets.
     """
     words: list[Any] = []
-    is_value = False  # whether the next word is the value of an option whose name says that it is secret
+    is_value = False  # whether the next word is the value of a secret option
     for argument in arguments:
         if is_value and not argument.startswith("--"):
             words.append(argument if _is_constant(argument) else hidden)
@@ -150,7 +150,7 @@ def _says_secret(part: str) -> bool:
 
 
 def _plain(option: str) -> str:
-    """Return the name in an option, without dashes and without jsonargparse's "+" for another item of a list."""
+    """Return the name of an option, without dashes and without jsonargparse's "+" for appending to a list."""
     return option.lstrip("-+~").rstrip("+")
 
 
@@ -159,7 +159,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _is_size(name: str, value: Any) -> bool:
-    """Return whether this is a number below a part of a model that is called "token"."""
+    """Return whether this is a number below a model part whose name ends in "token"."""
     *parents, last = name.split(".")
     if _says_secret(last) or any(_says_secret(part) and not part.lower().endswith("token") for part in parents):
         return False
@@ -181,7 +181,7 @@ def _masked_form(match: re.Match[str]) -> str:
 
 
 def _masked_basic(match: re.Match[str]) -> str:
-    """Hide what is a user and a password: "Basic" may also begin a sentence."""
+    """Hide the text after "Basic" only if it encodes user and password: the word may also begin a sentence."""
     try:
         is_pair = b":" in base64.b64decode(match[2], validate=True)
     except binascii.Error:

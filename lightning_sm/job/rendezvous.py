@@ -1,4 +1,4 @@
-"""The conditions for the ranks of a job to connect: the main host's name resolves, and the main port is free."""
+"""The preconditions for a job's ranks to connect: the main host's name resolves, and the main port is free."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_sm.job.variables import MAIN_PORT
 
 logger = logging.getLogger(__name__)
 
-# How long sagemaker-training waits for the hosts of a job to resolve (entry_point.py): a large cluster's last host
-# may start minutes after the first.
+# As long as sagemaker-training waits for a job's host names (entry_point.py): the last host of a large cluster may
+# start minutes after the first.
 RESOLVE_TIMEOUT_S = 15 * 60.0
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
@@ -46,11 +46,11 @@ def wait_for_host(
 
     Args:
         host: The host to wait for.
-        addresses: IP addresses of hosts that no resolver knows.
-        timeout_s: Seconds to wait.
+        addresses: IP addresses of hosts whose names do not resolve.
+        timeout_s: Maximum wait in seconds.
         is_reporter: Whether this process logs a line for each attempt. One process per host is enough.
         is_known: Returns whether an address resolves.
-        pause: Waits for a number of seconds, because nothing announces that a name now resolves.
+        pause: Sleeps for a number of seconds; polling is necessary, because nothing announces a new name.
 
     Raises:
         HostResolutionError: The name did not resolve in time.
@@ -71,15 +71,15 @@ def wait_for_host(
 
 
 def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
-    """Raise at once if a port is taken: torch would leave the other hosts waiting for half an hour.
+    """Raise at once if a port is taken, or torch would leave the other hosts waiting for half an hour.
 
     Args:
         port: Port on which this process is about to listen.
         host: Name of this host, for the error message.
-        listener: What listens on the port, for the error message.
+        listener: Name of the listener, for the error message.
 
     Raises:
-        PortInUseError: Another process listens on the port, or this process lacks permission to.
+        PortInUseError: Another process listens on the port, or this process has no permission to.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,7 +95,7 @@ def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
 
 
 def own_address(job: SageMakerJob) -> str:
-    """Return the address of the job's interface, so that servers for the other hosts listen only there."""
+    """Return the address of the job's network interface, on which servers for the other hosts listen."""
     if job.current_host in job.addresses:
         return job.addresses[job.current_host]
     for address in psutil.net_if_addrs().get(job.network_interface or "", []):
@@ -105,8 +105,8 @@ def own_address(job: SageMakerJob) -> str:
         return socket.gethostbyname(job.current_host)
     except OSError:
         logger.warning(
-            "The address of host %s is unknown: %s, and its own name does not resolve. Listening on all interfaces.",
+            "The address of host %s is unknown: %s, and its name does not resolve. Listening on all interfaces.",
             job.current_host,
             f"it has no interface {job.network_interface}" if job.network_interface else "the job names no interface",
         )
-        return "0.0.0.0"  # noqa: S104 - the warning says so
+        return "0.0.0.0"  # noqa: S104 - with the warning above

@@ -1,4 +1,4 @@
-"""The keys by which the hosts of a job recognise each other, all derived from one secret."""
+"""The keys with which a job's hosts authenticate each other, all derived from one secret."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lightning_sm.job.variables import JOB_SECRET
 
 
 def new_secret() -> dict[str, str]:
-    """Return the variable that gives a new secret to the hosts of a job."""
+    """Return the variable that passes a new secret to the hosts of a job."""
     return {JOB_SECRET.name: secrets.token_hex(32)}
 
 
 def job_key(purpose: str, job: str, env: Mapping[str, str]) -> bytes:
     """Return a key of a job, which does not reveal the job's secret or its keys for other purposes.
 
-    Without a secret, anyone who knows the job's name can derive the key, which then only separates jobs that meet by
-    accident.
+    Without a secret, anyone who knows the job's name can derive the key, which then only protects against accidental
+    connections between jobs.
 
     Args:
-        purpose: The purpose of the key, with the version of the messages that it belongs to.
+        purpose: The purpose of the key, with the version of the messages that it protects.
         job: The job's ARN or name.
-        env: Environment variables, which may contain the job's secret.
+        env: Environment variables, perhaps with the job's secret.
 
     Raises:
         JobConfigError: The secret is too short.

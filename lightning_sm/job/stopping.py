@@ -1,4 +1,4 @@
-"""The stop of a host: the signals, their schedule, and the outcomes of scripts and jobs."""
+"""Signals and schedule for stopping a host, and the outcomes of scripts and jobs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from enum import Enum
 
 from lightning_sm.job.variables import STOP_SCHEDULE
 
-# Asks a training script to save a checkpoint and exit. Not SIGTERM, on which Lightning makes a collective call, which
+# Asks a training script to save a checkpoint and exit. Not SIGTERM, for which Lightning makes a collective call that
 # deadlocks unless all ranks get the signal at the same moment (Lightning issue 20806).
 GENTLE_SIGNAL = signal.SIGUSR2
-# An interrupted run has not succeeded. Lightning exits with 0, on which SageMaker would call the job "Completed".
+# Lightning exits with 0 after an interruption, and SageMaker would report the job as "Completed".
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
 class StopSchedule:
-    """The times at which the launcher sends signals when SageMaker stops the job, in seconds since SageMaker's SIGTERM.
+    """The launcher's schedule of signals when SageMaker stops the job, in seconds since SageMaker's SIGTERM.
 
-    At 0 s, the gentle signal goes to the processes that handle it. If none does, all get SIGTERM at 0 s. The launcher's
-    ``ChildProcess`` sends the signals.
+    At 0 s, the processes that handle the gentle signal receive it. If none does, all receive SIGTERM at 0 s. The
+    launcher's ``ChildProcess`` sends the signals.
 
     Attributes:
-        term_s: When processes that still run get SIGTERM. SageMaker itself sends SIGKILL after 120 s.
-        kill_s: When they get SIGKILL.
+        term_s: When the remaining processes receive SIGTERM. SageMaker itself sends SIGKILL after 120 s.
+        kill_s: When the remaining processes receive SIGKILL.
     """
 
     term_s: float
@@ -43,18 +43,18 @@ class StopSchedule:
 
 # SageMaker shows this many characters of a failure. In any alphabet, they fit into one message between launchers.
 MAX_REASON_CHARS = 1024
-# A lost host has reported no exit code, but the job has failed.
+# Stands in for the exit code of a lost host, which has reported none.
 _LOST_EXIT_CODE = 1
 
 
 class OutcomeKind(Enum):
-    """The kind of outcome of a script, or of the whole job. Launchers act on this, never on the reason."""
+    """The kind of outcome of a script or of the whole job. Launchers act on the kind, never on the reason."""
 
     SUCCESS = "success"
     FAILURE = "failure"
     HANG = "hang"  # the launcher killed the script because it made no progress
     INTERRUPTION = "interruption"  # exit code 143; all other hosts may be interrupted at the same moment
-    LOST = "lost"  # of a job: the launcher of a trainer host vanished
+    LOST = "lost"  # only of a job: the launcher of a trainer host vanished
 
     @classmethod
     def of_exit_code(cls, exit_code: int) -> OutcomeKind:
@@ -66,11 +66,11 @@ class OutcomeKind(Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """The reason for a script's failure, for people.
+    """The reason for a script's failure, for messages.
 
     Attributes:
-        text: The reason, decisive words first; cut at 1024 characters.
-        headline: The same in one line, for logs. Default: the first two lines, which are the error and its place.
+        text: The reason, with the most important words first; cut at 1024 characters.
+        headline: The reason in one line, for logs. Defaults to the first two lines, which are the error and its place.
     """
 
     text: str
@@ -91,7 +91,7 @@ class Outcome:
         kind: The kind of outcome.
         exit_code: Exit code of the script; 128 + n if signal n killed it.
         reason: Why the script failed; empty after success.
-        may_restart: Whether the script may be started again, if the job has restarts left.
+        may_restart: Whether the script may be restarted, if the job has restarts left.
     """
 
     kind: OutcomeKind
@@ -114,8 +114,8 @@ class JobOutcome:
         kind: ``SUCCESS`` if all connected trainer hosts succeeded; ``LOST`` if a trainer host vanished; else the kind
             of outcome of the first trainer host to fail, or of the last data host.
         host: The host that failed or vanished first; empty if none did.
-        exit_code: Exit code of its script; 1 for a lost host, 0 if none failed.
-        reason: Why; empty if none failed.
+        exit_code: Exit code of that host's script; 1 for a lost host, 0 if none failed.
+        reason: Why the host failed; empty if none failed.
     """
 
     kind: OutcomeKind
@@ -125,7 +125,7 @@ class JobOutcome:
 
     @property
     def is_failure(self) -> bool:
-        """Whether a trainer host, or every data host, failed or vanished, so that the others cannot succeed either."""
+        """Whether a trainer host or every data host failed or vanished, so that the other hosts cannot succeed."""
         return self.kind is not OutcomeKind.SUCCESS
 
     @classmethod
@@ -134,6 +134,6 @@ class JobOutcome:
 
         Args:
             host: Name of the host.
-            why: What happened to the connection, for people.
+            why: What happened to the connection, for messages.
         """
         return cls(OutcomeKind.LOST, host, _LOST_EXIT_CODE, Reason(f"Lost host {host}: {why}"))

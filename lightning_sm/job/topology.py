@@ -1,7 +1,7 @@
 """The layout of a job: roles, ranks, main host and ports, computed identically on every host.
 
-Pure rules over the facts of a job. The service shuffles which host lands in which group and leaves the hosts of a group
-unsorted, so every number here comes from one list: the sorted hosts of all training groups.
+Pure rules over the facts of a job. The service assigns hosts to groups at random and does not sort the hosts of a
+group, so every number here comes from one list: the sorted hosts of all training groups.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.instance_types import is_accelerated, num_gpus
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES
 
-# Ports below Linux's default ephemeral range (32768-60999), where an outgoing connection could occupy one, and away
-# from those of the toolkits (7777 torchrun, 7592 SMDDP).
+# Stay below Linux's default ephemeral range (32768-60999), where an outgoing connection could occupy a port, and away
+# from the toolkits' ports (7777 torchrun, 7592 SMDDP).
 _FIRST_PORT = 20_000
 _NUM_PORTS = 10_000
-# The other ports of a job lie this far below the main port, outside of both ranges.
+# The job's other ports are this far below the main port, outside its range and the ephemeral one.
 _PEERS_BELOW_MAIN = 5_000
 _DATA_BELOW_MAIN = 10_000
 _FIRST_UNPRIVILEGED_PORT = 1024
 
-# Hosts of each role in a short table.
+# Maximum number of rows per role in a short table.
 _MAX_ROWS = 4
 
 
@@ -63,13 +63,13 @@ class Topology:
 
         Args:
             job: The facts.
-            data_groups: Names of the groups that serve data. Default: ``job.data_groups``; if that is None too,
-                groups whose name starts with "data"; else those of CPU-only instances when another group has
-                accelerators; else none, and every host trains.
+            data_groups: Names of the groups that serve data. Defaults to ``job.data_groups``. If that is None, too,
+                groups whose name starts with "data" serve data; else CPU-only groups if another group has accelerators;
+                else none, and every host trains.
 
         Raises:
             TopologyError: A named group does not exist, no group trains, or training hosts have different
-                accelerators; the message has the table of groups.
+                accelerators; the message includes the table of groups.
         """
         names = _data_group_names(job, data_groups if data_groups is not None else job.data_groups)
         training = [group for group in job.groups if group.name not in names]
@@ -105,13 +105,13 @@ class Topology:
 
     @property
     def peers_port(self) -> int:
-        """Port on which the main host's launcher connects the launchers of the job."""
+        """Port on which the main host's launcher accepts the job's other launchers."""
         port = self.main_port - _PEERS_BELOW_MAIN
         return port if port >= _FIRST_UNPRIVILEGED_PORT else self.main_port + _PEERS_BELOW_MAIN
 
     @property
     def data_port(self) -> int:
-        """Port of the data hosts, unless ``--data_service.port`` names another."""
+        """Port of the data hosts, unless ``--data_service.port`` overrides it."""
         return max(_FIRST_UNPRIVILEGED_PORT, self.main_port - _DATA_BELOW_MAIN)
 
     @property
@@ -129,7 +129,7 @@ class Topology:
         """Position of this host among the trainer hosts.
 
         Raises:
-            TopologyError: This host serves data; data hosts have no rank.
+            TopologyError: This host serves data, so it has no rank.
         """
         if self.role is not Role.TRAINER:
             raise TopologyError(
@@ -142,11 +142,11 @@ class Topology:
         return self.trainer_hosts.index(self.current_host)
 
     def table(self, devices: int | None = None, *, is_short: bool = False) -> str:
-        """Draw the hosts of the job, one line each: host, group, instance type, role, node rank, global ranks.
+        """Draw a table of the job's hosts: host, group, instance type, role, node rank, global ranks.
 
         Args:
             devices: Number of processes on each trainer host, if known.
-            is_short: Leave out hosts in the middle of a long list.
+            is_short: Whether to leave out hosts in the middle of a long list.
         """
         headers = ["host", "group", "instance", "role", "node rank", "ranks"]
         rows = [
@@ -201,7 +201,7 @@ def _data_group_names(job: SageMakerJob, requested: Sequence[str] | None) -> fro
 
 
 def _check_equal_accelerators(job: SageMakerJob, training: list[InstanceGroup], names: frozenset[str]) -> None:
-    """Refuse training groups with unequal accelerator counts: Lightning numbers ranks as node rank x devices."""
+    """Refuse training groups with unequal accelerator counts, since Lightning numbers ranks as node rank x devices."""
     counts = {group.name: num_gpus(group.instance_type) for group in training}
     known = {count for count in counts.values() if count is not None}
     suits_all = job.devices is not None and job.devices <= min(known, default=0)
@@ -231,6 +231,6 @@ def _groups_table(groups: Sequence[InstanceGroup], data_names: frozenset[str]) -
 
 
 def _port_of(job: SageMakerJob) -> int:
-    """Return a port that is the same on every host, and probably differs between jobs on the same network."""
+    """Return a port that is the same on every host, and probably different for other jobs on the network."""
     identity = job.name or " ".join(sorted(job.hosts))
     return _FIRST_PORT + zlib.crc32(identity.encode()) % _NUM_PORTS

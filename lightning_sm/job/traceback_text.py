@@ -1,7 +1,4 @@
-"""Exceptions as Python prints them: on stderr, and in the messages of exceptions that passed from process to process.
-
-Rules without I/O.
-"""
+"""A parser of exceptions as Python prints them, on stderr and in messages passed between processes. Pure rules."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ WARNING = re.compile(r"^\S.*:\d+: \w*Warning: |^\S*/(?:lightning|lightning_fabri
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
 # Python prints no header for a script that it cannot compile.
 _SYNTAX_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): ")
-# What libraries log while the interpreter exits, after the traceback.
+# Lines that libraries log after the traceback, while the interpreter exits.
 _LATE_LOG = re.compile(r"^(?:\[rank\d+\]:)?\[[WE]\d{4} ")
-# Python prints a traceback below these for an exception that did not end the process.
+# Python prints these above the traceback of an exception that did not end the process.
 _SURVIVED = ("Exception in thread ", "Exception ignored ")
 
 
@@ -34,8 +31,8 @@ class PrintedException:
 
     Attributes:
         lines: Type and message.
-        frames: The frames, the raising one last: ``File "train.py", line 3, in main: code``.
-        rank: The rank that printed it; None if the lines have no rank.
+        frames: The frames, innermost last: ``File "train.py", line 3, in main: code``.
+        rank: The rank that printed the exception; None if the lines have no rank.
     """
 
     lines: tuple[str, ...]
@@ -49,24 +46,24 @@ def frame(file: str, line: int | str, name: str | None, code: str | None) -> str
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines of a text, without colours and trailing spaces; a carriage return ends a line, too."""
+    """Split a text at line feeds and carriage returns, without colours and trailing spaces."""
     return [line.rstrip() for line in ANSI.sub("", text).replace("\r", "\n").split("\n")]
 
 
 def rank_of(line: str) -> int | None:
-    """Return the rank that marks a line; None if there is none."""
+    """Return the rank that marks a line, or None."""
     mark = RANK.match(line)
     return None if mark is None else int(mark.group(1))
 
 
 def last_exception(lines: Sequence[str]) -> PrintedException | None:
-    """Return the last exception in a text that ends with its message; None if there is no traceback."""
+    """Return the last exception in a text that ends with its message, or None if there is no traceback."""
     start = _last_start(lines)
     if start is None:
         return None
     header = START.search(lines[start])
     mark = "" if header is None or header["rank"] is None else f"[rank{header['rank']}]: "
-    # Ranks print at the same time: take the lines of this one.
+    # Ranks print at the same time, so keep only the lines of this rank.
     body = [line[len(mark) :] for line in lines[start + (header is not None) :] if line.startswith(mark.rstrip())]
     frames: list[str] = []
     for index, line in enumerate(body):
@@ -82,11 +79,11 @@ def last_exception(lines: Sequence[str]) -> PrintedException | None:
 
 
 def exception_that_ended(lines: Sequence[str]) -> PrintedException | None:
-    """Return the exception that ended a process, if its stderr ends with it; None otherwise.
+    """Return the exception that ended a process, or None if its stderr does not end with one.
 
-    An exception that a script has caught and logged looks the same, but more output follows it: only indented lines,
-    warnings, what libraries log at exit, and lines with the mark of the same rank count as part of the end. Of a
-    message of several lines with neither, nothing can tell where it ends.
+    An exception that a script has caught and logged looks the same, but is followed by other output. Only indented
+    lines, warnings, lines that libraries log at exit, and lines marked with the same rank may follow. The end of a
+    multi-line message that has neither indentation nor a rank cannot be determined.
 
     Args:
         lines: The last lines of stderr.

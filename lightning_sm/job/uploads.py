@@ -1,6 +1,6 @@
-"""File names by which the container's code cooperates with SageMaker's agent, which copies checkpoints to S3.
+"""File names understood by SageMaker's agent, which copies checkpoints to S3.
 
-No document states them. AWS's own code relies on them: sagemaker-xgboost-container, for checkpoints, and smdebug, which
+They are undocumented, but AWS's code relies on them: sagemaker-xgboost-container, for checkpoints, and smdebug, which
 keeps unfinished files in a folder named ``.sagemaker-ignore``.
 """
 
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# The ending of names that the agent does not upload.
+# Suffix of names that the agent does not upload.
 IGNORED = ".sagemaker-ignore"
-# The endings of the agent's own empty files beside each file: during its upload, and after it.
+# Suffixes of the empty marker files that the agent creates next to each file, during its upload and after it.
 UPLOADING = ".sagemaker-uploading"
 UPLOADED = ".sagemaker-uploaded"
 
 
 def is_ignored(name: str) -> bool:
-    """Return whether the agent ignores files of this name: unfinished files, and the agent's own."""
+    """Return whether the agent ignores files of this name: unfinished files, and the agent's markers."""
     return name.endswith((IGNORED, UPLOADING, UPLOADED))
 
 
@@ -28,19 +28,19 @@ def files_of(path: Path) -> list[Path]:
     """
     below = path.rglob("*") if path.is_dir() else [path]
     files = sorted(file for file in below if file.is_file() and not file.is_symlink())
-    # Ignore the names of folders above, because the path itself may lie anywhere.
+    # Do not check the folders above the path, which may have any name.
     return [file for file in files if not any(map(is_ignored, (path.name, *file.relative_to(path).parts)))]
 
 
 def marker_of(file: Path, ending: str) -> Path:
-    """Return the path of the agent's own file for a file; ``ending`` is ``UPLOADING`` or ``UPLOADED``."""
+    """Return the path of the agent's marker for a file; ``ending`` is ``UPLOADING`` or ``UPLOADED``."""
     return file.with_name(file.name + ending)
 
 
 def is_uploaded(file: Path) -> bool:
-    """Return whether the agent has uploaded this version of a file, and not only an earlier one of the same name."""
+    """Return whether the agent has uploaded this version of a file, not just an earlier one of the same name."""
     try:
-        # The marker of an earlier version's upload is older than the file. Not st_ctime, which a hard link sets.
+        # An earlier version's marker is older than the file. Do not compare st_ctime, which hard links change.
         return marker_of(file, UPLOADED).stat().st_mtime_ns >= file.stat().st_mtime_ns
     except FileNotFoundError:
         return False

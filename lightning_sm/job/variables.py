@@ -1,7 +1,7 @@
 """The environment variables of lightning_sm: their names, meanings, defaults and parsers.
 
-This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``. ``lightning-sm doctor``
-reads all of them, and the reference pages show the same table.
+Only this module contains the names; other modules call ``MAIN_PORT.read(env)``. ``lightning-sm doctor`` reads all
+variables, and the reference pages list them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightning_sm.job.redaction import shown
 
 PREFIX = "LIGHTNING_SM_"
 _PIDS = (0, 999_999_999)
-# The service shows 1024 characters of a failure's reason: a value must leave room for what is wrong with it.
+# The service shows 1024 characters of a failure's reason, so a long value must leave room for the error.
 _MAX_SHOWN_CHARS = 200
-# Shorter secrets, such as those that a person types by hand, could be guessed.
+# Shorter secrets, such as handwritten ones, could be guessed.
 _MIN_SECRET_CHARS = 32
 
 _Value = TypeVar("_Value")
@@ -38,11 +38,11 @@ class Setting(Generic[_Value]):
 
     Attributes:
         name: Name of the variable.
-        parse: Turns its text into a value. The message of its ValueError says what it expects.
+        parse: Converts the text to a value. The message of its ValueError states what it expects.
         default: The value if the variable is unset or empty.
         default_text: The default in words.
         meaning: The meaning of the variable, in one sentence.
-        is_internal: Whether only our own processes set it, for the processes that they start.
+        is_internal: Whether only processes of this package set it, for the processes that they start.
         accepts_empty: Whether an empty text is a value rather than the default.
     """
 
@@ -58,7 +58,7 @@ class Setting(Generic[_Value]):
         """Return the value of the variable.
 
         Raises:
-            JobConfigError: The variable has a value that it cannot have.
+            JobConfigError: The value of the variable is invalid.
         """
         text = env.get(self.name)
         if text is None or (not text and not self.accepts_empty):
@@ -71,7 +71,7 @@ class Setting(Generic[_Value]):
 
 
 class Install(Enum):
-    """The choice whether to install the requirements of the user's code."""
+    """When to install the requirements of the user's code."""
 
     IF_SUBMITTED = ""
     NEVER = "0"
@@ -80,7 +80,7 @@ class Install(Enum):
 
 
 class Model(Enum):
-    """The content that a job leaves in its model directory."""
+    """The content of a job's model directory."""
 
     FULL = "full"
     WEIGHTS = "weights"
@@ -88,7 +88,7 @@ class Model(Enum):
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """Make a parser of whole numbers between two bounds, both included."""
+    """Return a parser of whole numbers within inclusive bounds."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
@@ -109,7 +109,7 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    # The longest time of Python's waits and timers is 292 years.
+    # Python's waits and timers take at most 292 years.
     if not 0 <= value <= threading.TIMEOUT_MAX:
         raise ValueError("expected a number of seconds, 0 or more")
     return value
@@ -124,7 +124,7 @@ def _positive_seconds(text: str) -> float:
 
 # The service's time from SIGTERM to SIGKILL: "Using Your Own Training Algorithms" (docker stop -t 120).
 SERVICE_GRACE_S = 120.0
-# What follows after SIGKILL to the script must fit into the rest: ``launcher/timeline.py``.
+# The launcher's work after it kills the script must fit into the rest (``launcher/timeline.py``).
 LATEST_KILL_S = 112.0
 
 
@@ -163,7 +163,7 @@ def _one_of(kind: type[_Kind], expected: str) -> Callable[[str], _Kind]:
 
 
 def _mapping(kind: type[_Value], expected: str) -> Callable[[str], _Value]:
-    """Make a parser of JSON objects."""
+    """Return a parser of JSON objects."""
 
     def parse(text: str) -> _Value:
         try:
@@ -177,7 +177,7 @@ def _mapping(kind: type[_Value], expected: str) -> Callable[[str], _Value]:
 def _secret(text: str) -> str:
     if len(text) < _MIN_SECRET_CHARS:
         raise ValueError(
-            f"expected at least {_MIN_SECRET_CHARS} characters, not {len(text)}; secrets.token_hex() makes 64"
+            f"expected at least {_MIN_SECRET_CHARS} characters, not {len(text)}; secrets.token_hex() returns 64"
         )
     return text
 
@@ -189,7 +189,7 @@ DATA_GROUPS = Setting[tuple[str, ...] | None](
     parse=_names,
     default=None,
     default_text="groups named data*, else CPU groups beside GPU groups",
-    meaning="Names of the instance groups that serve data, separated by commas; empty: no group.",
+    meaning="Names of the instance groups that serve data, separated by commas; empty for none.",
     accepts_empty=True,
 )
 MAIN_PORT = Setting[int | None](
@@ -204,30 +204,30 @@ DEVICES = Setting[int | None](
     parse=whole_number(1, 1024),
     default=None,
     default_text="the script starts one per GPU",
-    meaning="Number of processes on each trainer host, which the launcher starts.",
+    meaning="Number of processes that the launcher starts on each trainer host.",
 )
 SEPARATE_HOSTS = Setting[bool](
     name="LIGHTNING_SM_SEPARATE_HOSTS",
     parse=_flag,
     default=False,
     default_text="0",
-    meaning="Whether each trainer host may train a model of its own, as Trainer(num_nodes=1) does. With 0, that is an "
-    "error in a job of several trainer hosts.",
+    meaning="Whether each trainer host may train a separate model, as with Trainer(num_nodes=1). With 0, this is an "
+    "error in a job with several trainer hosts.",
 )
 STOP_SCHEDULE = Setting[tuple[float, float]](
     name="LIGHTNING_SM_STOP_SCHEDULE",
     parse=_stop_schedule,
     default=(95.0, 110.0),
     default_text="95,110",
-    meaning="Seconds from the stop signal to SIGTERM and to SIGKILL for the script.",
+    meaning="Seconds from the stop signal until the script receives SIGTERM, and until it receives SIGKILL.",
 )
 MODEL = Setting[Model](
     name="LIGHTNING_SM_MODEL",
     parse=_one_of(Model, "full, weights or none"),
     default=Model.FULL,
     default_text="full",
-    meaning="What the job leaves in its model directory: full (checkpoint, weights and configuration), weights "
-    "(without the checkpoint), or none.",
+    meaning="Content of the job's model directory: full (checkpoint, weights and configuration), weights (without the "
+    "checkpoint), or none.",
 )
 INSTALL_REQUIREMENTS = Setting[Install](
     name="LIGHTNING_SM_INSTALL_REQUIREMENTS",
@@ -244,25 +244,25 @@ INSTALL_REQUIREMENTS = Setting[Install](
 PREPARE_S = Setting[float](
     name="LIGHTNING_SM_PREPARE_S",
     parse=_positive_seconds,
-    # A limit, because a job that waits for a network is billed while it waits.
+    # Limited, because a job is billed while it waits for the network.
     default=1800.0,
     default_text="1800",
-    meaning="Time limit in seconds, the same for fetching the code and for installing its requirements.",
+    meaning="Time limit in seconds, both for fetching the code and for installing its requirements.",
 )
 PEERS_TIMEOUT_S = Setting[float](
     name="LIGHTNING_SM_PEERS_TIMEOUT_S",
     parse=_seconds,
     default=10.0,
     default_text="10",
-    meaning="Seconds that a host whose script has ended waits for hosts that never connected.",
+    meaning="Seconds that a host waits, after its script has exited, for hosts that never connected.",
 )
 HANG_S = Setting[float](
     name="LIGHTNING_SM_HANG_S",
     parse=_seconds,
     default=1200.0,
     default_text="1200",
-    meaning="Seconds without a training step after which a job counts as hung, if that is 20 times as long as any step "
-    "before. The stacks of all ranks are saved, and the script is ended. 0 turns this off.",
+    meaning="Seconds without a training step after which a job is considered hung, if that is 20 times as long as any "
+    "earlier step. The launcher saves the stacks of all ranks and kills the script. 0 turns this off.",
 )
 MAX_RESTARTS = Setting[int](
     name="LIGHTNING_SM_MAX_RESTARTS",
@@ -270,14 +270,14 @@ MAX_RESTARTS = Setting[int](
     default=0,
     default_text="0",
     meaning="How many times the scripts of all trainer hosts are restarted together, from the latest valid checkpoint, "
-    "when one of them has failed.",
+    "after one of them fails.",
 )
 REPORT_S = Setting[float](
     name="LIGHTNING_SM_REPORT_S",
     parse=_seconds,
     default=30.0,
     default_text="30",
-    meaning="Seconds that the main host may take, when the job ends, for the report of the run (report.html in the "
+    meaning="Seconds that the main host may spend, at the end of the job, on the report of the run (report.html in the "
     "output data). 0 turns this off.",
 )
 PRICES = Setting[Mapping[str, float]](
@@ -293,16 +293,16 @@ HOST_ADDRESSES = Setting[Mapping[str, str]](
     parse=_mapping(dict[str, Annotated[str, msgspec.Meta(min_length=1)]], "of host name to IP address"),
     default={},
     default_text="names are resolved",
-    meaning="JSON object of host name to IP address, for hosts that no resolver knows.",
+    meaning="JSON object of host name to IP address, for hosts whose names do not resolve.",
 )
 
 JOB_SECRET = Setting[str | None](
     name="LIGHTNING_SM_JOB_SECRET",
     parse=_secret,
     default=None,
-    default_text="none: keys follow from the job's name",
-    meaning="Random secret of the job, the same on all hosts, which authenticates them; lightning-sm submit and "
-    "local make one.",
+    default_text="none: keys are derived from the job's name",
+    meaning="Random secret of the job, the same on all hosts, with which they authenticate each other; lightning-sm "
+    "submit and local create one.",
 )
 
 # ---- Passed on by our own processes.
@@ -312,7 +312,7 @@ CONTROL_DIR = Setting[Path | None](
     parse=Path,
     default=None,
     default_text="no launcher",
-    meaning="Folder in which training processes tell their launcher where they stand, and that they save a checkpoint "
+    meaning="Folder in which training processes report their progress to the launcher, and that they save a checkpoint "
     "on SIGUSR2.",
     is_internal=True,
 )
@@ -337,7 +337,7 @@ RECORD_DIR = Setting[Path | None](
     parse=Path,
     default=None,
     default_text="the next attempt's, in the job's record",
-    meaning="Folder for what this attempt of the job writes down of its run.",
+    meaning="Folder for this attempt's part of the run's record.",
     is_internal=True,
 )
 DATA_CHANNELS = Setting[tuple[str, ...] | None](
@@ -345,7 +345,7 @@ DATA_CHANNELS = Setting[tuple[str, ...] | None](
     parse=_names,
     default=None,
     default_text="the data hosts are asked",
-    meaning="Input channels of the data hosts, where a trainer's command line is checked before there are any hosts.",
+    meaning="Input channels of the data hosts, for checking a trainer's command line before there are any hosts.",
     is_internal=True,
     accepts_empty=True,
 )
@@ -354,7 +354,7 @@ HIDDEN_OPTIONS = Setting[tuple[str, ...]](
     parse=_names,
     default=(),
     default_text="none",
-    meaning="Options that SageMakerCLI reads from the job: their values are secret, and others can read command lines.",
+    meaning="Options that SageMakerCLI reads from the job, because their values are secret and command lines are not.",
     is_internal=True,
 )
 SETTINGS: tuple[Setting[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
@@ -362,17 +362,17 @@ USER_SETTINGS = tuple(setting for setting in SETTINGS if not setting.is_internal
 
 
 def misspelled(env: Mapping[str, str]) -> dict[str, str]:
-    """Find variables that nothing reads, though their names are similar to those of settings.
+    """Find variables that nothing reads but whose names are similar to a setting's.
 
     Returns:
-        The name that was probably meant, by the name that is set.
+        The name that was probably intended, by the name that is set.
     """
     known = {setting.name for setting in SETTINGS}
     # Compare without the prefix, which would make any two names similar.
     endings = [setting.name.removeprefix(PREFIX) for setting in USER_SETTINGS]
-    found = {}
+    suggestions = {}
     for name in sorted(env):
         near = closest(name.removeprefix(PREFIX), endings) if name.startswith(PREFIX) and name not in known else None
         if near is not None:
-            found[name] = PREFIX + near
-    return found
+            suggestions[name] = PREFIX + near
+    return suggestions

@@ -1,4 +1,4 @@
-"""The user's own files of names and values, as YAML or JSON."""
+"""The user's YAML or JSON files of names and values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def read_mapping(file: Path, what: str, example: str = "") -> dict[str, Any]:
 
     Args:
         file: The file.
-        what: What it is, for messages, such as "file of prices".
-        example: A file of this kind with all keys that there are, shown if the file holds something else.
+        what: What the file is, for messages, such as "file of prices".
+        example: An example with all valid keys, shown if the file's content is not valid.
 
     Raises:
-        JobConfigError: It cannot be read, is malformed, or holds something else.
+        JobConfigError: The file cannot be read, is malformed, or has invalid content.
     """
-    import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few commands read a file
+    import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few commands need it
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def read_mapping(file: Path, what: str, example: str = "") -> dict[str, Any]:
         raise JobConfigError(f"The {what} {file} is not valid YAML: {yaml_problem(error)}.") from error
     except ValueError as error:  # not UTF-8, or malformed JSON
         raise JobConfigError(f"The {what} {file} is malformed: {error}.") from error
-    shown = f" One looks like this:\n{example}" if example else ""
+    shown = f" Example:\n{example}" if example else ""
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise JobConfigError(f"The {what} {file} is not a mapping from names to values.{shown}")
     unknown = sorted(set(values) - set(yaml.safe_load(example))) if example else []
@@ -41,7 +41,7 @@ def read_mapping(file: Path, what: str, example: str = "") -> dict[str, Any]:
 
 
 def yaml_problem(error: Exception) -> str:
-    """Return what is wrong with a YAML text, and where, without the line itself, which YAML's own message quotes."""
+    """Return the problem in a YAML text and its place, without the line itself, which YAML's message quotes."""
     mark = getattr(error, "problem_mark", None)
     place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
     return f"{getattr(error, 'problem', None) or type(error).__name__}{place}"

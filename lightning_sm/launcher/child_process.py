@@ -1,4 +1,4 @@
-"""The commands of a host, each in its own process group: starts them, forwards signals, leaves no process behind."""
+"""The runner of a host's commands, which forwards signals to them and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ from lightning_sm.launcher.pipe import DrainedPipe
 
 _LOG = command_logger(__name__)
 
-# Enough for the tracebacks of 8 local ranks with deep stacks; SageMaker shows 1024 characters of them.
+# Holds the tracebacks of 8 local ranks with deep stacks; SageMaker shows 1024 characters of them.
 _TAIL_BYTES = 64 * 1024
-# Between two log lines that name the ranks that are waited for.
+# Between two log lines that name the ranks still running.
 _LOG_S = 60.0
 _POLL_S = 0.05
-# Between two looks at what is due while a command runs.
+# Between two checks of a running command.
 _LOOK_S = 0.1
 
 
 def ignore_signals() -> None:
-    """Ignore all signals from now on: at exit Python restores their defaults, so a late one would kill the process."""
+    """Ignore SIGTERM and SIGINT: Python restores their defaults at exit, so a late one would kill the process."""
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
 
 
 class ChildProcess:
-    """A runner of one command after another, each process in a group of its own, which keeps the end of their stderr.
+    """A runner of one command at a time, which puts each process into a new group and keeps the end of stderr.
 
-    Only the main thread sends signals to a command, between two looks at it: the handlers only note what has come.
+    Only the main thread sends signals to a command, between two checks of it. Signal handlers only note the signal.
 
     Args:
-        schedule: Which signals to send to the command, and when, after this process was told to stop.
+        schedule: When to send which signal to the command, after this process was told to stop.
         control: The folder in which processes of the command announce themselves.
 
     Attributes:
-        stopped_by: The signal that told this process to stop; None if there was none.
-        stopped_at: When the first such signal came, in seconds of ``time.monotonic``.
-        has_late_signal: Whether a signal has arrived after a command had exited.
+        stopped_by: The last signal that told this process to stop; None if there was none.
+        stopped_at: When the first such signal arrived, in seconds of ``time.monotonic``.
+        has_late_signal: Whether a signal arrived after a command had exited.
         is_ending: Whether ``end`` was called for the command, or for good.
-        was_late: Whether the last command ran longer than its limit, and was therefore ended.
-        was_killed: Whether the last command got SIGKILL by the schedule, because it had not exited after a stop.
-        failed: If the last command failed: the process with which the failure began.
-        on_look: Called again and again while a command runs.
-        on_kill_is_near: Called before a SIGKILL by the schedule.
+        was_late: Whether the last command exceeded its time limit and was terminated.
+        was_killed: Whether the schedule killed the last command, because it had not exited after a stop.
+        failed: The process that failed first, if the last command failed.
+        on_look: Called periodically while a command runs.
+        on_kill_is_near: Called shortly before the schedule sends SIGKILL.
     """
 
     def __init__(self, schedule: StopSchedule, control: ControlFolder) -> None:
@@ -80,32 +80,32 @@ class ChildProcess:
         self._control = control
         self._has_exited = self._ends_for_good = False
         self._is_pressed_again = self._is_stop_planned = self._is_end_planned = self._may_end_ranks = False
-        # Of the script and its ranks, by process id, in this order: exit code (None: unknown), and when.
+        # The exits of the script and its ranks, in order: exit code (None if unknown) and time, by process id.
         self._exits: dict[int, tuple[int | None, float]] = {}
-        self._plan: list[tuple[float, Callable[[], None]]] = []  # what is to be done with the command, and when
+        self._plan: list[tuple[float, Callable[[], None]]] = []  # scheduled calls, each with its time
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ranks: dict[int, int] = {}  # global rank by process id; -1 if the job does not state it
+        self._ranks: dict[int, int] = {}  # global rank by process id; -1 if it is unknown
         self._groups: set[int] = set()  # process groups that still have members
         self._tail = bytearray()
 
     @property
     def must_exit(self) -> bool:
-        """Whether this process was told to stop, or to end for good, so that no further command may start."""
+        """Whether no further command may start, because of a stop signal or a final ``end``."""
         return self.stopped_by is not None or self._ends_for_good
 
     @property
     def stderr_tail(self) -> str:
-        """The last 64 KiB that the last command and its processes wrote to stderr."""
+        """The last 64 KiB of the last command's stderr, including its child processes."""
         return bytes(self._tail).decode("utf-8", errors="replace")
 
     def listen(self) -> None:
-        """Note signals from now on, and pass them on to the command, by the schedule if something saves on its signal.
+        """Install signal handlers; from now on, forward signals to the command.
 
-        A repeated SIGINT is passed on at once: Ctrl-C for the second time.
+        If a process saves a checkpoint on its signal, the stop schedule applies. A second Ctrl-C (SIGINT) is forwarded
+        at once.
         """
-        # Called before a command starts: a signal that arrives meanwhile must reach the command, and must not kill the
-        # launcher. The handlers stay: a signal after the command's exit must neither replace its exit code nor prevent
-        # the failure file.
+        # Install the handlers before a command starts, so that an early signal reaches it and does not kill the
+        # launcher. Keep them: a late signal must neither replace the exit code nor prevent the failure file.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._note_signal)
             signal.signal(signal.SIGINT, self._note_signal)
@@ -121,24 +121,24 @@ class ChildProcess:
     ) -> int:
         """Start a command, forward signals to its process groups, and wait until all of their processes have exited.
 
-        After a failure, ``failed`` is the process that failed first, and the other ranks that were started here are
-        ended. May be called again, for another command.
+        If a rank fails, the other ranks started here are terminated, and ``failed`` is set to the first that failed.
+        May be called again with another command.
 
         Args:
             command: Program and arguments; no shell is involved.
-            directory: Folder to start the command in.
+            directory: Working directory of the command.
             env: Environment of the command.
-            processes: Further variables of each process that runs the command.
-            limit_s: How long it may run. After that, this process ends for good.
+            processes: Additional variables of each process; one process is started for each item.
+            limit_s: Time limit. A command that exceeds it is terminated, and no other may start.
 
         Returns:
-            The exit code of the first process that failed, or of a local rank that failed after the command had
+            The exit code of the first process that failed, or of a local rank that failed after the command
             succeeded; 128 + n if signal n killed it.
 
         Raises:
             ScriptError: The operating system refused to start the command.
         """
-        adopt_orphans(True)  # local ranks that outlive the script become our children, which we wait for and reap
+        adopt_orphans(True)  # local ranks that outlive the script become our children, so we can reap them
         self._has_exited = self.was_killed = self.was_late = False
         self._is_stop_planned = self._is_end_planned = False
         self._may_end_ranks = True
@@ -159,22 +159,22 @@ class ChildProcess:
         self._has_exited = True
         self._end_leftovers(timeline.LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
         self._groups.clear()
-        pipe.end_when_empty()  # a process that has left the group may keep it open
+        pipe.end_when_empty()  # a process that left the group may keep it open
         copier.join(timeout=self._drain_s())
         return exit_code
 
     def _drain_s(self) -> float:
-        """Return how long to wait until the rest of stderr is read. Only who does not read ours can make that wait."""
+        """Return how long to wait for the rest of stderr, which is slow only if nobody reads ours."""
         if self.stopped_at is None:
             return timeline.DRAIN_S
         remaining_s = self.stopped_at + self._schedule.kill_s - time.monotonic()
         return max(timeline.DRAIN_WHEN_STOPPED_S, min(timeline.DRAIN_S, remaining_s))
 
     def end(self, *, for_good: bool = True) -> None:
-        """End the command: SIGTERM, and 15 s later SIGKILL.
+        """Terminate the command: send SIGTERM now, and SIGKILL 15 s later.
 
         Args:
-            for_good: Whether no further command may start; otherwise one may after ``prepare_restart``.
+            for_good: If True, no further command may start. Otherwise, one may start after ``prepare_restart``.
         """
         self.is_ending = True
         self._ends_for_good |= for_good
@@ -185,7 +185,7 @@ class ChildProcess:
 
     def prepare_restart(self) -> None:
         """Prepare to run the same command again, after ``run`` has returned."""
-        # Kill orphans, too, such as the ranks of a killed torchrun: they may hold ports and GPU memory.
+        # Kill orphans, such as the ranks of a killed torchrun: they may hold ports and GPU memory.
         strays = psutil.Process().children(recursive=True)
         for process in strays:
             with contextlib.suppress(psutil.Error):  # it has just exited
@@ -194,12 +194,12 @@ class ChildProcess:
         self.is_ending = self._ends_for_good
 
     def kill(self) -> None:
-        """Kill the command at once; this process goes on with its work."""
+        """Kill the command at once."""
         self._send(signal.SIGKILL)
 
     @property
     def _is_told(self) -> bool:
-        """Whether the command was told to exit, so that its ranks exit by signals of this process."""
+        """Whether this process told the command to exit, so that its signals explain the ranks' exits."""
         return self.must_exit or self.is_ending
 
     def _note_exit(self, pid: int, exit_code: int | None) -> None:
@@ -215,26 +215,26 @@ class ChildProcess:
         env: Mapping[str, str],
         processes: Sequence[Mapping[str, str]],
     ) -> DrainedPipe:
-        """Start the processes, and return the pipe that is the stderr of all."""
+        """Start the processes, and return the pipe to which they all write stderr."""
         self._processes.clear()
         self._ranks.clear()
         readable, writable = os.pipe()
         pipe = DrainedPipe(os.fdopen(readable, "rb"))
         try:
-            for own in processes:
+            for variables in processes:
                 process = subprocess.Popen(
                     list(command),
                     cwd=directory,
-                    env={**env, **own},
+                    env={**env, **variables},
                     stdin=subprocess.DEVNULL,
                     stderr=writable,
                     start_new_session=True,
                 )
                 self._processes.append(process)
-                self._ranks[process.pid] = int(own.get("RANK", -1))
+                self._ranks[process.pid] = int(variables.get("RANK", -1))
                 self._groups.add(process.pid)
         except OSError as error:
-            self._send(signal.SIGKILL)  # to those that have started
+            self._send(signal.SIGKILL)  # to the processes already started
             for process in self._processes:
                 process.wait()
             pipe.close()
@@ -251,7 +251,7 @@ class ChildProcess:
             self.stopped_at = time.monotonic()
 
     def _look(self) -> None:
-        """Reap what has ended, and do what is due."""
+        """Reap processes that have exited, and make the scheduled calls that are due."""
         self.on_look()
         self._reap()
         now = time.monotonic()
@@ -263,7 +263,7 @@ class ChildProcess:
             self._send(signal.SIGINT)
         if self.is_ending and not self._is_end_planned:
             self._is_end_planned = True
-            # On SIGTERM, a rank would otherwise try to save a checkpoint together with ranks that are gone.
+            # Without this mark, a rank would try on SIGTERM to save a checkpoint together with ranks that are gone.
             self._control.say_peers_gone()
             kill_at = now + timeline.END_GRACE_S
             self._plan += [(now, partial(self._send, signal.SIGTERM)), (kill_at, partial(self._send, signal.SIGKILL))]
@@ -285,14 +285,14 @@ class ChildProcess:
             self._send(signum)
         self._plan.append((kill_at, self._kill_by_schedule))
         for beat in announced:
-            # Not to a process that is exiting: its interpreter has restored the default action, which would kill it.
+            # Exiting processes are left out: their interpreter has restored the default action, which would kill them.
             with contextlib.suppress(ProcessLookupError):  # it has just exited
                 os.kill(beat.pid, GENTLE_SIGNAL)
 
     def _plan_end_of_ranks(self, now: float) -> None:
-        """End the other ranks if one has failed: they would wait for it in a collective call.
+        """Schedule the end of the other ranks if one has failed: they would wait for it in a collective call.
 
-        One that has saved a checkpoint exits with 143, and others may need longer for that.
+        A rank that exits with 143 has saved a checkpoint and does not count: the others may still be saving theirs.
         """
         codes = {pid: self._exits[pid][0] for pid in self._exits if pid in self._ranks}
         failed = next((pid for pid, code in codes.items() if code not in (None, 0, INTERRUPTED_EXIT_CODE)), None)
@@ -316,22 +316,22 @@ class ChildProcess:
         self._send(signal.SIGKILL)
 
     def announced(self) -> list[Beat]:
-        """Return the beats of the running processes that handle the gentle signal, which would kill any other."""
+        """Return the last beats of running processes that handle the gentle signal, which would kill any other."""
         beats = self._control.beats()
-        if not beats:  # the watchdog calls this every two seconds, and the next line reads all of /proc
+        if not beats:  # skip the next line, which reads all of /proc: the watchdog calls this every 2 s
             return []
         below = {process.pid for process in psutil.Process().children(recursive=True)}
         return [beat for beat in beats if beat.pid in below]
 
     def _send(self, signum: int) -> None:
-        self._may_end_ranks = False  # they exit by this signal
+        self._may_end_ranks = False  # this signal ends them
         for group in self._groups:
             _signal_group(group, signum)
 
     def _wait_for_ranks(self) -> int:
         """Wait for local ranks that outlive the script; return the exit code of the first that failed.
 
-        They may take hours to write predictions. After a stop signal, the schedule ends them.
+        They may take hours to write predictions. After a stop signal, the schedule applies to them.
         """
         next_log = time.monotonic() + _LOG_S
         while running := [beat for beat in self._control.beats() if self._is_in_group(beat.pid)]:
@@ -340,12 +340,12 @@ class ChildProcess:
                 ranks = ", ".join(f"rank {beat.rank} ({beat.doing})" for beat in running)
                 _LOG.info("the script has exited. Waiting for its local ranks: %s.", ranks)
             self._look()
-            time.sleep(_POLL_S)  # nothing announces the exit of a process that this one did not start
+            time.sleep(_POLL_S)  # poll: no event announces the exit of another process's child
         codes = [self._exits[beat.pid][0] for beat in self._control.beats() if beat.pid in self._exits]
         return next(filter(None, codes), 0)
 
     def _wait_for_cause(self) -> None:
-        """Wait, after the script has failed, for local ranks that still run, if one of them may be the cause."""
+        """Wait, after the script has failed, for local ranks still running, if one of them may be the cause."""
         deadline = time.monotonic() + timeline.OWN_CAUSE_S
         while time.monotonic() < deadline and not self._is_told:
             self._look()
@@ -366,20 +366,20 @@ class ChildProcess:
             if pid not in self._exits and not psutil.pid_exists(pid):
                 self._note_exit(pid, None)
             code, at = self._exits.get(pid, (None, None))
-            own = failures.get(pid)
-            # Of processes that report nothing, stderr does not tell whose exception it has.
-            is_unknown = own is None and code == EXCEPTION_EXIT_CODE
-            stated = -1 if is_unknown else self._ranks.get(pid, -1)
-            rank = ranks.get(pid, stated) if own is None or own.rank < 0 else own.rank
-            processes.append(EndedProcess(pid, rank, code, at, own, has_reporter=pid in failures))
+            report = failures.get(pid)
+            # Without a failure report, the exception in stderr cannot be attributed to a rank.
+            is_unknown = report is None and code == EXCEPTION_EXIT_CODE
+            assigned = -1 if is_unknown else self._ranks.get(pid, -1)
+            rank = ranks.get(pid, assigned) if report is None or report.rank < 0 else report.rank
+            processes.append(EndedProcess(pid, rank, code, at, report, has_reporter=pid in failures))
         script = self._processes[0].pid if len(self._processes) == 1 else None
-        # Told to end, ranks exit by our own signals: then only the script's exit code says something.
+        # Ranks that were told to exit were ended by our signals: only the script's exit code is meaningful then.
         return first_failure(processes, script, only_exceptions=self._is_told)
 
     def _wait(self) -> int:
-        """Wait for the processes in short waits, between which signal handlers run, whichever thread got the signal.
+        """Wait for the processes in short intervals, so that signal handlers run, whichever thread got the signal.
 
-        Notice when its ranks exit meanwhile: Lightning, for one, waits for its ranks itself, and tells nobody.
+        Note when ranks exit meanwhile: Lightning, for example, waits for its ranks without reporting their exits.
         """
         with ExitWatch() as watch:
             while any(process.returncode is None for process in self._processes):
@@ -400,11 +400,11 @@ class ChildProcess:
         with contextlib.suppress(ChildProcessError):
             while (pid := ended_child()) is not None and pid not in self._ranks:
                 self._note_exit(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        # The id of a group without members may soon belong to others.
+        # Forget empty groups: their ids may soon be reused.
         self._groups = {group for group in self._groups if _signal_group(group, 0)}
 
     def _end_leftovers(self, grace_s: float) -> None:
-        """Wait for the remaining processes of the groups, then terminate them."""
+        """Wait for the groups' remaining processes, then terminate them."""
         if self._have_groups_ended(grace_s):
             return
         self._send(signal.SIGTERM)
@@ -413,7 +413,7 @@ class ChildProcess:
             self._have_groups_ended(timeline.KILL_GRACE_S)
 
     def _have_groups_ended(self, timeout_s: float) -> bool:
-        """Reap the remaining processes; return whether all exited before the time was up."""
+        """Reap the remaining processes; return whether all exited in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._look()
@@ -437,7 +437,7 @@ def _copy_stderr(pipe: DrainedPipe, tail: bytearray) -> None:
             tail += chunk
             del tail[:-_TAIL_BYTES]
             if target is not None and not _write_all(target, chunk):
-                target = None  # nobody reads our stderr; keep emptying the pipe, or the script would block
+                target = None  # nobody reads our stderr; keep draining the pipe, or the script would block
 
 
 def _write_all(target: int, data: bytes) -> bool:

@@ -1,7 +1,7 @@
-"""The failure file, which SageMaker shows as the reason for a failed job, and which users read first.
+"""The failure file, which SageMaker shows as the reason for a failed job and users read first.
 
-SageMaker keeps the first 1024 characters of ``/opt/ml/output/failure``. So the exception comes first, then where it was
-raised, then its traceback. (sagemaker-training begins with the command line, which often fills all the space.)
+SageMaker keeps the first 1024 characters of ``/opt/ml/output/failure``. The exception therefore comes first, then where
+it was raised, then its traceback. (sagemaker-training starts with the command line, which often fills all the space.)
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lightning_sm.launcher.first_failure import EndedProcess
 
 _LOG = command_logger(__name__)
 
-# The exception is cut here, so that the frame that raised it always fits after it.
+# Exceptions are cut to this length, so that the frame that raised them always fits.
 _MAX_EXCEPTION_CHARS = 700
-# argparse exits with it, and so does jsonargparse.
+# Exit code of argparse and jsonargparse for a usage error.
 _USAGE_EXIT_CODE = 2
 # Python's exit code for an uncaught exception.
 EXCEPTION_EXIT_CODE = 1
-# Those of argparse and jsonargparse, and of a script that was told to exit.
+# Exit codes that a restart would not change: usage errors, and scripts that were told to exit.
 _FINAL_EXIT_CODES = frozenset({_USAGE_EXIT_CODE, 128 + signal.SIGTERM, 128 + signal.SIGINT})
-# Exceptions that would recur, of a script that does not import lightning_sm, or cannot be compiled.
+# Exceptions that would recur. A script that does not import lightning_sm, or cannot be compiled, only prints them.
 _FINAL_EXCEPTIONS = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
 # argparse and jsonargparse: "train.py: error: ..." or "error: ...".
 _USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
@@ -47,8 +47,8 @@ class Place:
 
     Attributes:
         host: Name of the host.
-        role: Its role in the job.
-        rank: Rank of its only training process; None if it has several, or none.
+        role: Role of the host in the job.
+        rank: Rank of its only training process; None if it has none or several.
     """
 
     host: str
@@ -65,8 +65,8 @@ class ScriptFailure:
     """The failure of a host's script.
 
     Attributes:
-        exit_code: Exit code of the process with which it began; 128 + n if signal n killed it.
-        reason: Why.
+        exit_code: Exit code of the process that failed first; 128 + n if signal n killed it.
+        reason: Why it failed.
         is_consequence: Whether a process on another host had exited before.
         is_permanent: Whether the script would fail in the same way again.
     """
@@ -85,12 +85,12 @@ def script_failure(
     *,
     stopped_by: int | None = None,
 ) -> ScriptFailure:
-    """Say why the training script of this host failed.
+    """Describe why the training script of this host failed.
 
     Args:
-        failed: The process with which the failure began.
-        exit_code: Exit code of the script, if that of the process is not known.
-        stderr_tail: The end of what the script and its local ranks wrote to stderr.
+        failed: The process that failed first.
+        exit_code: Exit code of the script, used if the exit code of the process is unknown.
+        stderr_tail: The end of the stderr of the script and its local ranks.
         place: This host.
         stopped_by: The signal that told this host to stop, if there was one.
     """
@@ -98,28 +98,28 @@ def script_failure(
     exit_code = failed.exit_code or exit_code
     ending = "exited with a code that only its parent knows" if is_unknown else ending_of(exit_code)
     place = place if failed.rank < 0 else replace(place, rank=failed.rank)
-    own, printed = failed.failure, None
-    if own is not None:
-        reason = _with_place(own.lines, own.frames, place, ending, is_passed_on=own.is_passed_on)
+    failure, printed = failed.failure, None
+    if failure is not None:
+        reason = _with_place(failure.lines, failure.frames, place, ending, is_passed_on=failure.is_passed_on)
     else:
         lines = [line for line in lines_of(stderr_tail) if rank_of(line) in (None, failed.rank) or failed.rank < 0]
         reason, printed = _printed_reason(lines, exit_code, place, ending, may_raise=not failed.has_reporter)
     if stopped_by is not None:
         reason = Reason(stopped_reason(stopped_by, reason.text), stopped_reason(stopped_by, reason.headline))
-    if own is not None:
-        return ScriptFailure(exit_code, reason, own.is_consequence, own.is_permanent)
+    if failure is not None:
+        return ScriptFailure(exit_code, reason, failure.is_consequence, failure.is_permanent)
     said = "" if printed is None else printed.lines[0]
     is_permanent = exit_code in _FINAL_EXIT_CODES or said.partition(":")[0] in _FINAL_EXCEPTIONS
     return ScriptFailure(exit_code, reason, is_lost_peer(said), is_permanent)
 
 
 def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None) -> Reason:
-    """Say why a process failed that writes no failure file.
+    """Describe why a process that writes no failure file failed.
 
     Args:
-        stderr_tail: The end of what the process wrote to stderr.
+        stderr_tail: The end of the process's stderr.
         exit_code: Its exit code; 128 + n if signal n killed it.
-        place: Where it ran; None if the reader knows.
+        place: Where it ran; None if this is clear from the context.
     """
     return _printed_reason(lines_of(stderr_tail), exit_code, place, ending_of(exit_code))[0]
 
@@ -127,11 +127,11 @@ def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None)
 def _printed_reason(
     lines: Sequence[str], exit_code: int, place: Place | None, ending: str, *, may_raise: bool = True
 ) -> tuple[Reason, PrintedException | None]:
-    """Return the reason as far as stderr tells it, and the exception that is the reason, if there is one."""
+    """Return the reason found in stderr, and the exception that caused the failure, if one was printed."""
     if exit_code == _USAGE_EXIT_CODE and (message := _usage_message(lines)):
         return Reason(f"{shortened(message, _MAX_EXCEPTION_CHARS)}\n{_where(place, ending)}"), None
-    is_exception = may_raise and exit_code == EXCEPTION_EXIT_CODE  # Python has no other reason for this code
-    # A rank that has only lost its connection may print before the cause, or after it.
+    is_exception = may_raise and exit_code == EXCEPTION_EXIT_CODE  # Python uses this code only for exceptions
+    # A rank that merely lost its connection may print before or after the rank that caused the failure.
     ranks = [rank for rank in dict.fromkeys(map(rank_of, lines)) if rank is not None]
     texts = [[line for line in lines if rank_of(line) in (None, rank)] for rank in ranks] or [list(lines)]
     found = filter(None, map(exception_that_ended, texts if is_exception else ()))
@@ -146,17 +146,17 @@ def _printed_reason(
 
 
 def stopped_reason(stopped_by: int, rest: str) -> str:
-    """Say that a host was told to stop, and what followed.
+    """Return the reason of a host that was told to stop.
 
     Args:
         stopped_by: The signal.
-        rest: What followed, as a sentence.
+        rest: What happened then, as a sentence.
     """
     return f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). {rest}"
 
 
 def not_started_reason(stopped_by: int | None, doing: str) -> str:
-    """Say why a host never started its script although nothing failed there.
+    """Return the reason of a host that never started its script although nothing failed there.
 
     Args:
         stopped_by: The signal that told this host to stop; None if the job ended on another host.
@@ -168,11 +168,11 @@ def not_started_reason(stopped_by: int | None, doing: str) -> str:
 
 
 def error_reason(error: Exception, place: Place | None) -> str:
-    """Say why the launcher itself failed: by an error of lightning_sm, or else by a bug.
+    """Describe an exception in the launcher: an error of lightning_sm, or a bug.
 
     Args:
-        error: The error.
-        place: This host; None if that is not known yet.
+        error: The exception.
+        place: This host; None if it is not known yet.
     """
     reason = f"{type(error).__name__}: {error}"
     if not isinstance(error, LightningSMError):
@@ -187,11 +187,11 @@ def remove_failure(output_dir: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        _LOG.warning("cannot remove %s, which an earlier job left: %s", path, error)
+        _LOG.warning("cannot remove %s, a leftover of an earlier job: %s", path, error)
 
 
 def write_failure(output_dir: Path, reason: str) -> None:
-    """Write the failure file, unless the script has written its own."""
+    """Write the failure file, unless the script has written one."""
     path = output_dir / "failure"
     try:
         if path.exists():
@@ -203,7 +203,7 @@ def write_failure(output_dir: Path, reason: str) -> None:
 
 
 def ending_of(exit_code: int) -> str:
-    """Say how a process exited: "killed by SIGKILL (exit code 137)".
+    """Describe how a process exited, such as "killed by SIGKILL (exit code 137)".
 
     Args:
         exit_code: Its exit code; 128 + n if signal n killed it.
@@ -215,7 +215,7 @@ def ending_of(exit_code: int) -> str:
 
 
 def _usage_message(lines: Sequence[str]) -> str:
-    """Return the last usage error, and what explains it, which jsonargparse separates by an empty line."""
+    """Return the last usage error and its explanation, which jsonargparse separates by an empty line."""
     errors = [index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)]
     rest = lines[errors[-1] :] if errors else ()
     said = takewhile(lambda line: not (_USAGE.match(line) or START.search(line)), rest)
@@ -230,19 +230,19 @@ def _with_place(
     lines: Sequence[str], frames: Sequence[str], place: Place | None, ending: str, *, is_passed_on: bool = False
 ) -> Reason:
     """Return the exception, where it was raised, and its frames."""
-    # An exception that was passed on names the data host itself.
+    # An exception that was passed on already names the data host.
     is_named = is_passed_on and place is not None and place.role is Role.DATA
     where = ending if is_named else _where(place, ending, "passed on to" if is_passed_on else "on")
     text = shortened("\n".join(lines), _MAX_EXCEPTION_CHARS)
-    # What follows a sentence may be a table.
+    # Lines after a full sentence may be a table: leave them out of the headline.
     first, *rest = text.splitlines()
     return Reason(_with_frames(f"{text}\n{where}", frames), " ".join([first, *rest[: not first.endswith(".")], where]))
 
 
 def _with_frames(reason: str, frames: Sequence[str]) -> str:
-    """Add frames, the innermost first: the raising one, then those in the user's own code."""
+    """Append frames, innermost first: the one that raised, then those in the user's code."""
     nearest = list(reversed(frames))
-    # An error of lightning_sm says what is wrong; the frame that raises it does not help.
+    # Omit the raising frame of lightning_sm's errors: their messages suffice.
     num_raising = 0 if _OWN_ERROR.match(reason) else 1
     wanted = nearest[:num_raising] + [frame for frame in nearest[num_raising:] if not _LIBRARY.search(frame)]
     for frame in wanted:

@@ -1,4 +1,4 @@
-"""The process with which the failure of a host's script began. Rules without I/O."""
+"""The choice of the process that failed first when a host's script fails. Rules without I/O."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class EndedProcess:
     """The script, or a rank that it started.
 
     Attributes:
-        pid: The process.
+        pid: Process id.
         rank: Its global rank; -1 if it is not known.
         exit_code: Its exit code; 128 + n if signal n killed it. None if it still runs, or if only its parent knows.
         exited_at: When it exited, in seconds of ``time.monotonic``; None if it still runs.
-        failure: What it said of the exception that ended it; None if it said nothing.
-        has_reporter: Whether it would have said so.
+        failure: Its report of the exception that ended it; None if it reported nothing.
+        has_reporter: Whether it reports its exceptions.
     """
 
     pid: int
@@ -40,16 +40,16 @@ class EndedProcess:
 def first_failure(
     processes: Sequence[EndedProcess], script: int | None, *, only_exceptions: bool = False
 ) -> EndedProcess:
-    """Return the process that failed first: by an exception that is not a consequence, or killed or exited without one.
+    """Return the process that failed first: by an exception that is not a consequence, or by an exit without one.
 
     Args:
         processes: The script, and all processes that have announced themselves or can report failures.
-        script: The process id of the script; None if several ranks run it, which the launcher has started.
-        only_exceptions: Whether an exit without an exception counts for the script only: the others were told to exit.
+        script: The process id of the script; None if the launcher started several ranks of it.
+        only_exceptions: If True, ignore exits without an exception except the script's: the others were told to exit.
     """
-    reported = [(one.failure.at, one) for one in processes if one.failure is not None]
-    failed = [one for one in processes if one.exit_code != 0 and one.exited_at is not None]
-    first_rank = min((one for one in failed if one.pid != script), key=lambda one: one.exited_at or 0.0, default=None)
+    reported = [(process.failure.at, process) for process in processes if process.failure is not None]
+    failed = [process for process in processes if process.exit_code != 0 and process.exited_at is not None]
+    first_rank = min((end for end in failed if end.pid != script), key=lambda end: end.exited_at or 0.0, default=None)
     causes: list[tuple[float, EndedProcess]] = []
     for process in processes:
         is_script = process.pid == script
@@ -59,13 +59,13 @@ def first_failure(
         elif process.exited_at is not None and process.exit_code and (is_script or not only_exceptions):
             # Lightning and torchrun kill the other ranks when one has exited.
             is_cleanup = process.exit_code in _KILLED and first_rank not in (None, process)
-            # A shell or torchrun fails because its ranks have failed.
+            # A shell or torchrun exits with an error because its ranks failed.
             is_messenger = is_script and not process.has_reporter and bool(reported or first_rank)
             if not is_cleanup and not is_messenger:
                 causes.append((process.exited_at, process))
-    vanished = [(one.exited_at or 0.0, one) for one in failed if one.exit_code is None and not one.failure]
-    # Without a cause: one that only its parent has seen exit, then the first of the consequences.
-    for found in (causes, [] if only_exceptions else vanished, reported):
-        if found:
-            return min(found, key=lambda one: one[0])[1]
+    vanished = [(rank.exited_at or 0.0, rank) for rank in failed if rank.exit_code is None and not rank.failure]
+    # If there is no cause, choose a process whose exit code only its parent knows, then the first consequence.
+    for candidates in (causes, [] if only_exceptions else vanished, reported):
+        if candidates:
+            return min(candidates, key=lambda candidate: candidate[0])[1]
     return next((process for process in processes if process.pid == script), first_rank or processes[0])

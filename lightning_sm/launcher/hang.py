@@ -1,4 +1,4 @@
-"""The watchdog of a host's training processes: notices that they hang, and saves their stacks."""
+"""The watchdog of a host's training processes, which detects hangs and saves stacks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from lightning_sm.launcher import timeline
 
 _LOG = command_logger(__name__)
 
-# A step may take much longer than those before: for another batch size, a disk that wakes up, a slow download.
+# A step may take much longer than earlier ones: another batch size, a disk that spins up, a slow download.
 _TIMES_THE_LONGEST = 20.0
-# A compilation or a checkpoint takes minutes, rarely an hour; a file server that does not answer takes days. Any phase
-# not listed here may be the user's own work, of any length.
+# A compilation or a checkpoint takes minutes, rarely an hour; a file server that does not answer takes days. Phases not
+# listed here may run user code of any duration.
 _LONG_PHASES = (Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, Phase.FIRST_STEP, Phase.SAVING)
 _TIMES_IN_LONG_PHASES = 10.0
 _POLL_S = 0.05
-# Between two looks.
+# Between two checks.
 _CHECK_S = 2.0
 
 
 class Watchdog:
-    """A look at the processes of a script from time to time. It has no clock and does no I/O.
+    """A detector of hanging processes, without a clock or I/O.
 
-    A process hangs if it has sent no beat for ``least_s`` and for 20 times the longest interval so far, in a phase that
-    may not pause (see ``Phase``). Before the end of the first step, and in a checkpoint, it may take ten times as long.
+    A process hangs if, in a phase that may not pause (see ``Phase``), it has sent no beat for ``least_s`` and for 20
+    times the longest interval so far. Until the first step ends, and while saving a checkpoint, it may take 10 times as
+    long.
 
     Args:
         least_s: The shortest silence that counts as a hang, in seconds; 0 turns the watchdog off.
@@ -46,7 +47,7 @@ class Watchdog:
         self._was_hanging = False
 
     def look(self, beats: Callable[[], Sequence[Beat]], now: float) -> Sequence[Beat]:
-        """Return the last beats of all processes if some hang; none otherwise, or if it is not time for a look.
+        """Return the last beats of all processes if some hang; empty otherwise, or if no check is due.
 
         Args:
             beats: Returns the last beats of the running processes.
@@ -56,7 +57,8 @@ class Watchdog:
             return ()
         self._due_at = now + self._check_s
         seen = beats()
-        # A launcher that was suspended together with its script sees old beats when it resumes: look twice.
+        # A launcher that was suspended together with its script sees old beats when it resumes. Report a hang only if
+        # two checks in a row find one.
         was_hanging, self._was_hanging = self._was_hanging, bool(self.hanging(seen, now))
         return seen if was_hanging and self._was_hanging else ()
 
@@ -86,22 +88,22 @@ def _patience(beat: Beat) -> float:
 
 
 def described(beats: Sequence[Beat], now: float) -> str:
-    """Say in one line where processes stand.
+    """Describe the position of each process, in one line.
 
     Args:
-        beats: Their last beats.
+        beats: The last beats of the processes.
         now: The time.
     """
-    stands = [
+    positions = [
         f"{'data host' if beat.rank < 0 else f'rank {beat.rank}'} at step {beat.step}, {beat.doing} "
         f"({now - beat.at:.0f} s ago)"
         for beat in sorted(beats, key=lambda beat: beat.rank)
     ]
-    return "; ".join(stands)
+    return "; ".join(positions)
 
 
 def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path, limit_s: float) -> list[Path]:
-    """Write the stacks of all threads of some processes into files.
+    """Write the stacks of all threads of some processes to files.
 
     Args:
         control: The folder into which faulthandler writes the stacks.
@@ -110,9 +112,9 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path, lim
         limit_s: How long the processes may take, in seconds.
 
     Returns:
-        The files of those that know the signal, ``stacks-rank<rank>.txt``.
+        The files, ``stacks-rank<rank>.txt``; none for processes that do not handle the signal.
     """
-    # Only to processes that handle the signal: it would kill any other.
+    # Signal only processes that handle the signal: it would kill any other.
     asked = [beat.pid for beat in beats if handles_signal(beat.pid, STACKS_SIGNAL) is not False]
     before = {pid: text for pid in asked if (text := control.stacks(pid)) is not None}
     for pid in before:
@@ -120,8 +122,8 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path, lim
             os.kill(pid, STACKS_SIGNAL)
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and any(control.stacks(pid) == text for pid, text in before.items()):
-        time.sleep(_POLL_S)  # faulthandler only writes, and announces nothing
-    time.sleep(_POLL_S)  # for the rest of a text that has begun
+        time.sleep(_POLL_S)  # faulthandler does not announce when it has written
+    time.sleep(_POLL_S)  # for the rest of a partly written text
     saved = []
     for beat in [beat for beat in beats if beat.pid in before]:
         name = f"rank{beat.rank}" if beat.rank >= 0 else f"process{beat.pid}"

@@ -1,4 +1,4 @@
-"""The launcher's part of the record of a run: how busy its host is, and what happens to it."""
+"""The launcher's part of the record of a run: the use of its host, and events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVENTS = {OutcomeKind.LOST: "host_lost", OutcomeKind.INTERRUPTION: "interruptio
 
 
 class HostRecord:
-    """The launcher's file in the record of the run; a context manager that samples the host's use meanwhile.
+    """The launcher's file in the record of the run; while entered as a context manager, it samples the host's use.
 
     Args:
         job: The job.
@@ -41,7 +41,7 @@ class HostRecord:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables with which the processes of the script write beside this file."""
+        """Environment variables that make the script's processes write to the folder of this file."""
         return {RECORD_DIR.name: str(self._record.path.parent)}
 
     def __enter__(self) -> HostRecord:
@@ -52,7 +52,7 @@ class HostRecord:
         self._stop_sampling()
 
     def began(self, command: Sequence[str]) -> None:
-        """Write the head of the file, once: which host this is, and what it runs.
+        """Write the head of the file, which names the host and the command, unless that was done before.
 
         Args:
             command: The command line of the script, without secrets; empty if it is not known.
@@ -64,7 +64,7 @@ class HostRecord:
             self._has_begun = True
 
     def event(self, what: str, text: str) -> None:
-        """Write an event that happens now, if the head is written; see ``events.Event``."""
+        """Write an event that happens now, if the head was written; see ``events.Event``."""
         self._write(events.Event(time.time(), what, text))
 
     def on_stop(self, signum: int) -> None:
@@ -75,7 +75,7 @@ class HostRecord:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Write how long something takes."""
+        """Measure and write the duration of a block."""
         began_at, began = time.time(), time.perf_counter()
         try:
             yield
@@ -91,18 +91,18 @@ class HostRecord:
             self.event(what, text)
 
     def end(self, outcome: Outcome, job: JobOutcome | None, *, is_saved: bool) -> None:
-        """Write how this host and the job ended, and close the file.
+        """Write the outcomes of this host and of the job, and close the file.
 
         Args:
             outcome: The outcome of this host.
             job: The outcome of the job; None if this host has not learned it, or was stopped before it.
-            is_saved: Whether a checkpoint of the interruption was saved.
+            is_saved: Whether a checkpoint was saved at the interruption.
         """
-        self.began([])  # if the host ends before it knows the script
+        self.began([])  # if the launcher exits before it knows the script
         self._stop_sampling()
         what = _word(outcome.kind, is_saved=is_saved)
         if what == events.SUCCEEDED and self._was_stopped:
-            what = events.STOPPED  # a data host that was stopped served all ranks until then
+            what = events.STOPPED  # a stopped data host also counts as successful: it served all ranks until then
         of_job = None if job is None else _word(job.kind, is_saved=is_saved)
         reason = outcome.reason if job is None else job.reason
         self._write(events.End(time.time(), what, outcome.exit_code, reason.headline, of_job))
@@ -126,7 +126,7 @@ class HostRecord:
             now = time.monotonic()
             due = now + events.gap_s(now - began, _USE_S)
             self._write(meter.measure())
-        # So that even a host that stops before the first line is due has one.
+        # Ensure that even a short-lived host has one line.
         self._write(meter.measure())
 
 

@@ -1,8 +1,8 @@
-"""The life of a host in a job: a state machine without clock and I/O, whose work ``train`` does.
+"""The lifecycle of a host in a job: a state machine without a clock or I/O, driven by ``train``.
 
-``step`` takes the state of a launcher and an event to its next state, and to what is to be done at once. Each phase is
-one piece of work, at whose end its event comes (``ends_of``). News come at any time, from other threads. They
-change no phase: either they end the script, or the work of the phase waits for them.
+``step`` maps a launcher's state and an event to its next state and the actions to take at once. Each phase is one piece
+of work, which ends with an event (``ends_of``). News can arrive at any time, from other threads. It never changes the
+phase: it ends the script, or the work of the phase waits for it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from lightning_sm.launcher.failure import not_started_reason
 from lightning_sm.launcher.peers.outcome import Restart
 
 # Pauses before a data host's script is started again: memory may be short only for a moment, and training continues
-# meanwhile. After four kills, a fifth is certain.
+# meanwhile. Give up after three restarts: a script killed four times will be killed again.
 _PAUSES_S = (1.0, 2.0, 4.0)
 # Exit codes of a script that was killed rather than asked to exit.
 _KILLED = frozenset(128 + number for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGINT})
 
 
 class LauncherPhase(Enum):
-    """What a launcher works at."""
+    """The current work of a launcher."""
 
     PREPARING = "fetching the code, and installing its requirements"
     RUNNING = "running the script"
-    PAUSING = "waiting to start the script of a data host again, which was killed"
-    JUDGING = "finding out why the script has ended"
+    PAUSING = "waiting to start a data host's script again after it was killed"
+    JUDGING = "finding out why the script exited"
     UPLOADING = "waiting for the upload of an interrupted script's checkpoint"
-    AWAITING_TRAINERS = "waiting until the scripts of all trainer hosts have ended"
-    AWAITING_DECISION = "waiting until the other hosts know that the script has failed, also those that start late"
+    AWAITING_TRAINERS = "waiting until the scripts of all trainer hosts have exited"
+    AWAITING_DECISION = "waiting until the other hosts, including late ones, know that the script has failed"
     AWAITING_STOP = "waiting, with a saved checkpoint, for the other hosts and for the signal that stops this one"
     AWAITING_RESTART = "waiting until the scripts of all trainer hosts have exited for a restart"
     AWAITING_FIRST_EXIT = "letting the host that failed first exit first"
@@ -44,21 +44,21 @@ class LauncherPhase(Enum):
 
 
 class Stop(Enum):
-    """The stop of this host by SageMaker or a user, if any."""
+    """The reason why SageMaker or a user stopped this host, if they did."""
 
     NONE = "it was not stopped"
-    FIRST = "it was stopped before any host had failed by itself"
+    FIRST = "it was stopped before any host failed"
     AFTER_FAILURE = "it was stopped because another host had failed"
 
 
 class Host(NamedTuple):
-    """What does not change.
+    """The constant facts about a host.
 
     Attributes:
         name: Name of this host.
-        role: Its role.
+        role: Role of this host.
         main_host: Name of the main host.
-        num_data_hosts: Number of data hosts of the job.
+        num_data_hosts: Number of data hosts in the job.
     """
 
     name: str
@@ -73,16 +73,16 @@ class HostState:
 
     Attributes:
         host: The host.
-        phase: What it works at.
-        stop: Whether the host was stopped.
+        phase: Its current work.
+        stop: Whether the host was stopped, and when.
         stopped_by: The signal that stopped it; None if there was none.
-        job: The outcome of the job, once it is known.
+        job: The outcome of the job; None until it is known.
         restart: The last restart of the job that was ordered, if any.
         attempt: The number of the last restart in which this host took part; 0 before the first.
-        num_kills: How often the script of this data host was killed and started again.
-        exit_code: Exit code of the script that has ended last.
-        own: The outcome of this host; None while its script runs, and before.
-        is_saved: Whether the script was interrupted and has saved a checkpoint.
+        num_kills: How often this data host's script was killed and started again.
+        exit_code: Exit code of the script's last run.
+        own: The outcome of this host; None until its script has exited.
+        is_saved: Whether the script was interrupted and saved a checkpoint.
     """
 
     host: Host
@@ -109,7 +109,7 @@ class HostState:
 
     @property
     def pending_restart(self) -> Restart | None:
-        """The restart in which the script of this host must take part; None if there is none."""
+        """The restart that this host's script must join; None if there is none."""
         restart = self.restart
         return restart if restart is not None and restart.number > self.attempt and not self.is_data_host else None
 
@@ -120,14 +120,14 @@ class HostState:
 
     @property
     def pause_s(self) -> float:
-        """How many seconds to wait before the script of a data host is started again."""
+        """Seconds to wait before a data host's script is started again."""
         return _PAUSES_S[self.num_kills - 1]
 
     @property
     def is_first_failure_elsewhere(self) -> bool:
-        """Whether the job has failed on another host, with whose reason this trainer host exits.
+        """Whether this trainer host exits with the reason of another host that failed first.
 
-        A trainer host never looks successful then. One that was stopped first, and did not succeed, has its own reason.
+        It then never looks successful. If it was stopped first and did not succeed, it keeps its own reason.
         """
         own, job = self.own, self.job
         if own is None or job is None or self.is_data_host or not job.is_failure or job.host == self.host.name:
@@ -136,14 +136,14 @@ class HostState:
 
     @property
     def outcome(self) -> Outcome:
-        """How this host exits, once its script has ended for good."""
+        """The outcome with which this host exits, once its script has exited for good."""
         own, job = self.own, self.job
         if own is None:
             raise ValueError(f"A launcher that is {self.phase.value} has no outcome.")
         if job is None:
             return own
         if self.is_data_host and not job.is_failure:
-            return Outcome.of_exit_code(0)  # training has succeeded without it
+            return Outcome.of_exit_code(0)  # training succeeded without this host
         if self.is_first_failure_elsewhere:
             return Outcome.of_exit_code(own.exit_code or 1, job.reason)
         if job.host == self.host.name and own.kind is not OutcomeKind.SUCCESS:
@@ -152,17 +152,17 @@ class HostState:
 
     @property
     def known_job(self) -> JobOutcome | None:
-        """The outcome of the job; None if it is unknown, or if the stop of this host came before it."""
+        """The outcome of the job; None if it is unknown, or if this host was stopped before it."""
         own, job = self.own, self.job
         is_stop_first = self.stop is Stop.FIRST and own is not None and own.kind is not OutcomeKind.SUCCESS
         return None if is_stop_first else job
 
     @property
     def _does_job_end_script(self) -> bool:
-        """Whether the outcome of the job leaves the script nothing to do.
+        """Whether the script must exit because of the job's outcome.
 
-        A data host's work ends with the training, successful or not. A trainer host that was stopped keeps its whole
-        schedule to save a checkpoint, even if another host exits earlier.
+        A data host's script must exit when training ends, successfully or not. A trainer host that was stopped keeps
+        its whole schedule to save a checkpoint, even if another host exits earlier.
         """
         job = self.job
         if job is None or job.host == self.host.name:
@@ -178,7 +178,7 @@ class HostState:
 
 @dataclass(frozen=True)
 class Done:
-    """The work of the phase is done, or has no point any longer."""
+    """The work of the phase is done, or no longer needed."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,11 @@ class Exited:
 
 @dataclass(frozen=True)
 class Judged:
-    """It is known why the script has ended, or why it cannot be started, or must not be any longer.
+    """The launcher knows why the script exited, or why it cannot or must not be started.
 
     Attributes:
         outcome: The outcome.
-        has_saved: Whether a rank has said that it has saved a checkpoint.
+        has_saved: Whether a rank has announced that it saved a checkpoint.
     """
 
     outcome: Outcome
@@ -207,7 +207,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Restarted:
-    """The scripts of all trainer hosts have exited, and may start again.
+    """The scripts of all trainer hosts have exited and may start again.
 
     Attributes:
         attempt: The number of the restart.
@@ -240,7 +240,7 @@ class JobEnded:
 
 @dataclass(frozen=True)
 class RestartOrdered:
-    """News: the scripts of all trainer hosts are to restart.
+    """News: the scripts of all trainer hosts must restart.
 
     Attributes:
         restart: The order.
@@ -264,7 +264,7 @@ _ENDS: Mapping[LauncherPhase, tuple[type[End], ...]] = MappingProxyType(
 
 
 def ends_of(phase: LauncherPhase) -> tuple[type[End], ...]:
-    """Return the events with which the work of a phase may end."""
+    """Return the types of events that can end a phase."""
     return _ENDS.get(phase, (Done,))
 
 
@@ -273,11 +273,11 @@ def ends_of(phase: LauncherPhase) -> tuple[type[End], ...]:
 
 @dataclass(frozen=True)
 class EndScript:
-    """End the script, without waiting for its exit.
+    """Terminate the script, without waiting for its exit.
 
     Attributes:
-        kind: The outcome because of which it ends. After a hang elsewhere, its stacks are saved first.
-        restart: The number of the restart for which it ends; None: for good.
+        kind: The outcome that requires this. After a hang elsewhere, the script's stacks are saved first.
+        restart: The number of the restart that requires this; None if the script must not run again.
     """
 
     kind: OutcomeKind
@@ -300,10 +300,10 @@ Transition = tuple[HostState, tuple[Action, ...]]
 
 
 def step(state: HostState, event: End | News) -> Transition:
-    """Return the next state, and what is to be done at once.
+    """Return the next state and the actions to take at once.
 
     Raises:
-        ValueError: The work of this phase does not end with this event.
+        ValueError: The event cannot end the current phase.
     """
     if isinstance(event, News):
         return _on_news(state, event)
@@ -329,7 +329,7 @@ def _on_news(state: HostState, news: News) -> Transition:
             # A stop after a failure is SageMaker's response to it, unless the failure was itself an interruption.
             is_response = job is not None and job.kind is not OutcomeKind.INTERRUPTION
             stop = state.stop if state.is_stopped else Stop.AFTER_FAILURE if is_response else Stop.FIRST
-            return replace(state, stop=stop, stopped_by=signum), ()  # its processes get signals by the stop schedule
+            return replace(state, stop=stop, stopped_by=signum), ()  # the stop schedule signals the script
         case JobEnded(job):
             state = replace(state, job=job)
             return state, (EndScript(job.kind),) if has_script and state._does_job_end_script else ()
@@ -340,7 +340,7 @@ def _on_news(state: HostState, news: News) -> Transition:
 
 
 def _on_exit(state: HostState, exit_code: int) -> Transition:
-    """Start the script of a data host again after a kill, whose cause may pass: an error of its own would recur."""
+    """Restart a data host's script if it was killed, since the cause may pass; its own errors would recur."""
     is_killed = state.is_data_host and exit_code in _KILLED
     if is_killed and state.num_kills < len(_PAUSES_S) and not state.must_end:
         return replace(state, phase=LauncherPhase.PAUSING, exit_code=exit_code, num_kills=state.num_kills + 1), ()
@@ -362,12 +362,12 @@ def _run_again(state: HostState) -> Transition:
 
 
 def _ended(state: HostState) -> Transition:
-    """Report how the script has ended, and wait for what depends on it."""
+    """Report the script's outcome, and wait as that outcome requires."""
     own = state.own
     if state.is_saved:
-        return replace(state, phase=LauncherPhase.UPLOADING), ()  # other hosts leave when they have the report
+        return replace(state, phase=LauncherPhase.UPLOADING), ()  # report later: other hosts exit on the report
     if own is not None and own.kind is OutcomeKind.SUCCESS:
-        # A stopped data host has served all ranks: it does not wait for a main host that may be dead.
+        # A stopped data host has served all ranks, so it does not wait for a main host that may be dead.
         must_wait = not (state.is_data_host and state.is_stopped)
         phase = LauncherPhase.AWAITING_TRAINERS
     elif state.is_data_host and state.host.num_data_hosts > 1:
@@ -375,8 +375,8 @@ def _ended(state: HostState) -> Transition:
         must_wait = not state.is_stopped
         phase = LauncherPhase.AWAITING_TRAINERS
     else:
-        # The host exits as soon as the others have its report, so that SageMaker shows its reason and not theirs. If
-        # this host was stopped, so are the others: they need no report.
+        # Exit as soon as the others have this host's report, so that SageMaker shows its reason rather than theirs. If
+        # this host was stopped, the others were too, and need no report.
         must_wait = not state.is_stopped
         phase = LauncherPhase.AWAITING_DECISION
     if must_wait:
@@ -402,12 +402,12 @@ def _after_report(state: HostState) -> Transition:
 
 
 def _close_without_restart(state: HostState) -> Transition:
-    """Exit after a wait for a restart that never came."""
+    """Exit without the restart that this host waited for."""
     job, restart = state.job, state.pending_restart
     if restart is None or (job is not None and job.kind is not OutcomeKind.INTERRUPTION):
         return _close(state)
-    # A stop while waiting is an interruption, after which SageMaker starts the job again, and not the failure that the
-    # restart was meant to overcome. Another host may have been stopped first.
+    # A stop while waiting counts as an interruption, so that SageMaker starts the job again, and not as the failure
+    # that the restart was meant to overcome. Another host may have been stopped first.
     if state.stopped_by is None:
         if job is None:
             return _close(state)
@@ -433,7 +433,7 @@ def _exit(state: HostState) -> Transition:
     return replace(state, phase=LauncherPhase.OVER), ()
 
 
-# By the phase whose work is done.
+# Transitions after ``Done``, by phase.
 _AFTER: Mapping[LauncherPhase, Callable[[HostState], Transition]] = MappingProxyType(
     {
         LauncherPhase.PREPARING: _run,

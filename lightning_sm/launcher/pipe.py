@@ -1,4 +1,4 @@
-"""A pipe whose end does not depend on who keeps it open: once its writers have exited, it ends when it is empty."""
+"""A pipe whose reader sees the end once the pipe is empty, even if some process keeps it open."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import select
 import threading
 from typing import IO
 
-# How soon a reader of an empty pipe notices that it is to end.
+# How soon a reader of an empty pipe notices ``end_when_empty``.
 _LOOK_MS = 100
 
 
 class DrainedPipe(io.RawIOBase):
     """The read end of a pipe. It ends when all writers have closed it, or after ``end_when_empty`` when it is empty.
 
-    A daemon of a script may keep the script's pipe open for ever. A reader that therefore stops after some seconds
-    loses lines on a machine that is busy: this one reads them all, however long it takes.
+    A daemon started by a script may keep the script's pipe open forever. A reader with a timeout would lose lines on a
+    busy machine. This one reads them all, however long it takes.
 
     Args:
-        pipe: The read end, which this object owns from now on.
+        pipe: The read end; this object closes it.
     """
 
     def __init__(self, pipe: IO[bytes]) -> None:
@@ -29,16 +29,16 @@ class DrainedPipe(io.RawIOBase):
         self._is_ending = threading.Event()
 
     def readable(self) -> bool:
-        """Return that this can be read."""
+        """Return True."""
         return True
 
     def end_when_empty(self) -> None:
-        """Let the pipe end when it is empty: the writers that count have exited. Any thread may call this."""
+        """End the pipe when it is empty, because the relevant writers have exited. Any thread may call this."""
         self._is_ending.set()
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # any buffer
-        """Read up to as many bytes as the buffer holds, and return their number; 0 at the end."""
-        is_ending = self._is_ending.is_set()  # before the look: what the writers had left is there
+        """Fill the buffer as far as possible, and return the number of bytes read; 0 at the end."""
+        is_ending = self._is_ending.is_set()  # read before polling: all that the writers left is in the pipe then
         while not self._poll.poll(_LOOK_MS):
             if is_ending:
                 return 0

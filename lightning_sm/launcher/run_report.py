@@ -1,7 +1,7 @@
-"""The report of the run, which the main host's launcher has written when the job ends, successfully or not.
+"""The report of the run, which the main host's launcher creates when the job ends, successfully or not.
 
-A separate process writes it: Matplotlib costs memory and seconds, and neither an error nor a hang there may change the
-job's outcome.
+A separate process writes it: Matplotlib costs memory and seconds, and its errors or hangs must not change the job's
+outcome.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NAME = "report.html"
 
 
 def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float) -> None:
-    """Write the report into the output data, if training processes have left a record. Raise nothing.
+    """Write the report to the output data, if training processes wrote a record. Raise nothing.
 
     Args:
         job: The job.
         prices: Hourly prices, by instance type or group.
-        limit_s: The longest time it may take, in seconds.
+        limit_s: Time limit in seconds.
     """
     folder = record_folder(job)
     if limit_s <= 0 or not any(folder.glob(f"*/{job.current_host}-rank-*.jsonl")):
@@ -35,7 +35,7 @@ def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float)
     command += [] if job.name is None else ["--job", job.name]
     command += [f"--price={name}={price}" for name, price in prices.items()]
     try:
-        # Not in the folder of the user's code, whose modules could shadow those of the report.
+        # Do not run in the folder of the user's code: its modules could shadow the report's imports.
         done = subprocess.run(
             command,
             cwd=job.output_dir,
@@ -61,7 +61,7 @@ def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float)
 
 
 def _say(output: str | bytes | None) -> None:
-    """Log the verdict, as it is on the page."""
+    """Log the verdict as it appears in the report."""
     text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
     for line in text.splitlines():
         _LOG.info("%s", line)

@@ -1,4 +1,4 @@
-"""The command that runs the training script: its program, its arguments and its environment."""
+"""The command that runs the training script: program, arguments and environment."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ScriptCommand:
 
     Attributes:
         arguments: Program and arguments.
-        directory: Its working directory.
-        env: Its environment.
-        processes: The further variables of each process that runs it.
+        directory: Working directory.
+        env: Environment.
+        processes: Additional environment variables of each process; one process is started for each item.
         hidden: Secret options that are not on the command line, because SageMakerCLI reads them from the job.
     """
 
@@ -56,13 +56,13 @@ class ScriptCommand:
 
 @dataclass(frozen=True)
 class CommandBuilder:
-    """Gets the script's code and requirements, and builds its command.
+    """The builder of the script's command, which first fetches the code and installs its requirements.
 
     Attributes:
         job: The job.
-        topology: Its hosts.
+        topology: The job's hosts.
         env: Environment of the launcher.
-        preparation: Gets code and requirements.
+        preparation: Fetches the code and installs its requirements.
         record: The record of the run.
         control: The control folder.
     """
@@ -75,14 +75,14 @@ class CommandBuilder:
     control: ControlFolder
 
     def build(self, name: str | None, args: Sequence[str]) -> ScriptCommand:
-        """Get the code, install its requirements, and return the command.
+        """Fetch the code, install its requirements, and return the command.
 
         Args:
             name: Path of the script, if the launcher was given one.
             args: Arguments given to the launcher.
 
         Raises:
-            LightningSMError: The script could not be found, fetched or given its arguments.
+            LightningSMError: The script could not be found or fetched, or its arguments are invalid.
             Stopped: The host was told to stop meanwhile.
         """
         job = self.job
@@ -107,7 +107,7 @@ class CommandBuilder:
         return ScriptCommand(command, script.directory, env, processes, hidden)
 
     def _hidden_options(self, parser: Parser, argv: Sequence[str], args: Sequence[str]) -> tuple[str, ...]:
-        """Return the secret hyperparameters among the arguments, if the script reads these from the job."""
+        """Return the secret hyperparameters among the arguments, if the script reads them from the job."""
         names = secret_options([argument for argument in argv if argument not in args])
         if not names:
             return ()
@@ -166,11 +166,11 @@ def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> lis
 
 
 def hydra_command_line(args: Sequence[str], job: SageMakerJob) -> list[str]:
-    """Build the arguments of a script of Hydra, whose parser accepts its options only before all overrides.
+    """Build the arguments of a Hydra script, whose parser accepts options only before all overrides.
 
     Args:
         args: Arguments given to the launcher.
-        job: The job. Its hyperparameters become overrides, which take precedence over those of ``args``.
+        job: The job. Its hyperparameters become overrides, which take precedence over overrides in ``args``.
 
     Raises:
         HyperparameterError: A hyperparameter cannot become an override.
@@ -183,16 +183,16 @@ def hydra_command_line(args: Sequence[str], job: SageMakerJob) -> list[str]:
 def variables_of_processes(
     job: SageMakerJob, topology: Topology, script: Script, devices: int | None, env: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """Return the variables of each process that the launcher starts on this host, besides those that all share.
+    """Return the additional variables of each process that the launcher starts on this host.
 
-    A script that is not Python is started once: what it starts on this host is its own affair.
+    A script that is not Python is started once, and may start further processes itself.
 
     Args:
         job: The facts of the job.
         topology: Roles and ranks of all hosts.
         script: The script.
-        devices: Number of processes that the job states for each trainer host; None if it leaves that to the script.
-        env: The variables that all share.
+        devices: Number of processes per trainer host that the job requests; None if it leaves that to the script.
+        env: The variables common to all processes.
     """
     if topology.role is not Role.TRAINER:
         return [{}]
@@ -206,7 +206,7 @@ def variables_of_processes(
             )
         return [variables]
     if devices > 1:
-        # Otherwise, every rank would start a thread for each CPU of the host.
+        # Without this, every rank would start as many threads as the host has CPUs.
         variables[_THREADS] = env.get(_THREADS) or str(max(1, usable_cpus() // devices))
     return [{**variables, **rank_variables(topology, devices, local_rank)} for local_rank in range(devices)]
 

@@ -1,6 +1,7 @@
-"""The seconds of a host's end, in the order in which they pass: after a stop signal, and after a failure.
+"""The time limits for the end of a host, in chronological order: after a stop signal, and after a failure.
 
-Whatever stop schedule a user sets, a launcher has exited when SageMaker kills its container (``SERVICE_GRACE_S``).
+With any stop schedule that a user may set, the launcher exits before SageMaker kills its container
+(``SERVICE_GRACE_S``).
 """
 
 from __future__ import annotations
@@ -9,54 +10,54 @@ from lightning_sm.job.stopping import StopSchedule
 
 # ---- After a stop signal. See ``StopSchedule`` for SIGTERM and SIGKILL.
 
-# How long before SIGKILL the stacks of the processes that still run are saved.
+# How long before SIGKILL to save the stacks of processes still running.
 STACKS_BEFORE_KILL_S = 6.0
 # How long processes may take to write their stacks: faulthandler takes milliseconds.
 STACKS_S = 5.0
-# For the agent to notice the first checkpoint of a job; there are no markers before.
+# For the upload agent to notice a job's first checkpoint; until then, there are no markers.
 FIRST_MARKER_S = 10.0
-# For the report of the run. Its time ends early enough for what follows it.
+# For the report of the run, and then for the steps that follow it.
 REPORT_LIMIT_WHEN_STOPPED_S = 10.0
 AFTER_THE_REPORT_S = 5.0
 
 # ---- After a failure on this host.
 
-# A process that has raised an exception exits within moments, unless its loggers hang or the script caught it. After
-# this time, it hangs.
+# A process that has raised an exception exits within moments, unless its loggers hang or the script catches the
+# exception. After this time, it counts as hanging.
 EXIT_AFTER_EXCEPTION_S = 120.0
-# Where the launcher starts the ranks: a rank that fails because another one did may exit first. Leave that one this
-# time to print its traceback.
+# If the launcher starts the ranks: a rank that fails because of another may exit first. Give the other one this time to
+# print its traceback.
 CONSEQUENCE_S = 3.0
-# When a rank dies, other ranks of the host can fail before it has exited: wait this long for it.
+# When a rank dies, other ranks of its host can fail before it has exited. Wait this long for the exit.
 OWN_CAUSE_S = 5.0
-# A launcher is lost after this silence, in which it tries to connect again: a reset, and a packet that is lost at every
-# attempt to connect, cost seconds.
+# A launcher is lost after this silence, during which it reconnects: a reset, and a lost packet at each attempt to
+# connect, cost seconds.
 LOST_S = 15.0
-# When a rank dies, ranks on other hosts can fail seconds before its own launcher sees the exit. Wait this long for the
-# real cause, which may be a host that is lost.
+# When a rank dies, ranks on other hosts can fail seconds before its launcher sees the exit. Wait this long for the real
+# cause, which may be a lost host.
 CAUSE_ELSEWHERE_S = LOST_S + 2.0
-# For hosts that have never connected, which would otherwise be stopped without learning why. A setting.
+# For hosts that have not connected yet, which would otherwise be stopped without learning why. Default of a setting.
 ABSENT_HOSTS_S = 10.0
-# The host that failed first must exit first, so that SageMaker shows its exit code and reason as the job's. Its
-# interpreter needs some tens of milliseconds to exit: all other hosts wait this long.
+# The host that failed first must exit first, so that SageMaker shows its exit code and reason as the job's. Its exit
+# takes tens of milliseconds, so all other hosts wait this long.
 MAIN_HOST_LEAVES_LATER_S = 1.0
 
 # ---- After a failure on another host.
 
-# For the scripts that still run. SageMaker gives a stopped job 120 s.
+# For scripts still running. SageMaker gives a stopped job 120 s.
 AFTER_FAILURE_S = 150.0
 
 # Between SIGTERM and SIGKILL for a script or rank, so that it can log its state.
 END_GRACE_S = 15.0
 
-# ---- When the script has ended.
+# ---- When the script has exited.
 
-# After a success, for processes that are not ranks: helpers of loggers still send what they have.
+# After a success, for processes that are not ranks, such as helpers of loggers that are still sending data.
 LEFTOVERS_GRACE_S = 10.0
-# Between SIGTERM and SIGKILL for processes that outlive the script, and then until they must be gone.
+# For processes that outlive the script: between SIGTERM and SIGKILL, and again after SIGKILL.
 KILL_GRACE_S = 2.0
-# For passing on what the pipe of stderr still holds (64 KiB on Linux), to whoever reads that of the launcher: Docker's
-# client, or an emulator of many hosts on few CPUs. After a stop, at least the second.
+# For copying the rest of the script's stderr pipe (64 KiB on Linux) to the reader of the launcher's stderr, such as
+# Docker's client, or an emulator of many hosts on few CPUs. After a stop, the second value is the minimum.
 DRAIN_S = 30.0
 DRAIN_WHEN_STOPPED_S = 1.0
 # For the last report to the other launchers.
@@ -64,10 +65,10 @@ LAST_REPORT_S = 2.0
 
 
 def last_exit_s(schedule: StopSchedule) -> float:
-    """Return how many seconds after a stop signal this launcher has exited at the latest.
+    """Return the longest time between a stop signal and this launcher's exit, in seconds.
 
-    At ``kill_s`` all waiting ends: for ranks, for the upload of a checkpoint, for other hosts, for the report. What
-    follows is bounded by itself. Where nothing of the script is left, it takes no time.
+    At ``kill_s`` the launcher stops waiting for ranks, for the upload of a checkpoint, for other hosts, and for the
+    report. Each later step has a limit of its own, and takes no time if no process of the script is left.
 
     Args:
         schedule: The stop schedule.

@@ -2,8 +2,8 @@
 
 SageMaker runs ``docker run <image> train`` on every host. The launcher fetches the code that came with the job, if any,
 turns ``hyperparameters.json`` into a command line, starts the script in its own process group, forwards signals, and
-writes the reason for a failure where SageMaker looks for it. It does the same on trainer and data hosts: the script
-itself finds out the role of its host. What it does when is decided in ``lifecycle``.
+writes the reason for a failure where SageMaker looks for it. It treats trainer and data hosts alike: the script finds
+out the role of its host. ``lifecycle`` decides what the launcher does next.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ _LOG = command_logger(__name__)
 
 _USAGE_EXIT_CODE = 2
 _POLL_S = 0.05
-# A host that waits for the others for longer says so.
+# A host that waits longer for the others logs which ones.
 _QUIET_S = 30.0
 _SAVED = "The script saved a checkpoint and exited, as it was asked to."
-# Exit codes that the signals of ``ChildProcess.end`` cause.
+# Exit codes caused by the signals of ``ChildProcess.end``.
 _ENDED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
@@ -74,8 +74,8 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     """Run the training script of this host and return the exit code for the container.
 
     Args:
-        script: Path of the script. Default: the hyperparameter ``sagemaker_program``, else ``SAGEMAKER_PROGRAM``.
-        args: Arguments for the script. Those from the hyperparameters follow them and take precedence.
+        script: Path of the script. Defaults to the hyperparameter ``sagemaker_program``, else ``SAGEMAKER_PROGRAM``.
+        args: Arguments for the script. The hyperparameters are appended to them and take precedence.
         env: Environment variables.
 
     Returns:
@@ -110,7 +110,7 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
 
 
 class _HostLauncher:
-    """The launcher of one host: does the work of each phase, and tells ``lifecycle`` what has happened."""
+    """The launcher of one host, which does the work of each phase and reports events to ``lifecycle``."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _HostLauncher:
         self._report_s = REPORT_S.read(env)
         self._prices = PRICES.read(env)
         self._is_end_written = False
-        self._hang_reason = self._last_seen = ""  # of the script that has been started last
+        self._hang_reason = self._last_seen = ""  # of the script's latest run
         self._interrupted_at = 0.0
         host = lifecycle.Host(job.current_host, topology.role, topology.main_host, len(topology.data_hosts))
         self._state = lifecycle.HostState(host)
@@ -147,7 +147,7 @@ class _HostLauncher:
         self._command: ScriptCommand
         self._watchdog: Watchdog
         self._uploads: UploadWatch
-        # The work of each phase returns the event with which it has ended; None: it is done.
+        # Each function returns the event that ends its phase; None stands for Done.
         self._works: dict[LauncherPhase, Callable[[], lifecycle.End | None]] = {
             LauncherPhase.PREPARING: self._prepare,
             LauncherPhase.RUNNING: self._run_script,
@@ -163,7 +163,7 @@ class _HostLauncher:
         }
 
     def run(self) -> Outcome:
-        """Run the script to its end, and return how this host exits.
+        """Run the script until it exits for good, and return this host's outcome.
 
         Raises:
             LightningSMError: The hosts could not be connected.
@@ -182,7 +182,7 @@ class _HostLauncher:
         return self._state.outcome
 
     def write_end(self, outcome: Outcome) -> None:
-        """Write the outcome of this host into the record of the run, once."""
+        """Write this host's outcome into the record of the run, unless that was done before."""
         if not self._is_end_written:
             self._is_end_written = True
             self._record.end(outcome, self._state.known_job, is_saved=self._state.is_saved)
@@ -190,7 +190,7 @@ class _HostLauncher:
     # ---- Events and actions
 
     def _tell(self, event: lifecycle.End | lifecycle.News) -> None:
-        """Take an event, and do at once what follows from it."""
+        """Pass an event to ``lifecycle``, and carry out the actions that it returns."""
         self._state, actions = lifecycle.step(self._state, event)
         for action in actions:
             self._act(action)
@@ -206,7 +206,7 @@ class _HostLauncher:
                 self._child.end(for_good=restart is None)
 
     def _look(self) -> None:
-        """Take the news, and watch the script that runs."""
+        """Handle news, and check a running script for hangs and overdue uploads."""
         self._take_news()
         if self._state.phase is LauncherPhase.RUNNING:
             now = time.monotonic()
@@ -216,7 +216,7 @@ class _HostLauncher:
                 self._on_hang(beats)
 
     def _take_news(self) -> None:
-        """Take what has happened meanwhile: a stop of this host, a restart, the end of the job."""
+        """Handle what has happened meanwhile: a stop of this host, a restart, the outcome of the job."""
         restart, job = self._peers.order, self._peers.job_outcome
         known = self._state.restart
         if restart is not None and (known is None or restart.number > known.number):
@@ -229,8 +229,8 @@ class _HostLauncher:
         if stopped_by is not None and stopped_by != self._state.stopped_by:
             self._record.on_stop(stopped_by)
             news.append(lifecycle.HostStopped(stopped_by))
-        # A stop may be the response of the service to the end of the job. If another host has exited because all were
-        # stopped, the stop comes first: this host keeps its whole schedule.
+        # SageMaker may have stopped this host because the job ended. But if another host exited because all hosts were
+        # stopped, handle the stop first: this host then keeps its whole stop schedule.
         if job is not None and job.kind is OutcomeKind.INTERRUPTION:
             news.reverse()
         for event in news:
@@ -281,7 +281,7 @@ class _HostLauncher:
         self._wait(lambda: self._child.must_exit, state.pause_s)
 
     def _judge(self) -> lifecycle.Judged:
-        """Find out how and why the script has ended."""
+        """Find out how and why the script exited."""
         child, state = self._child, self._state
         exit_code = state.exit_code
         if child.was_killed and child.stopped_by is not None and exit_code != 0 and not state.is_data_host:
@@ -292,31 +292,31 @@ class _HostLauncher:
             if child.stopped_by is not None and not state.is_data_host:
                 reason = stopped_reason(child.stopped_by, self._hang_reason)
                 return self._judged(Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, reason))
-            own = child.failed.failure
-            if own is None or own.is_consequence:
+            failure = child.failed.failure
+            if failure is None or failure.is_consequence:
                 may_restart = child.stopped_by is None
                 return self._judged(Outcome(OutcomeKind.HANG, 1, Reason(self._hang_reason), may_restart=may_restart))
-            exit_code = 1  # a rank has raised an exception, and its exit has hung
-        # A data host whose work is over is ended by these signals, which is a success; any other exit is a failure.
+            exit_code = 1  # a rank raised an exception, and then hung while exiting
+        # A data host whose work is over is terminated by these signals: a success. Any other exit is a failure.
         is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
         is_ended_by_job = child.is_ending and exit_code in _ENDED
         if state.is_data_host and (is_ended_by_stop or is_ended_by_job):
             exit_code = 0
-        if not (state.is_data_host or is_ended_by_job) and (left := self._interruption(exit_code)):
-            return self._judged(Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, left))
+        if not (state.is_data_host or is_ended_by_job) and (reason := self._interruption(exit_code)):
+            return self._judged(Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, reason))
         if exit_code == 0:
             self._warn_after_success()
             return lifecycle.Judged(Outcome.of_exit_code(0))
         return self._judge_failure(exit_code, is_ended_by_job=is_ended_by_job)
 
     def _interruption(self, exit_code: int) -> str:
-        """Say that the script has left because the job was stopped or interrupted; empty if it finished or failed."""
+        """Return why an interrupted script exited; empty if it finished or failed."""
         child = self._child
         ending = f"(exit code {exit_code}) on {self._place}"
         if self._control.saved() is not None and exit_code in (0, INTERRUPTED_EXIT_CODE):
-            # Another host may have been told to stop, and this one may not have been yet.
+            # The signal may have reached only another host so far.
             return stopped_reason(child.stopped_by or signal.SIGTERM, f"Training saved its state and exited {ending}")
-        # Those that announce themselves leave with another code, unless they have finished.
+        # Processes that announce themselves exit with 0 only if they have finished.
         if exit_code == 0 and child.stopped_by is not None and not self._control.beats():
             note = "whether its work is complete is not known"
             return stopped_reason(child.stopped_by, f"The script has exited after the signal, and {note} {ending}")
@@ -326,20 +326,20 @@ class _HostLauncher:
         child = self._child
         first = replace(child.failed, exit_code=1) if self._hang_reason else child.failed
         if is_ended_by_job:
-            # The job ended this script. A rank inside an NCCL collective needs SIGKILL, others exit on SIGTERM: report
-            # the same code for both.
+            # The job ended this script. Ranks in an NCCL collective need SIGKILL, others exit on SIGTERM: report one
+            # exit code for all.
             exit_code = INTERRUPTED_EXIT_CODE
             first = replace(first, exit_code=exit_code)
         failed = script_failure(first, exit_code, child.stderr_tail, self._place, stopped_by=child.stopped_by)
         if failed.is_consequence and child.stopped_by is None:
-            # For the report of the launcher whose script failed first.
+            # Wait for the report from the launcher whose script failed first.
             self._wait_for_peers(
                 lambda: self._state.job is not None or self._must_restart(), timeline.CAUSE_ELSEWHERE_S
             )
         state, is_stopped = self._state, child.stopped_by is not None
         is_saved = is_stopped and exit_code == INTERRUPTED_EXIT_CODE and self._control.saved() is not None
         if child.stopped_by is not None and is_saved:
-            # What the script last wrote to stderr is not the reason: it did what it was asked to.
+            # The script did what it was asked to, so its last lines of stderr are not the reason.
             failed = replace(failed, reason=Reason(stopped_reason(child.stopped_by, _SAVED)))
         if not is_ended_by_job:
             self._record.event("interruption" if is_saved else "failure", failed.reason.text)
@@ -357,8 +357,8 @@ class _HostLauncher:
         hidden = self._command.hidden
         if hidden and not self._control.are_options_read():
             _LOG.error(
-                "The script has succeeded, but no SageMakerCLI has read the values of %s, which are not on its "
-                "command line because they are secret. Give them to the script in another way.",
+                "The script has succeeded, but no SageMakerCLI has read the values of %s, which are secret and "
+                "therefore not on its command line. Pass them to the script in another way.",
                 ", ".join(hidden),
             )
 
@@ -368,7 +368,7 @@ class _HostLauncher:
         wait_until_uploaded(files, has_agent=self._job.has_upload_agent, deadline=self._leave_at)
 
     def _await_decision(self) -> None:
-        # Containers start seconds apart. A host that connects too late would be stopped without learning why.
+        # Containers start seconds apart. Without this wait, SageMaker would stop a late host before it learns why.
         limit_s = max(self._timings.peers_timeout_s, self._timings.lost_s)
         self._wait_for_peers(lambda: self._peers.is_decided or self._must_restart(), limit_s)
 
@@ -386,12 +386,12 @@ class _HostLauncher:
         return None if order is None else order.next_attempt(self._state.attempt)
 
     def _await_trainers(self) -> None:
-        own = self._state.own
-        if own is not None and own.kind is not OutcomeKind.SUCCESS:
+        outcome = self._state.own
+        if outcome is not None and outcome.kind is not OutcomeKind.SUCCESS:
             _LOG.warning(
                 "this data host failed. Keeping it alive until training finishes on the remaining data hosts "
                 "(SageMaker stops the job when a host exits with an error). Cause: %s",
-                own.reason.headline,
+                outcome.reason.headline,
             )
         self._wait_for_peers(self._must_restart, _QUIET_S)
         if not self._peers.is_done and not self._must_restart():
@@ -399,10 +399,10 @@ class _HostLauncher:
         self._wait_for_peers(self._must_restart)
 
     def _await_stop(self) -> None:
-        """Wait, after an interruption, for the reports of the other hosts and for the signal that stops this host.
+        """Wait, after an interruption, for the other hosts' reports and for the signal that stops this host.
 
-        SageMaker may judge a job by the first host that exits. If that host exits with an error before it was stopped,
-        the job counts as failed instead of interrupted, and is not restarted.
+        SageMaker may judge a job by the first host that exits. If that host exits with an error before it is told to
+        stop, the job counts as failed rather than interrupted, and is not started again.
         """
         self._wait_for_peers(lambda: False, self._leave_at() - time.monotonic())
         if self._is_stopped() or self._peers.is_alone:
@@ -418,7 +418,7 @@ class _HostLauncher:
         self._wait(self._is_stopped, timeline.MAIN_HOST_LEAVES_LATER_S)
 
     def _write_report(self) -> None:
-        """Have the report of the run written, if there is time."""
+        """Write the report of the run, if there is time."""
         self.write_end(self._state.outcome)
         limit_s = self._report_s
         if self._is_stopped():
@@ -426,7 +426,7 @@ class _HostLauncher:
             limit_s = min(limit_s, timeline.REPORT_LIMIT_WHEN_STOPPED_S, remaining_s)
         write_report(self._job, self._prices, limit_s)
 
-    # ---- What the work needs
+    # ---- Helpers
 
     def _is_stopped(self) -> bool:
         return self._child.stopped_by is not None
@@ -435,7 +435,7 @@ class _HostLauncher:
         return self._state.pending_restart is not None
 
     def _on_hang(self, beats: Sequence[Beat]) -> None:
-        """Save the stacks of the script's processes, and kill the script."""
+        """Save the stacks of the script's processes, then kill the script."""
         where, stacks = self._where(beats)
         host = self._job.current_host
         self._hang_reason = f"The training hangs: no progress on host {host}. Last seen: {where}.{stacks}"
@@ -444,39 +444,39 @@ class _HostLauncher:
         self._child.kill()
 
     def _on_kill_is_near(self) -> None:
-        """Save the stacks of processes that have not exited after a stop, before they are killed."""
+        """Save the stacks of processes that will soon be killed because they have not exited after a stop."""
         where, stacks = self._where()
         self._last_seen = f" Last seen: {where}.{stacks}" if where else ""
         _LOG.error("the script has not exited since the stop, and will be killed.%s", self._last_seen)
 
     def _where(self, beats: Sequence[Beat] | None = None) -> tuple[str, str]:
-        """Save stacks; return where the script's processes stand, and a sentence with the files."""
+        """Save stacks; return the processes' positions, and a sentence that names the files."""
         beats, now = self._child.announced() if beats is None else beats, time.monotonic()
-        # A process that is frozen must not delay its SIGKILL.
+        # A frozen process writes no stacks. Do not let it delay its SIGKILL.
         limit_s = min(timeline.STACKS_S, max(0.0, self._leave_at() - now) if self._is_stopped() else math.inf)
         stacks = save_stacks(self._control, beats, self._job.host_output_dir, limit_s)
         sentence = f" Stacks: {', '.join(map(str, stacks))}." if stacks else ""
         return described(beats, now), sentence
 
     def _leave_at(self) -> float:
-        """Return when an interrupted host must exit at the latest, in seconds of ``time.monotonic``."""
+        """Return the latest time at which an interrupted host must exit, in seconds of ``time.monotonic``."""
         child = self._child
         return (child.stopped_at or self._interrupted_at) + self._schedule.kill_s
 
     def _wait_for_peers(self, is_over: Callable[[], bool], seconds: float = math.inf) -> None:
-        """Wait until ``is_over`` returns true, or until nothing more can be learned, or this host must not wait."""
+        """Wait until ``is_over`` returns true, the peers have no more news, or this host must exit."""
         self._wait(lambda: is_over() or self._peers.is_done or self._child.has_late_signal, seconds)
 
     def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Wait until ``is_over`` returns true, for at most some seconds."""
+        """Wait until ``is_over`` returns true, but at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while not is_over() and (remaining_s := deadline - time.monotonic()) > 0:
-            # Not an event: the signal handler would set it, and could interrupt this thread while it holds the lock.
+            # No threading.Event: the signal handler that sets it could interrupt this thread while it holds the lock.
             time.sleep(min(_POLL_S, remaining_s))
             self._take_news()
 
     def _warn_without_secret(self) -> None:
-        """Say once per job that its launchers recognise each other by its name alone; data hosts say it themselves."""
+        """Warn once per job that only its name authenticates its launchers; data hosts log their own warning."""
         topology = self._topology
         is_main = self._job.current_host == topology.main_host
         if is_main and topology.num_nodes > 1 and not topology.data_hosts and JOB_SECRET.read(self._env) is None:
@@ -523,7 +523,7 @@ class _HostLauncher:
 
 
 def _place(job: SageMakerJob, topology: Topology) -> Place:
-    # With several processes, stderr names the rank that failed.
+    # If the host runs several ranks, stderr names the one that failed.
     is_one_process = (job.devices or job.num_gpus) == 1
     is_rank_known = topology.role is Role.TRAINER and is_one_process
     return Place(job.current_host, topology.role, topology.node_rank if is_rank_known else None)

@@ -1,7 +1,7 @@
-"""Whether SageMaker uploads the checkpoints: watched while the script runs, and waited for after an interruption.
+"""The upload of checkpoints by SageMaker: a watch while the script runs, and a wait after an interruption.
 
-The service's agent copies the checkpoint folder to S3 while the job runs; whether it goes on after the containers have
-exited is not documented.
+SageMaker's agent copies the checkpoint folder to S3 while the job runs. It is not documented whether it continues after
+the containers have exited.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _LOG = command_logger(__name__)
 
 _POLL_S = 0.1
 _CHECK_S = 60.0
-# A checkpoint of 50 GB takes about as long at 100 MB/s.
+# Uploading a checkpoint of 50 GB at 100 MB/s takes about this long.
 _OVERDUE_S = 600.0
 _CHECKPOINT = ".ckpt"
 
 
 class UploadWatch:
-    """A look at the checkpoints from time to time: warns once if SageMaker's agent does not upload them any more.
+    """A periodic check of the checkpoints, which warns once if SageMaker's agent has stopped uploading them.
 
-    It says nothing as long as the agent has never marked a file as uploaded.
+    It does not warn if the agent has never marked a file as uploaded.
 
     Args:
-        folder: The checkpoint folder; None turns the watch off. Files that it has already come from S3.
+        folder: The checkpoint folder; None turns the watch off. Files already in it are ignored: they came from S3.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -43,7 +43,7 @@ class UploadWatch:
         self._due_at = time.monotonic() + _CHECK_S
 
     def look(self, now: float) -> None:
-        """Look at the folder, if it is time for that.
+        """Check the folder if a check is due.
 
         Args:
             now: Seconds of ``time.monotonic``.
@@ -54,7 +54,7 @@ class UploadWatch:
                 self.check(now)
 
     def check(self, now: float) -> None:
-        """Look at the folder.
+        """Check the folder.
 
         Args:
             now: Seconds of ``time.monotonic``.
@@ -71,14 +71,14 @@ class UploadWatch:
             self._has_warned = True
             _LOG.warning(
                 "SageMaker has not uploaded the checkpoint %s for %.0f minutes, although it uploaded earlier ones. If "
-                "this host is taken away, the next attempt resumes from one of these. Check the network of the hosts, "
-                "and the job's permissions for its checkpoint_s3_uri.",
+                "this host is lost, the next attempt resumes from an earlier checkpoint. Check the hosts' network, and "
+                "the job's permissions for its checkpoint_s3_uri.",
                 file,
                 (now - since) / 60,
             )
 
     def _versions(self) -> set[tuple[Path, int]]:
-        """Return the files of all checkpoints, each with its time."""
+        """Return the files of all checkpoints, each with its modification time."""
         versions = set()
         for file in files_of(self._folder) if self._folder is not None else []:
             if any(part.endswith(_CHECKPOINT) for part in file.relative_to(self._folder or file).parts):
@@ -87,7 +87,7 @@ class UploadWatch:
 
 
 def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Callable[[], float]) -> bool:
-    """Wait for the agent's markers beside some files.
+    """Wait until the agent has marked some files as uploaded.
 
     Args:
         files: The files, which exist.
@@ -105,7 +105,7 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
     while pending and not any(any(folder.glob(f"*{end}")) for folder in folders for end in (UPLOADING, UPLOADED)):
         if time.monotonic() >= min(began_at + first_marker_s, deadline()):
             return True
-        time.sleep(_POLL_S)  # the agent leaves files and announces nothing, and a stop signal moves the deadline
+        time.sleep(_POLL_S)  # poll: the agent announces nothing, and a stop signal moves the deadline
     if not pending:
         return True
     _LOG.info("waiting until SageMaker has uploaded the checkpoint: %s.", listed(list(map(str, pending))))

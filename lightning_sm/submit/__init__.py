@@ -1,1 +1,1 @@
-"""Submission of jobs: from one small YAML file to SageMaker's API, checked before anything is sent."""
+"""The submission of jobs described in a small YAML file, which is checked before anything is sent."""

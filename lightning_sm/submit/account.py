@@ -1,6 +1,6 @@
 """Read-only checks of the account before a job is submitted: credentials, role, image, buckets and quotas.
 
-What is certain to make the job fail is a problem. What may not be looked at, or cannot be known, is a warning.
+A check reports a problem only if the job is certain to fail. Missing permissions and unknown facts cause warnings.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from lightning_sm.submit.preflight import ECR_IMAGE
 from lightning_sm.submit.problems import Findings, JobProblem
 
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "403"})
-# Service Quotas, the quotas of the service "sagemaker", whose codes differ by instance type.
+# Titles in Service Quotas for the service "sagemaker"; the quota codes differ by instance type.
 _QUOTA = "{} for training job usage"
 _SPOT_QUOTA = "{} for spot training job usage"
 
 
 def check_account(clients: Clients, job: Job, region: str) -> Findings:
-    """Look at what a job needs of the account; nothing is changed.
+    """Check that the account has what a job needs, without changing anything.
 
     Args:
         clients: Clients of the AWS APIs.
-        job: The job, which has no problems of its own.
-        region: Its region.
+        job: The job, which has passed the checks of the job file.
+        region: Region of the job.
 
     Raises:
         AWSError: AWS does not accept the credentials.
     """
-    # What is looked at, the permission to do so, and what is found: problems, and warnings as text.
+    # For each check: the subject, the required permission, and the findings (problems, and warnings as text).
     checks = [
         ("whether AWS accepts the credentials", "sts:GetCallerIdentity", _credentials(clients)),
         ("role", "iam:GetRole", _role(clients, job)),
@@ -46,24 +46,24 @@ def check_account(clients: Clients, job: Job, region: str) -> Findings:
         ),
         ("the quota of the hosts", "servicequotas:ListServiceQuotas", _quotas(clients, job, region)),
     ]
-    found = [one for check in checks for one in _found(*check)]
-    problems = [one for one in found if isinstance(one, JobProblem)]
-    return Findings(problems, [one for one in found if isinstance(one, str)], job.positions)
+    findings = [finding for check in checks for finding in _found(*check)]
+    problems = [finding for finding in findings if isinstance(finding, JobProblem)]
+    return Findings(problems, [finding for finding in findings if isinstance(finding, str)], job.positions)
 
 
-def _found(what: str, permission: str, found: Iterator[JobProblem | str]) -> Iterator[JobProblem | str]:
+def _found(subject: str, permission: str, findings: Iterator[JobProblem | str]) -> Iterator[JobProblem | str]:
     try:
-        yield from found
+        yield from findings
     except (ClientError, BotoCoreError) as error:
         is_denied = isinstance(error, ClientError) and error_code(error) in _DENIED
         why = f"you may not call {permission}." if is_denied else str(error)
-        yield f"{what} was not checked: {why}"
+        yield f"{subject} was not checked: {why}"
 
 
 def _credentials(clients: Clients) -> Iterator[JobProblem | str]:
     try:
         clients.look("sts").get_caller_identity()
-    except (ClientError, SSOError, TokenRetrievalError) as error:  # no permission is needed for this call
+    except (ClientError, SSOError, TokenRetrievalError) as error:  # this call needs no permission
         raise AWSError(f"AWS does not accept your credentials; renew them, as with aws sso login: {error}") from error
     yield from ()
 
@@ -79,7 +79,7 @@ def _role(clients: Clients, job: Job) -> Iterator[JobProblem | str]:
         return
     if role["Arn"] != job.role:
         yield JobProblem("role", f"role is {job.role!r}, but the ARN of the account's role {name} is {role['Arn']}.")
-    # The policy has many forms, and without this name none of them lets the service in.
+    # Policies take many forms, but none admits the service without this name.
     elif "sagemaker.amazonaws.com" not in json.dumps(role.get("AssumeRolePolicyDocument", {})):
         yield JobProblem(
             "role",
@@ -90,7 +90,7 @@ def _role(clients: Clients, job: Job) -> Iterator[JobProblem | str]:
 
 def _image(clients: Clients, job: Job) -> Iterator[JobProblem | str]:
     image = ECR_IMAGE.fullmatch(job.image)
-    if image is None or job.build is not None:  # it is built and pushed before the job is sent
+    if image is None or job.build is not None:  # the image will be built and pushed before submission
         return
     name, at, digest = job.image.partition("/")[2].partition("@")
     repository, _, tag = name.partition(":")
@@ -106,7 +106,7 @@ def _image(clients: Clients, job: Job) -> Iterator[JobProblem | str]:
 
 
 def _buckets(job: Job) -> Mapping[str, str]:
-    """Return the buckets of a job by the keys that name them."""
+    """Return the buckets of a job, by the keys that name them."""
     uris = {f"channels.{name}": channel.uri for name, channel in job.channels.items()}
     uris |= {"output": job.output or "", "checkpoints": job.checkpoints or ""}
     return {key: uri.split("/")[2] for key, uri in uris.items() if uri}

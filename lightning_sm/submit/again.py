@@ -1,7 +1,7 @@
-"""``lightning-sm jobs again``: the request of a training job that exists, sent again with changes, under a new name.
+"""``lightning-sm jobs again``, which sends the request of an existing training job again, with changes and a new name.
 
-The service returns what it was asked for, so neither the job file nor the SDK that made the request is needed: it is
-turned into the keys of a job file, and what has none into the key ``request``.
+The service returns the original request, so neither the job file nor the SDK that created it is needed. The request is
+converted to keys of a job file; members without a key go into ``request``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lightning_sm.submit.training_job import MAX_NAME_CHARS
 
 _LOG = command_logger(__name__)
 
-# The end of a name that ``new_job_name`` or an SDK has made.
+# The end of a name created by ``new_job_name`` or an SDK.
 _NAME_ENDING = re.compile(r"-\d{4}(-\d\d){5}-[0-9a-f]{3}\Z")
-# What a tuning job adds to the hyperparameters of its training jobs.
+# The hyperparameter that a tuning job adds to its training jobs.
 _OF_TUNING = "_tuning_objective_metric"
 
 
@@ -40,7 +40,7 @@ def again(
         clients: Clients of the AWS APIs.
         description: An answer of DescribeTrainingJob.
         settings: Changes, as ``KEY=VALUE`` with keys of a job file.
-        is_dry_run: Whether to write the request to stdout, without secrets, and to send nothing.
+        is_dry_run: Whether to print the request, without secrets, and send nothing.
         yes: Whether to submit without asking.
 
     Raises:
@@ -49,11 +49,11 @@ def again(
     """
     keys = _keys(clients, description)
     name = description["TrainingJobName"]
-    stated = [Override(key, json.dumps(value), name, is_json=True) for key, value in keys.items()]
-    job = read_job(None, [*stated, *_changes(settings)])
+    original = [Override(key, json.dumps(value), name, is_json=True) for key, value in keys.items()]
+    job = read_job(None, [*original, *_changes(settings)])
     if job.checkpoints is not None and job.checkpoints == keys["checkpoints"]:
         _LOG.warning(
-            "warning: the new job resumes from the checkpoints of %s, in %s. To begin anew: --set checkpoints=s3://...",
+            "warning: the new job resumes from the checkpoints of %s, in %s. To start over: --set checkpoints=s3://...",
             name,
             job.checkpoints,
         )
@@ -73,7 +73,7 @@ def _changes(settings: Sequence[str]) -> list[Override]:
 
 
 def _keys(clients: Clients, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a job file that makes the same request."""
+    """Return the keys of a job file that results in the same request."""
     request = {name: value for name, value in fitting(description, "CreateTrainingJobRequest")[0].items() if value}
     environment: dict[str, str] = request.pop("Environment", {})
     of_keys = {JOB_SECRET.name, MAX_RESTARTS.name}
@@ -101,14 +101,14 @@ def _keys(clients: Clients, description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(resources: dict[str, Any]) -> dict[str, Any]:
-    """Take the groups out of a ResourceConfig; the only one of a job without groups has the service's name for it."""
+    """Remove the groups from a ResourceConfig and return them; an unnamed group gets the service's name for it."""
     groups = resources.pop("InstanceGroups", None)
     if groups:
         return {
-            one["InstanceGroupName"]: {"instance_type": one["InstanceType"], "count": one["InstanceCount"]}
-            for one in groups
+            group["InstanceGroupName"]: {"instance_type": group["InstanceType"], "count": group["InstanceCount"]}
+            for group in groups
         }
-    preferences = resources.get("InstancePreferences")  # the service chooses: only the names of keys matter
+    preferences = resources.get("InstancePreferences")  # the service chooses hosts: only the keys' names matter
     only = preferences[0] if preferences else resources
     group = {"instance_type": only["InstanceType"], "count": only.get("InstanceCount", 1)}
     if not preferences:
@@ -117,6 +117,6 @@ def _groups(resources: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(hyperparameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of all hyperparameters, those for SageMaker's toolkit included."""
+    """Return the values of all hyperparameters, including those for SageMaker's toolkit."""
     of_toolkit = {name: text for name, text in hyperparameters.items() if is_for_toolkit(name) and name != _OF_TUNING}
     return {name: toolkit_value(text) for name, text in of_toolkit.items()} | values_of(hyperparameters)

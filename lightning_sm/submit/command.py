@@ -1,4 +1,4 @@
-"""``lightning-sm submit``: a job file, options that override it, and what to do with the job."""
+"""``lightning-sm submit``, which submits the job in a job file, or checks it, or runs it locally."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LOG = command_logger(__name__)
 
 _USAGE = "lightning-sm submit JOB.yaml [--dry-run | --local] [--KEY=VALUE ...]"
 _DESCRIPTION = f"""\
-Submit a training job that is described in a YAML file, with boto3: check it, say what it can cost, ask, submit it, show
-its log until it ends, and write its report. With --dry-run, only check the job, and the account if there are AWS
-credentials, and print the request; with --local, run the job in containers of its image on this machine, with Docker.
-Every key of the file is also an option and overrides the file, for example --groups.trainer.count=4.
+Submit a training job described in a YAML file, with boto3: check it, show its maximum cost, ask for confirmation,
+submit it, show its log until it ends, and write its report. With --dry-run, only check the job, and the account if
+there are AWS credentials, and print the request. With --local, run the job in containers on this machine, with Docker.
+Every key of the file is also an option that overrides the file, such as --groups.trainer.count=4.
 
 {SERVICE}
 """
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
         write_report: Writes the report of a job that has ended.
 
     Returns:
-        0; if the job failed, the exit code of a host where it is known, else 1.
+        0; if the job failed, the exit code of a host if it is known, else 1.
 
     Raises:
         AWSError: Region or credentials are missing.
@@ -92,24 +92,24 @@ def main(argv: Sequence[str], *, write_report: ReportWriter) -> int:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add the options of the command, and those that stand for keys of a job file, for the completion of shells."""
+    """Add the command's options, and an option for each key of a job file, for shell completion."""
     _add_options(parser)
     _add_keys(parser)
 
 
 def _add_options(parser: CommandParser) -> list[str]:
-    """Add the command's own options, and return their names."""
+    """Add the command's options, except those for keys, and return their names."""
     parser.add_argument("file", nargs="?", metavar="JOB.yaml", help="job file: YAML with the keys below")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="check the job and print the request; send nothing")
     modes.add_argument("--local", action="store_true", help="run the job in containers on this machine")
     parser.add_argument("--no-wait", action="store_false", dest="wait", help="return right after submission")
-    parser.add_argument("--yes", action="store_true", help="submit without asking, as scripts must")
+    parser.add_argument("--yes", action="store_true", help="submit without asking, for use in scripts")
     return parser.option_names
 
 
 def _add_keys(parser: CommandParser) -> None:
-    """Add an option for each key, which only the help and the completion of shells use."""
+    """Add an option for each key, for the help and shell completion only."""
     keys = parser.add_argument_group(_KEYS)
     for path in all_keys(Job):
         keys.add_argument(f"--{'.'.join(path.parts)}", metavar="VALUE", help=_help(path))

@@ -1,4 +1,4 @@
-"""The most that a job can cost, from its time limit and the user's prices, and whether it may cost that much."""
+"""The maximum cost of a job, from its time limit and the user's prices, and the check against ``max_cost``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sm.submit.problems import JobProblem
 
 
 def cost_problems(job: Job) -> Iterator[JobProblem]:
-    """Find out whether a job can cost more than ``max_cost``.
+    """Yield a problem if a job can cost more than ``max_cost``, or its cost is unknown.
 
     Args:
         job: The content of the job file.
@@ -22,7 +22,7 @@ def cost_problems(job: Job) -> Iterator[JobProblem]:
         return
     why = _why_unknown(job)
     if why is not None:
-        yield JobProblem("max_cost", f"max_cost is {job.max_cost:g}, but what the job can cost is unknown: {why}.")
+        yield JobProblem("max_cost", f"max_cost is {job.max_cost:g}, but the job's maximum cost is unknown: {why}.")
     elif _most(job) > job.max_cost:
         yield JobProblem(
             "max_cost",
@@ -32,13 +32,13 @@ def cost_problems(job: Job) -> Iterator[JobProblem]:
 
 
 def confirm_cost(job: Job) -> None:
-    """Say what a job can cost, and ask whether to submit it.
+    """Show the maximum cost of a job, and ask whether to submit it.
 
     Raises:
         SubmitError: The answer is no, or stdin is not a terminal.
     """
     why = _why_unknown(job)
-    text = f"The job can cost {_words(job)}." if why is None else f"What the job can cost is unknown: {why}."
+    text = f"The job can cost {_words(job)}." if why is None else f"The job's maximum cost is unknown: {why}."
     if sys.stdin is None or not sys.stdin.isatty():
         raise SubmitError(
             f"{text}\nNothing was sent: stdin is not a terminal. Add --yes to submit without being asked."
@@ -55,14 +55,14 @@ def confirm_cost(job: Job) -> None:
 
 
 def types_without_price(job: Job) -> list[str]:
-    """Return the instance types of a job of which it has no price."""
+    """Return the instance types of a job that have no price."""
     prices = Prices(job.prices)
     types = [group.instance_type for name, group in job.groups.items() if prices.of(name, group.instance_type) is None]
     return list(dict.fromkeys(types))
 
 
 def _why_unknown(job: Job) -> str | None:
-    """Say why it cannot be known what a job can cost; None if it can."""
+    """Return why a job's maximum cost is unknown; None if it is known."""
     missing = types_without_price(job)
     if job.requested("ResourceConfig.InstancePreferences") is not None:
         return "the service chooses the hosts (InstancePreferences in request)"
@@ -86,14 +86,14 @@ def _words(job: Job) -> str:
 
 
 def _most(job: Job) -> float:
-    """Return the cost of all hosts until the time limit, kept ones included."""
+    """Return the cost of all hosts until the time limit, including the time in a warm pool."""
     prices = Prices(job.prices)
     per_hour = sum((prices.of(name, group.instance_type) or 0.0) * group.count for name, group in job.groups.items())
     return _num_jobs(job) * cost(per_hour, _seconds(job))
 
 
 def _seconds(job: Job) -> int:
-    """Return how long hosts are billed at most: until the time limit, and while a warm pool keeps them."""
+    """Return the longest time for which hosts are billed: the time limit, plus the time in a warm pool."""
     kept = job.requested("ResourceConfig.KeepAlivePeriodInSeconds")
     return job.max_run_s + (kept if isinstance(kept, int) else 0)
 

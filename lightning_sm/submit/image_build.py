@@ -1,4 +1,4 @@
-"""The image of a job file's ``build``: built by Docker, pushed to Amazon ECR if it is new there, named by digest."""
+"""The build of a job's image with Docker, and its push to Amazon ECR."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lightning_sm.errors import ContainerError
 
 _LOG = command_logger(__name__)
 
-# What SageMaker's training instances run, also if this machine is another one.
+# The platform of SageMaker's training instances, whatever this machine's platform is.
 _PLATFORM = "linux/amd64"
-# Images with CUDA have several gigabytes.
+# Long enough to build and push images with CUDA, which have several gigabytes.
 _TIMEOUT_S = 4 * 3600.0
 
 
@@ -29,9 +29,9 @@ def build_image(image: str, folder: str, dockerfile: str | None, *, for_service:
 
     Args:
         image: Name of the image.
-        folder: The folder that Docker reads.
-        dockerfile: The Dockerfile; None for that of the folder.
-        for_service: Whether it is to run on the service, rather than on this machine.
+        folder: Docker's build context.
+        dockerfile: The Dockerfile; None for the one in the folder.
+        for_service: Whether the image is to run on the service rather than on this machine.
 
     Raises:
         ContainerError: Docker is missing, or the build fails.
@@ -43,20 +43,20 @@ def build_image(image: str, folder: str, dockerfile: str | None, *, for_service:
 
 
 def push_image(ecr: Any, image: str) -> str:
-    """Push an image, unless its repository has it already; the repository is created if it does not exist.
+    """Push an image unless its repository already has it; create the repository if it does not exist.
 
     Args:
         ecr: boto3's client of ECR.
         image: Name of an image that Docker has on this machine: registry, repository and tag.
 
     Returns:
-        The name of the image by its digest, which no later push changes.
+        The image's name with its digest, so that later pushes do not affect the job.
 
     Raises:
         ClientError: AWS rejects a request.
         ContainerError: Docker cannot push the image.
     """
-    repository = image.partition(":")[0]  # the registry of ECR has no port
+    repository = image.partition(":")[0]  # ECR registries have no port
     registry, _, name = repository.partition("/")
     account = registry.partition(".")[0]
     try:
@@ -80,7 +80,7 @@ def push_image(ecr: Any, image: str) -> str:
 
 
 def _pushed(ecr: Any, account: str, repository: str, image: str) -> str | None:
-    """Return a digest under which Docker knows an image, and which its repository still has."""
+    """Return a digest of an image that Docker lists and its repository still has; None if there is none."""
     name = repository.partition("/")[2]
     known_names: list[str] = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", image)) or []
     for known_name in known_names:
@@ -98,8 +98,8 @@ def _pushed(ecr: Any, account: str, repository: str, image: str) -> str | None:
 
 
 def _run_docker(*arguments: str) -> None:
-    """Run a command of Docker's client that takes its time, and show its output."""
-    # SageMaker runs images, not the index of an image and its attestations that BuildKit would make.
+    """Run a slow command of Docker's client, and show its output."""
+    # SageMaker needs an image, not an index of an image and its attestations, as BuildKit would create.
     env = {**os.environ, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     try:
         done = subprocess.run(
@@ -111,6 +111,6 @@ def _run_docker(*arguments: str) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ContainerError(f"docker {arguments[0]} did not end within {_TIMEOUT_S / 3600:g} h.") from error
+        raise ContainerError(f"docker {arguments[0]} did not finish within {_TIMEOUT_S / 3600:g} h.") from error
     if done.returncode:
         raise ContainerError(f"docker {arguments[0]} failed with exit code {done.returncode}; its output says why.")

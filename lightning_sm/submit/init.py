@@ -1,6 +1,6 @@
-"""``lightning-sm init``: a first job file for a script, with comments that say what to fill in.
+"""``lightning-sm init``, which writes a first job file for a script, with comments on what to fill in.
 
-What is needed to submit the job stands in angle brackets, which the checks of ``lightning-sm submit`` refuse.
+Required values are placeholders in angle brackets, which the checks of ``lightning-sm submit`` reject.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LOG = command_logger(__name__)
 EXAMPLES = """\
 examples:
   lightning-sm init src/train.py             write job.yaml for this script, whose folder is sent with the job
-  lightning-sm submit job.yaml --dry-run     then: fill in what stands in <...>, and check
+  lightning-sm submit job.yaml --dry-run     check it, once you have filled in each <...>
 
 exit codes: 0 the file is written, 2 it exists, or there is no such script"""
-# The part of a job's name that the user chooses may have this many characters, as preflight checks.
+# The longest name in a job file; preflight checks it.
 _NAME_CHARS = 39
 
 
@@ -55,8 +55,8 @@ def first_job_file(script: Path, file: Path, environment: Mapping[str, str]) -> 
 
     Args:
         script: The training script.
-        file: Where the job file will be; ``source_dir`` starts from its folder.
-        environment: Environment variables, of which the region is read.
+        file: Path of the job file; ``source_dir`` is relative to its folder.
+        environment: Environment variables, used to find the region.
 
     Raises:
         SubmitError: There is no such script.
@@ -67,7 +67,7 @@ def first_job_file(script: Path, file: Path, environment: Mapping[str, str]) -> 
     source_dir = os.path.relpath(script.absolute().parent, file.absolute().parent)
     template = resources.files(__package__).joinpath("first_job.yaml").read_text(encoding="utf-8")
     return template.format(
-        # Texts of JSON are those of YAML, whatever a path looks like.
+        # A JSON string is valid YAML, whatever characters a path contains.
         script=json.dumps(script.name, ensure_ascii=False),
         source_dir=json.dumps(source_dir, ensure_ascii=False),
         file=file.name,

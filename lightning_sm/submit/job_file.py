@@ -1,8 +1,8 @@
-# ruff: noqa: RUF009 - key() makes the field of a dataclass
-"""The job file: its keys, and how it is read together with the options that override it.
+# ruff: noqa: RUF009 - key() creates the field of a dataclass
+"""The job file: its keys, and how to read it together with the options that override it.
 
-The fields of the classes are the one description of the keys: the reader checks against them, and the help of
-``lightning-sm submit`` and the reference are made of them.
+The fields of the classes are the only description of the keys. The reader checks files against them, and the help of
+``lightning-sm submit`` and the reference are generated from them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Group:
 class InputChannel:
     """Input data, which hosts see as a folder."""
 
-    uri: str = key("`s3://bucket/prefix`; with `--local` `file:///folder`.", "s3://bucket/prefix", ("path", "url"))
+    uri: str = key("`s3://bucket/prefix`, or `file:///folder` with `--local`.", "s3://bucket/prefix", ("path", "url"))
     groups: list[str] | None = key(
-        "Groups that receive the channel; without the key, all.", "[data]", ("instance_group_names",), default=None
+        "Groups that receive the channel; defaults to all groups.", "[data]", ("instance_group_names",), default=None
     )
     mode: Literal["File", "FastFile", "Pipe"] = key(
         "`File` copies all files before the script starts; `FastFile` downloads a file when it is read.",
@@ -69,7 +69,7 @@ class Retries:
 
     max_tries: int = key("Maximum number of submissions; 1 disables retries.", "5", least=1, default=5)
     first_pause_s: float = key(
-        "Seconds before the second submission; doubled each time and shortened at random by up to a half.",
+        "Seconds before the second submission; doubled each time, and randomly shortened by up to half.",
         "60",
         least=0,
         unit="seconds",
@@ -80,7 +80,7 @@ class Retries:
 
 @dataclass
 class Range:
-    """Values of a hyperparameter that a tuning job may try: all from min to max, or those of a list."""
+    """Values of a hyperparameter that a tuning job may try: a range from min to max, or a list."""
 
     min: float | None = key(
         "Smallest value. If `min` and `max` are both whole numbers, only whole numbers are tried.", "1e-4", default=None
@@ -100,22 +100,22 @@ class Tune:
 
     objective: str = key("Name of the metric, as `LineProgress` prints it.", "val_acc", ("metric", "monitor"))
     ranges: dict[str, Range] = key(
-        "What is tried, by the name of the hyperparameter.",
+        "Values to try, by name of the hyperparameter.",
         "{model.learning_rate: {min: 1e-4, max: 1e-1}}",
         ("parameters",),
     )
     direction: Literal["maximize", "minimize"] = key(
-        "Whether the metric is to be as large or as small as possible.", "maximize", ("objective_type", "mode")
+        "Whether to maximize or minimize the metric.", "maximize", ("objective_type", "mode")
     )
     strategy: Literal["bayesian", "random", "hyperband", "grid"] = key(
-        "How the next values are chosen.", "bayesian", default="bayesian"
+        "Algorithm that chooses the next values.", "bayesian", default="bayesian"
     )
     max_jobs: int | None = key(
-        "Number of training jobs; without the key 10, with `grid` all combinations.", "20", least=1, default=None
+        "Number of training jobs; defaults to 10, or to all combinations with `grid`.", "20", least=1, default=None
     )
-    parallel_jobs: int = key("How many of them run at the same time.", "2", ("max_parallel_jobs",), least=1, default=1)
+    parallel_jobs: int = key("Number of training jobs to run at once.", "2", ("max_parallel_jobs",), least=1, default=1)
     request: dict[str, Any] = key(
-        "Everything else that CreateHyperParameterTuningJob takes, by its own names.",
+        "Any other arguments of CreateHyperParameterTuningJob, under their API names.",
         "{HyperParameterTuningJobConfig: {TrainingJobEarlyStoppingType: Auto, RandomSeed: 1}}",
         ("early_stopping_type", "random_seed", "warm_start_config"),
         made=dict,
@@ -126,20 +126,20 @@ class Tune:
 class Job:
     """A training job.
 
-    Relative paths in a job file, or in options that are given together with one, start from the folder of the file.
+    Relative paths in a job file, or in options given together with one, are relative to the file's folder.
 
     Attributes:
-        positions: Where each key is written.
+        positions: The position of each key.
     """
 
     image: str = key(
-        "Docker image: `<account>.dkr.ecr.<region>.amazonaws.com/name:tag`, in the region of the job; with `--local` "
-        "any local image.",
+        "Docker image: `<account>.dkr.ecr.<region>.amazonaws.com/name:tag`, in the region of the job, or any local "
+        "image with `--local`.",
         "111122223333.dkr.ecr.eu-west-1.amazonaws.com/lightning-sm:latest",
         ("image_uri", "training_image", "container", "framework_version", "py_version"),
     )
     groups: dict[str, Group] = key(
-        "Instance groups by name. With more than one the cluster is [heterogeneous](../heterogeneous-clusters.md): "
+        "Instance groups by name. With several, the cluster is [heterogeneous](../heterogeneous-clusters.md): "
         "hosts of groups named `data*` build the batches.",
         "{trainer: {instance_type: ml.g5.xlarge, count: 2}}",
         ("instance_groups", "resource_config", "compute"),
@@ -172,14 +172,14 @@ class Job:
         made=dict,
     )
     script: str | None = key(
-        "Training script, a path in `source_dir`; without both, the image's script.",
+        "Training script, as a path in `source_dir`. Without both keys, the image's script runs.",
         "train.py",
         ("entry_point", "entry_script", "program"),
         default=None,
     )
     source_dir: str | None = key(
-        "Folder with [your own code](../submit.md#your-own-code) for an unchanged image; its `requirements.txt` is "
-        "installed, and the image's entry point starts `script`.",
+        "Folder with [your own code](../submit.md#your-own-code), to use with an unchanged image. Its "
+        "`requirements.txt` is installed, and the image's entry point starts `script`.",
         "src",
         ("source", "source_code", "code"),
         default=None,
@@ -190,9 +190,7 @@ class Job:
         default=None,
     )
     dockerfile: str | None = key(
-        "Dockerfile of `build`, if it is another one than that folder's `Dockerfile`.",
-        "docker/Dockerfile",
-        default=None,
+        "Dockerfile for `build`; defaults to `Dockerfile` in that folder.", "docker/Dockerfile", default=None
     )
     environment: dict[str, str] = key(
         f"Environment variables of all hosts; `{JOB_SECRET.name}`, a random secret of the job, is added.",
@@ -201,20 +199,20 @@ class Job:
         made=dict,
     )
     not_secret: list[str] = key(
-        "Hyperparameters and variables whose names or values look like [secrets](../submit.md#secrets), and may be "
-        "read by whoever may describe the job.",
+        "Hyperparameters and variables that look like [secrets](../submit.md#secrets), but may be shown to anyone who "
+        "can describe the job.",
         "[model.pooler_token]",
         made=list,
     )
     output: str | None = key(
-        "S3 prefix for `model.tar.gz` and `output.tar.gz`; `source_dir` is uploaded below it. Without the key, the "
-        "account's own bucket `sagemaker-<region>-<account>`, which is created if it does not exist.",
+        "S3 prefix for `model.tar.gz` and `output.tar.gz`; `source_dir` is uploaded below it. Defaults to your "
+        "account's bucket `sagemaker-<region>-<account>`, which is created if it does not exist.",
         "s3://bucket/output",
         ("output_path", "s3_output_path", "output_data_config"),
         default=None,
     )
     checkpoints: str | None = key(
-        "S3 prefix that is synchronized with the checkpoint folder, in both directions. No output can be below it.",
+        "S3 prefix that is synchronized with the checkpoint folder, in both directions. `output` must not be below it.",
         "s3://bucket/checkpoints",
         ("checkpoint_s3_uri", "checkpoint_config"),
         default=None,
@@ -234,22 +232,19 @@ class Job:
         default=_DAY_S,
     )
     prices: dict[str, float] = key(
-        "Hourly prices of a host, by instance type or group, from which the most that the job can cost follows.",
+        "Hourly prices of a host, by instance type or group, from which the job's maximum cost is computed.",
         "{ml.g5.xlarge: 1.41}",
         least=0,
         made=dict,
     )
     max_cost: float | None = key(
-        "Do not submit a job that can cost more, at `prices`, until `max_run_s` is over.",
+        "Do not submit the job if it can cost more than this, at `prices`, within `max_run_s`.",
         "20",
         ("budget",),
         default=None,
     )
     spot: Spot | None = key(
-        "Use spot capacity.",
-        "{max_wait_s: 7200}",
-        ("use_spot_instances", "enable_managed_spot_training"),
-        default=None,
+        "Use spot capacity.", "{max_wait_s: 7200}", ("use_spot_instances", "enable_managed_spot_training"), default=None
     )
     retries: Retries = key(
         "Resubmission when there is no capacity.", "{max_tries: 5, first_pause_s: 60, max_pause_s: 1800}", made=Retries
@@ -270,9 +265,9 @@ class Job:
         default=30,
     )
     tags: dict[str, str] = key("Tags of the job.", "{project: digits}", made=dict)
-    # Near are the SDKs' names of what stands below it.
+    # ``near`` has the SDKs' names of settings that belong in it.
     request: dict[str, Any] = key(
-        "[Everything else](../submit.md#other-settings) that CreateTrainingJob takes, by its own names.",
+        "[Any other arguments](../submit.md#other-settings) of CreateTrainingJob, under their API names.",
         "{VpcConfig: {Subnets: [subnet-1], SecurityGroupIds: [sg-1]}}",
         (
             *("vpc_config", "networking", "subnets", "security_group_ids", "volume_kms_key", "output_kms_key"),
@@ -291,7 +286,7 @@ class Job:
     positions: Mapping[str, Position] = field(default_factory=dict, compare=False, repr=False)
 
     def requested(self, place: str) -> Any:
-        """Return what ``request`` says at a place, such as ``OutputDataConfig.KmsKeyId``; None if it says nothing."""
+        """Return the value in ``request`` at a place, such as ``OutputDataConfig.KmsKeyId``; None if there is none."""
         value: Any = self.request
         for name in place.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -302,12 +297,12 @@ def read_job(path: str | os.PathLike[str] | None, overrides: Sequence[Override] 
     """Read a job file.
 
     Args:
-        path: The file; None for a job that is described by options alone.
+        path: The file; None if options alone describe the job.
         overrides: Options that override the file.
 
     Raises:
-        SubmitError: The file cannot be read, lacks a required key, has an unknown one, or a value of the wrong type;
-            the message lists all problems, each with its line.
+        SubmitError: The file cannot be read, lacks a required key, or has an unknown key or a value of the wrong type.
+            The message lists all problems, each with its line.
     """
     reader = JobReader(Job)
     if path is not None:
@@ -315,7 +310,6 @@ def read_job(path: str | os.PathLike[str] | None, overrides: Sequence[Override] 
     for override in overrides:
         reader.override(override)
     job: Job = reader.build()
-    # Paths start from the file.
     folder = Path.cwd() if path is None else Path(path).absolute().parent
     for name in ("config", "source_dir", "build", "dockerfile"):
         if getattr(job, name) is not None:

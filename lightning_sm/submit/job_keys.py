@@ -1,6 +1,6 @@
-"""The description of a job file's keys: what the reader checks, the help lists and the reference shows.
+"""The description of a job file's keys, used by the reader, the help and the reference.
 
-A section of the file is a dataclass whose fields are made by ``key``.
+Each section of the file is a dataclass whose fields are created by ``key``.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_ori
 
 from lightning_sm._text import closest
 
-# In the path of a key: any name that the user chooses.
+# Stands for any name that the user chooses in the path of a key.
 ANY_NAME = "NAME"
 _KINDS = {int: "a whole number", float: "a number", str: "text", list: "a list", dict: "names with values"}
 
 
 @dataclass(frozen=True)
 class JobKey:
-    """What people need to know about a key.
+    """The documentation of a key.
 
     Attributes:
-        meaning: What it is for, in one or two sentences.
-        example: A value, as in the file.
-        near: Names that the SDKs, the API and other tools have for it.
-        least: Smallest number that is allowed.
+        meaning: Its purpose, in one or two sentences.
+        example: An example of its value, as in the file.
+        near: Its names in the SDKs, the API and other tools.
+        least: Smallest number allowed.
         unit: Unit of a number.
     """
 
@@ -46,9 +46,9 @@ class KeyField:
 
     Attributes:
         name: The key.
-        kind: The type of its values, without the None of a key that is left out.
-        about: What people need to know about it.
-        default: The value without the key; ``dataclasses.MISSING`` for a required key.
+        kind: The type of its values, without the None that stands for a missing key.
+        about: Its documentation.
+        default: The value if the key is missing; ``dataclasses.MISSING`` for a required key.
     """
 
     name: str
@@ -71,7 +71,7 @@ class KeyPath(NamedTuple):
     """A key anywhere in the file.
 
     Attributes:
-        parts: The keys on the way to it, and its own; ``ANY_NAME`` for names that users choose.
+        parts: The names from the top level to the key; ``ANY_NAME`` for names that users choose.
         field: The key.
     """
 
@@ -83,14 +83,14 @@ class KeyPath(NamedTuple):
 def keys_of(section: type) -> Mapping[str, KeyField]:
     """Return the keys of a section by name, in the order of the class."""
     hints = get_type_hints(section)
-    found: dict[str, KeyField] = {}
-    for one in dataclasses.fields(section):
-        about = one.metadata.get("about")
+    keys: dict[str, KeyField] = {}
+    for field in dataclasses.fields(section):
+        about = field.metadata.get("about")
         if about is not None:
-            made = one.default_factory
-            default = one.default if made is dataclasses.MISSING else made()
-            found[one.name] = KeyField(one.name, _without_none(hints[one.name]), about, default)
-    return found
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            keys[field.name] = KeyField(field.name, _without_none(hints[field.name]), about, default)
+    return keys
 
 
 @cache
@@ -110,12 +110,12 @@ def _below(section: type, parts: tuple[str, ...]) -> Iterator[KeyPath]:
 
 
 def is_section(kind: Any) -> TypeGuard[type]:
-    """Return whether values of a type have keys of their own."""
+    """Return whether a type is a section, with keys."""
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
 def expected(kind: Any, unit: str) -> str:
-    """Say in words what values a type has."""
+    """Describe the values of a type in words."""
     if get_origin(kind) is Literal:
         *others, last = get_args(kind)
         return f"{', '.join(others)} or {last}"
@@ -124,20 +124,20 @@ def expected(kind: Any, unit: str) -> str:
 
 
 def shown_default(value: Any) -> str:
-    """Return a default as it would be written in a job file."""
+    """Return a default value as written in a job file."""
     return str(value) if isinstance(value, str) else json.dumps(value)
 
 
 def suggestion(name: str, section: type, root: type, option: str = "") -> str:
-    """Say which key was probably meant by an unknown one, in a sentence with a space before it, if any is similar.
+    """Suggest a key for an unknown one, in a sentence with a leading space; empty if there is nothing to suggest.
 
     Args:
         name: The unknown key.
-        section: The section that it is in.
+        section: The section that contains it.
         root: The section of the whole file.
-        option: What stands before a key where it is an option: two dashes.
+        option: Prefix of a key on the command line: two dashes.
     """
-    # MaxWaitTimeInSeconds and max-wait-time-in-seconds, as keys are written.
+    # Turn MaxWaitTimeInSeconds and max-wait-time-in-seconds into snake case.
     word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[- ]", "_", name).lower()
     for around in (section, root):
         for path in all_keys(around):
@@ -167,16 +167,16 @@ def key(
     default: Any = dataclasses.MISSING,
     made: Any = dataclasses.MISSING,
 ) -> Any:
-    """Return the field of a section, with what people need to know about it (``JobKey``).
+    """Return the field of a section, with its documentation (``JobKey``).
 
     Args:
-        meaning: What the key is for, in one or two sentences.
-        example: A value, as in the file.
-        near: Names that the SDKs, the API and other tools have for it.
-        least: Smallest number that is allowed.
+        meaning: The purpose of the key, in one or two sentences.
+        example: An example of its value, as in the file.
+        near: Its names in the SDKs, the API and other tools.
+        least: Smallest number allowed.
         unit: Unit of a number.
-        default: The value without the key; a key without default is required.
-        made: Makes the value instead.
+        default: The value if the key is missing; a key without a default is required.
+        made: Creates the default value instead.
     """
     about = JobKey(meaning, example, near, least, unit)
     return dataclasses.field(default=default, default_factory=made, metadata={"about": about})

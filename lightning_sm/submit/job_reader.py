@@ -1,7 +1,8 @@
-"""The reader of job files: checks values against the description of the keys, and says what to correct, and where.
+"""The reader of job files, which checks values against the description of the keys and reports what to correct.
 
-Its YAML differs from version 1.1 as jsonargparse's does, which reads the options of a script: ``1e-3`` is a number, a
-date is text. So are times and numbers of another base, which nobody means who writes ``24:00`` or ``0777``.
+Its YAML differs from version 1.1 in the same way as jsonargparse's, which reads the options of a script: ``1e-3`` is a
+number, and a date is text. Times and numbers in another base are text, too: nobody who writes ``24:00`` or ``0777``
+means a number.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _NUMBER = re.compile(
     r"|[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"
 )
 _SHOWN_CHARS = 60
-_TOO_DEEP = "values are nested too deeply, or an anchor (&) has an alias (*) of itself in it."
+_TOO_DEEP = "values are nested too deeply, or an anchor (&) contains its own alias (*)."
 
 
 class _JobFileLoader(yaml.SafeLoader):
@@ -48,13 +49,13 @@ _JobFileLoader.add_implicit_resolver(f"{_TAG}float", _NUMBER, list("-+0123456789
 
 
 class JobReader:
-    """Reads a job from a file and from options.
+    """The reader of a job, from a file and options.
 
     Args:
         section: The class of the job.
 
     Attributes:
-        positions: Where each key is written; that of the file by the empty key.
+        positions: The position of each key; the empty key stands for the file.
         problems: What is wrong, and where.
     """
 
@@ -68,7 +69,7 @@ class JobReader:
         """Read a file.
 
         Raises:
-            SubmitError: It cannot be read, or is not YAML.
+            SubmitError: The file cannot be read, or is not YAML.
         """
         file = self.positions[""] = Position(os.fspath(path))
         try:
@@ -90,7 +91,7 @@ class JobReader:
         self._root = node
 
     def override(self, override: Override) -> None:
-        """Replace a value by that of an option."""
+        """Replace a value with the value of an option."""
         option = Position(override.source)
         mark = yaml.Mark(option.source, 0, 0, 0, None, 0)
         parts, kind = self._place(override.key)
@@ -111,7 +112,7 @@ class JobReader:
                 inner = yaml.MappingNode(f"{_TAG}map", [])
                 _put(outer, part, inner, mark)
             outer = inner
-        # Of hyperparameters, null is a value.
+        # null removes a key, except in hyperparameters, where it is a value.
         _put(outer, parts[-1], None if node.tag == _NULL and parts[0] != "hyperparameters" else node, mark)
 
     def build(self) -> Any:
@@ -128,14 +129,14 @@ class JobReader:
         return job
 
     def _place(self, key: str) -> tuple[list[str], Any]:
-        """Return the parts of an option's key, of which the last may have dots, and the type of its value."""
+        """Return the parts of an option's key, the last of which may contain dots, and the type of its value."""
         parts: list[str] = []
         kind: Any = self._section
         rest = key
         while rest:
             inner = get_args(kind)[1] if get_origin(kind) is dict else Any
             if not is_section(kind) and not is_section(inner):
-                # Hyperparameters have names with dots, members of a request do not.
+                # Names of hyperparameters may contain dots, names of a request's members do not.
                 return [*parts, *(rest.split(".") if parts[-1] == "request" else [rest])], inner
             name, _, rest = rest.partition(".")
             parts.append(name)
@@ -144,7 +145,7 @@ class JobReader:
         return parts, kind
 
     def _instance(self, section: type, node: yaml.MappingNode, key: str) -> Any:
-        """Return an instance of a section; None if there are problems, in it or elsewhere."""
+        """Return an instance of a section; None if the file has problems, here or elsewhere."""
         fields = keys_of(section)
         entries = self._entries(node, key)
         found: dict[str, Any] = {}
@@ -153,12 +154,12 @@ class JobReader:
             if name not in fields:
                 where = f"{key} has no key {name}" if key else f"{name} is not a key of a job file"
                 self._add(path, f"{where}.{suggestion(name, section, self._section)}")
-            elif value.tag != _NULL:  # a key without a value, perhaps above comments, counts as left out
+            elif value.tag != _NULL:  # a key without a value, perhaps above comments, counts as missing
                 found[name] = self._value(fields[name], value, path)
-        if entries.keys() <= fields.keys():  # else an unknown key may stand for the missing one
+        if entries.keys() <= fields.keys():  # otherwise, an unknown key may be a misspelling of the missing one
             for field in fields.values():
                 if field.is_required and field.name not in found:
-                    # A misspelled name of a group makes a new one, which lacks its keys.
+                    # A misspelled group name creates a new group, which lacks required keys.
                     around, _, own = key.rpartition(".")
                     places = [place.rpartition(".") for place in self.positions if around and place != key]
                     near = did_you_mean(own, [other for place, _, other in places if place == around])
@@ -166,7 +167,7 @@ class JobReader:
         return None if self.problems else section(**found)
 
     def _entries(self, node: yaml.MappingNode, key: str) -> dict[str, yaml.Node]:
-        """Return what a mapping has by name, and note where."""
+        """Return the values of a mapping by name, and note their positions."""
         found: dict[str, yaml.Node] = {}
         for name_node, value in node.value:
             position = self._position(name_node)
@@ -186,7 +187,7 @@ class JobReader:
         return found
 
     def _value(self, field: KeyField, node: yaml.Node, key: str) -> Any:
-        """Return a value of a key, whatever it is after a problem."""
+        """Return the value of a key; after a problem, the result is arbitrary."""
         kind, origin = field.kind, get_origin(field.kind)
         if isinstance(node, yaml.MappingNode) and is_section(kind):
             return self._instance(kind, node, key)
@@ -208,7 +209,7 @@ class JobReader:
         return content
 
     def _wrong(self, field: KeyField, node: yaml.Node, key: str) -> None:
-        """Report a value of the wrong type, with what it is and how it should look."""
+        """Report a value of the wrong type, with what was expected."""
         kind = field.kind
         name = key.rpartition(".")[2]
         what, hint = _kind(node), f" For example, {field.shown_example}."
@@ -216,7 +217,7 @@ class JobReader:
             text = shortened(str(shown(key, node.value)), _SHOWN_CHARS)
             if kind is str:
                 hint = f" Quote it: {name}: '{text}'."
-            elif get_origin(kind) is not dict:  # which may hold secrets, whatever their names
+            elif get_origin(kind) is not dict:  # do not show mappings, which may hold secrets under any name
                 what = repr(text) if node.tag == _TEXT else text
             if get_origin(kind) is Literal:
                 hint = did_you_mean(node.value, get_args(kind))
@@ -238,7 +239,7 @@ def _compose(text: str, source: str) -> yaml.Node | None:
 
 
 def _put(mapping: yaml.MappingNode, name: str, value: yaml.Node | None, mark: yaml.Mark) -> None:
-    """Replace a value, or remove it, and those of its parts: hyperparameters have names with dots."""
+    """Replace or remove a value and its parts, which may be separate entries, since names may contain dots."""
     kept = [entry for entry in mapping.value if not f"{entry[0].value}.".startswith(f"{name}.")]
     mapping.value = [*kept, *([] if value is None else [(yaml.ScalarNode(_TEXT, name, mark), value)])]
 
@@ -254,7 +255,7 @@ def _join(key: str, name: str) -> str:
 
 
 def _content(node: yaml.Node) -> Any:
-    """Return the value of a scalar; the node itself if it is none, or does not fit its YAML type."""
+    """Return the value of a scalar; the node itself if it is not a scalar, or does not fit its YAML type."""
     if isinstance(node, yaml.ScalarNode):
         try:
             value = SafeConstructor().construct_object(node)
@@ -266,7 +267,7 @@ def _content(node: yaml.Node) -> Any:
 
 
 def _fits(kind: Any, content: Any) -> bool:
-    """Return whether a scalar has the type of a text, of a word of several, or of a number."""
+    """Return whether a scalar has the given type: text, a literal, or a number."""
     if get_origin(kind) is Literal:
         return content in get_args(kind)
     if kind is float:
@@ -275,7 +276,7 @@ def _fits(kind: Any, content: Any) -> bool:
 
 
 def _explained(text: str, error: yaml.YAMLError) -> tuple[int, str]:
-    """Explain an error by the characters at its marks, with its line: PyYAML's own words are about its tokens."""
+    """Return the line of an error, and an explanation in place of PyYAML's, which is in terms of tokens."""
     if isinstance(error, yaml.reader.ReaderError):
         return text.count("\n", 0, error.position) + 1, "the line has a character that YAML does not allow."
     began, mark = getattr(error, "context_mark", None), getattr(error, "problem_mark", None)

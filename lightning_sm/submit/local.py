@@ -1,4 +1,4 @@
-"""A job file on this machine: an emulated cluster whose hosts are containers of the job's image."""
+"""The local run of a job file, on an emulated cluster whose hosts are containers of the job's image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_sm.job.emulated_service import GroupSpec
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.training_job import script_options
 
-# Keys without a counterpart on this machine, which the script might miss.
+# Keys with no effect on this machine, which the script might rely on.
 _NOT_LOCAL = ("spot", "tune", "request")
 
 
@@ -38,7 +38,7 @@ def run_containers(job: Job) -> int:
 
 
 def ignored_keys(job: Job) -> list[str]:
-    """Return a warning for each setting that has no effect on this machine, and that the script might miss."""
+    """Return a warning for each setting that the script might rely on, but has no effect on this machine."""
     warnings = [f"{name} is ignored with --local." for name in _NOT_LOCAL if getattr(job, name)]
     for name, channel in job.channels.items():
         if (channel.mode, channel.distribution) != ("File", "FullyReplicated"):
@@ -61,7 +61,7 @@ def cluster_spec(job: Job) -> ClusterSpec:
     channels = {name: Path(unquote(channel.uri.removeprefix("file://"))) for name, channel in job.channels.items()}
     groups = {name: channel.groups for name, channel in job.channels.items() if channel.groups is not None}
     if job.source_dir is not None:
-        hyperparameters["sagemaker_submit_directory"] = CODE_DIR  # as SDK v2 has it with local_code
+        hyperparameters["sagemaker_submit_directory"] = CODE_DIR  # as in SDK v2 with local_code
     return ClusterSpec(
         groups=[GroupSpec(name, group.count, group.instance_type) for name, group in job.groups.items()],
         devices=None,

@@ -1,4 +1,4 @@
-"""Options that override keys of a job file: ``--groups.trainer.count=4``."""
+"""Command-line options that override keys of a job file, such as ``--groups.trainer.count=4``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_sm.submit.job_keys import keys_of, suggestion
 
 
 class Override(NamedTuple):
-    """An option that stands for a key.
+    """An option that overrides a key.
 
     Attributes:
         key: The key, with dots between its parts.
-        text: Its value.
-        source: Where it was said, for messages, such as ``--groups.trainer.count``.
-        is_json: Whether the value is JSON, and not as people type it.
+        text: The value.
+        source: Where it was given, for messages, such as ``--groups.trainer.count``.
+        is_json: Whether the value is JSON rather than text typed by a user.
     """
 
     key: str
@@ -29,18 +29,18 @@ class Override(NamedTuple):
 def parse_overrides(
     words: Sequence[str], section: type, own_options: Collection[str] = ()
 ) -> tuple[list[Override], list[str]]:
-    """Separate the options that stand for keys from the rest of a command line.
+    """Separate the options that override keys from the rest of a command line.
 
     Args:
         words: The command line.
         section: The section of the whole file.
-        own_options: Options of the command itself, which stay in the rest.
+        own_options: Other options of the command, which stay in the rest.
 
     Returns:
-        The options that stand for keys, and the rest.
+        The overrides, and the rest of the command line.
 
     Raises:
-        SubmitError: An option is neither a key nor one of the command's own, or lacks its value.
+        SubmitError: An option is unknown, or lacks its value.
     """
     overrides: list[Override] = []
     rest: list[str] = []

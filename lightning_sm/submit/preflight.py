@@ -1,7 +1,7 @@
-"""Rules of a job, which are applied to all of it before anything is sent.
+"""The rules for a job, all of which are checked before anything is sent.
 
-These rules relate one key to another, or the service applies them without documenting them in its API model. The
-limits of single values are in ``service_limits``.
+These rules relate keys to each other, or are enforced by the service but not documented in its API model. For limits of
+single values, see ``service_limits``.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ ECR_IMAGE = re.compile(
 )
 # Amazon S3, "General purpose bucket naming rules".
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
-# Found beside code; large or secret, and of no use in a job.
+# Often found beside code, but large or secret, and useless in a job.
 _NOT_CODE = (".aws", ".env", ".git", ".venv", "venv")
 _ADVICE_ON_SECRETS = (
-    "SageMaker shows it to whoever may describe the job. Keep secrets in AWS Secrets Manager, and read them in the "
+    "SageMaker shows it to anyone who can describe the job. Keep secrets in AWS Secrets Manager, and read them in the "
     "script, with the job's role (docs/submit.md, Secrets)."
 )
 
 
 def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) -> Findings:
-    """Apply the rules.
+    """Check all rules.
 
     Args:
         job: The content of the job file.
-        mode: Local mode needs no role, no registry and no S3.
+        mode: Where the job will run. Local mode needs no role, registry or S3.
         region: Region of the job, if known.
     """
     options = [*_options(job)]
@@ -66,8 +66,8 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
     if mode == "local":
         problems += _local_channels(job)
     else:
-        found = [*_instance_types(job), *_addresses(job, region)]
-        problems += [*cost_problems(job), *found, *([] if options else _secrets(job))]
+        problems += [*cost_problems(job), *_instance_types(job), *_addresses(job, region)]
+        problems += [*([] if options else _secrets(job))]
     return Findings(problems, [*_advice(job, mode)], job.positions)
 
 
@@ -87,26 +87,26 @@ def _groups(job: Job) -> Iterator[JobProblem]:
             "groups is empty; name at least one group, as in {trainer: {instance_type: ml.g5.xlarge, count: 2}}.",
         )
         return
-    # One host per group is enough: the rules depend on types and names.
+    # One host per group is enough, because the rules only depend on types and names.
     groups = tuple(InstanceGroup(name, (name,), group.instance_type) for name, group in job.groups.items())
     hosts = tuple(job.groups)
     try:
         data_groups = DATA_GROUPS.read(job.environment)
         jobs = [SageMakerJob(name, hosts, groups, "the job file", data_groups=data_groups) for name in hosts]
-        roles = {one.current_host: Topology.from_job(one).role for one in jobs}
+        roles = {host.current_host: Topology.from_job(host).role for host in jobs}
     except JobConfigError:  # a problem of the environment
         return
     except TopologyError as error:
         yield JobProblem("groups", f"groups: {error}")
         return
     types = {role: [job.groups[name].instance_type for name in hosts if roles[name] is role] for role in Role}
-    has_gpus = {role: any(num_gpus(one) != 0 for one in found) for role, found in types.items()}
+    has_gpus = {role: any(num_gpus(kind) != 0 for kind in kinds) for role, kinds in types.items()}
     if data_groups is None and has_gpus[Role.DATA] and not has_gpus[Role.TRAINER]:
         names = ",".join(name for name in hosts if roles[name] is Role.DATA)
         yield JobProblem(
             "groups",
             f"groups: the data hosts ({', '.join(types[Role.DATA])}) have GPUs, and the trainers "
-            f"({', '.join(types[Role.TRAINER])}) have none. Swap the instance types; if that is meant, say so: "
+            f"({', '.join(types[Role.TRAINER])}) have none. Swap the instance types, or if this is intended, set "
             f"environment: {{{DATA_GROUPS.name}: '{names}'}}.",
         )
 
@@ -156,7 +156,7 @@ def _script(job: Job) -> Iterator[JobProblem]:
             "job; script is a path in it.",
         )
     for path in folder.rglob("*"):
-        # Path.resolve would raise an error for a link to itself.
+        # Use os.path.realpath, since Path.resolve raises an error for a link to itself.
         is_loop = path.is_symlink() and Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(path))
         if is_loop or not (path.is_file() or path.is_dir()):
             no_file = "a link to nothing" if path.is_symlink() else "neither a file nor a folder"
@@ -177,7 +177,7 @@ def _is_below(path: str) -> bool:
 def _build(job: Job) -> Iterator[JobProblem]:
     if job.build is None:
         if job.dockerfile is not None:
-            yield JobProblem("dockerfile", "dockerfile is set, but build is not: the folder from which to build.")
+            yield JobProblem("dockerfile", "dockerfile is set, but build is not. Set it to the folder to build from.")
         return
     file = Path(job.build, "Dockerfile") if job.dockerfile is None else Path(job.dockerfile)
     if not file.is_file():
@@ -227,8 +227,8 @@ def _addresses(job: Job, region: str | None) -> Iterator[JobProblem]:
     elif region is not None and image["region"] != region:
         yield JobProblem(
             "image",
-            f"image is in {image['region']}, but the job runs in {region}; SageMaker takes images of its own region "
-            f"only. Push the image to {region}, or set AWS_DEFAULT_REGION={image['region']}.",
+            f"image is in {image['region']}, but the job runs in {region}; SageMaker only accepts images in the job's "
+            f"region. Push the image to {region}, or set AWS_DEFAULT_REGION={image['region']}.",
         )
     uris: dict[str, str | None] = {f"channels.{name}.uri": channel.uri for name, channel in job.channels.items()}
     for key, uri in {**uris, "output": job.output, "checkpoints": job.checkpoints}.items():
@@ -240,7 +240,7 @@ def _addresses(job: Job, region: str | None) -> Iterator[JobProblem]:
         yield JobProblem(
             "output",
             f"output is {job.output}, which is equal to checkpoints ({job.checkpoints}) or below it: the hosts of a "
-            "restarted job would download it with the checkpoints. Choose a prefix beside it.",
+            "restarted job would download it with the checkpoints. Choose another prefix.",
         )
 
 
@@ -249,17 +249,17 @@ def _as_folder(uri: str) -> str:
 
 
 def _secrets(job: Job) -> Iterator[JobProblem]:
-    """Find values that are secret by their name or form, unless ``not_secret`` names them."""
+    """Yield a problem for each value that looks like a secret by name or form, unless ``not_secret`` names it."""
     environment = {name: value for name, value in job.environment.items() if name != JOB_SECRET.name}
     sources = {"config": config_of(job), "hyperparameters": job.hyperparameters, "environment": environment}
-    sources["tune.ranges"] = {} if job.tune is None else {name: one.values for name, one in job.tune.ranges.items()}
-    found = [
+    sources["tune.ranges"] = {} if job.tune is None else {name: span.values for name, span in job.tune.ranges.items()}
+    secrets = [
         (source, path)
         for source, values in sources.items()
         for name, value in values.items()
         for path in _hidden(name, value)
     ]
-    for source, path in found:
+    for source, path in secrets:
         if path not in job.not_secret:
             allowed = f"If it is not a secret: not_secret: [{', '.join([*job.not_secret, path])}]."
             key = f"{source}.{path}"
@@ -267,11 +267,11 @@ def _secrets(job: Job) -> Iterator[JobProblem]:
 
 
 def _hidden(name: str, value: Any) -> Iterator[str]:
-    """Yield the names of the values that are hidden from people, as deep as they are nested."""
+    """Yield the names of all values that must be hidden, at any depth."""
     if isinstance(value, Mapping) and not is_secret(name):
         for key, item in value.items():
             yield from _hidden(f"{name}.{key}", item)
-    elif [shown(name, value)] != [value]:  # in lists, because nan, which equals nothing, is itself in them
+    elif [shown(name, value)] != [value]:  # compare in lists, where nan equals itself
         yield name
 
 

@@ -1,4 +1,4 @@
-"""Prices from AWS's price list, for instance types of which the job file has none."""
+"""Prices from AWS's price list, for instance types without a price in the job file."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from lightning_sm.submit.job_file import Job
 
 _LOG = command_logger(__name__)
 
-# The list of all regions is served in a few: https://docs.aws.amazon.com/general/latest/gr/billing.html
+# A few regions serve the list for all: https://docs.aws.amazon.com/general/latest/gr/billing.html
 _REGION = "us-east-1"
 
 
 def with_list_prices(clients: Clients, job: Job, region: str) -> Job:
-    """Return a job with the prices that it lacks, on demand, as far as AWS's price list can be read and has them.
+    """Return a job with missing on-demand prices filled in from AWS's price list, where possible.
 
     Args:
         clients: Clients of the AWS APIs.
-        job: The content of the job file; its own prices come first.
-        region: Where the job is to run.
+        job: The content of the job file, whose prices take precedence.
+        region: Region of the job.
     """
     missing = types_without_price(job)
     if not missing:
         return job
     try:
         pricing = clients.look("pricing", region=_REGION)
-        listed = {one: list(_prices(pricing, one, region)) for one in missing}
+        listed = {instance_type: list(_prices(pricing, instance_type, region)) for instance_type in missing}
     except (ClientError, BotoCoreError) as error:
         _LOG.info("AWS's price list cannot be read: %s", error)
         return job
@@ -52,7 +52,7 @@ def _prices(pricing: Any, instance_type: str, region: str) -> Iterator[float]:
 
     Source:
         The usage types of SageMaker's bills and price list, such as ``USE1-Train:ml.g5.2xlarge``; GetProducts of AWS's
-        Price List API, whose products are texts of JSON.
+        Price List API, which returns products as JSON strings.
     """
     is_training = re.compile(rf"([A-Z0-9]+-)?Train:{re.escape(instance_type)}").fullmatch
     filters = {"regionCode": region, "instanceName": instance_type}

@@ -1,4 +1,4 @@
-"""Problems of a job: each names the key that has to change, from which file and line of the job file follow."""
+"""The problems of a job, each with the key to change, which determines the file and line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LOG = command_logger(__name__)
 
 
 class Position(NamedTuple):
-    """Where something is written.
+    """The position of a key.
 
     Attributes:
         source: The job file, or an option.
-        line: The line of the file; 0 for all of it, and for an option.
+        line: The line in the file; 0 for the whole file or an option.
     """
 
     source: str
@@ -32,7 +32,7 @@ class JobProblem(NamedTuple):
     """A reason why a job cannot be submitted.
 
     Attributes:
-        key: Key of the job file that has to change, with dots between its parts; empty for the whole file.
+        key: The key of the job file to change, with dots between its parts; empty for the whole file.
         text: What is wrong, and what to change.
     """
 
@@ -42,12 +42,12 @@ class JobProblem(NamedTuple):
 
 @dataclass
 class Findings:
-    """Result of the checks.
+    """The result of the checks.
 
     Attributes:
-        problems: Why the job cannot be submitted, each with what to change.
-        warnings: What is allowed but rarely intended.
-        positions: Where each key is written; that of the file by the empty key.
+        problems: Reasons why the job cannot be submitted.
+        warnings: Settings that are allowed but rarely intended.
+        positions: The position of each key; the empty key stands for the file.
     """
 
     problems: list[JobProblem] = field(default_factory=list)
@@ -62,11 +62,11 @@ class Findings:
         """
         for warning in self.warnings:
             _LOG.warning("warning: %s", warning)
-        raise_problems([(position_of(one.key, self.positions), one.text) for one in self.problems])
+        raise_problems([(position_of(problem.key, self.positions), problem.text) for problem in self.problems])
 
 
 def position_of(key: str, positions: Mapping[str, Position]) -> Position | None:
-    """Return where a key is written; if it is not, where the nearest key around it is."""
+    """Return the position of a key, or of the nearest enclosing key if it is not written."""
     while key and key not in positions:
         key = key.rpartition(".")[0]
     return positions.get(key)
@@ -81,6 +81,6 @@ def raise_problems(problems: Sequence[tuple[Position | None, str]]) -> None:
     if problems:
         by_line = sorted(problems, key=lambda problem: problem[0].line if problem[0] else 0)
         texts = [text if position is None else f"{position}: {text}" for position, text in by_line]
-        # What is not indented is a problem, for people and for editors that open its place.
+        # Indent continuation lines, so that readers and editors recognise the start of each problem.
         listed = "\n".join(text.replace("\n", "\n    ") for text in texts)
         raise SubmitError(f"{count(len(problems), 'problem')}; nothing was sent:\n{listed}")

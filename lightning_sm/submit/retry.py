@@ -15,7 +15,7 @@ from lightning_sm.submit.job_file import Retries
 
 _LOG = command_logger(__name__)
 
-# Refusals that may pass: throttling; a quota that other jobs use up at the moment, or no capacity.
+# Temporary errors: throttling, a quota that other jobs currently use up, or no capacity.
 _THROTTLED = frozenset({"ThrottlingException", "Throttling"})
 _NO_CAPACITY_NOW = frozenset({"ResourceLimitExceeded", "InsufficientCapacity", "InsufficientInstanceCapacity"})
 # "... is 0 Instances, with current utilization of 0 Instances and a request delta of 1 Instances."
@@ -34,16 +34,16 @@ def submit_until_capacity(
 
     Args:
         submit: Starts the job under a new name, and returns the name.
-        watch: Waits until the job with a name ends, and returns its description; None does not wait.
+        watch: Waits until the job with the given name ends, and returns its description. If None, do not wait.
         retries: Maximum number of submissions, and the pauses between them.
         sleep: Sleeps for some seconds.
 
     Returns:
-        The description of the last job; without ``watch`` only its ``TrainingJobName``.
+        The description of the last job; without ``watch``, only its ``TrainingJobName``.
 
     Raises:
-        ClientError: The service rejected the job for another reason than capacity, because its quota is smaller than
-            the job, or in the last try.
+        ClientError: The service rejected the job in the last try, for a reason other than capacity, or because the job
+            exceeds the quota.
     """
     attempt = 0
     while True:

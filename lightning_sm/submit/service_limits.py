@@ -1,7 +1,7 @@
-"""The limits of the APIs that take jobs, from the API models that come with botocore.
+"""The limits of the APIs that accept jobs, from botocore's API models.
 
-botocore itself checks types, names and minima only. Maxima, patterns and enumerations are in its model too, but it
-leaves them to the service, which reports one violation at a time.
+botocore only checks types, names and minima. Its models also contain maxima, patterns and enumerations, but it leaves
+these checks to the service, which reports one violation at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_sm._text import shortened
 from lightning_sm.job.redaction import shown
 from lightning_sm.submit.problems import JobProblem
 
-# Keys of the job file to the places in the request that they decide.
+# The places in the request that each key of the job file sets.
 PLACES: Mapping[str, tuple[str, ...]] = {
     "name": ("TrainingJobName", "HyperParameterTuningJobName"),
     "image": ("AlgorithmSpecification.TrainingImage",),
@@ -32,7 +32,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "spot": ("StoppingCondition.MaxWaitTimeInSeconds", "EnableManagedSpotTraining"),
     "volume_gb": ("ResourceConfig.VolumeSizeInGB",),
 }
-# Keys whose values are in lists of the request, which the key ``request`` may add to.
+# Keys whose values are lists in the request, which the key ``request`` may extend.
 _LISTS = {"channels": "InputDataConfig", "metrics": "AlgorithmSpecification.MetricDefinitions", "tags": "Tags"}
 _TUNING = {
     "tune.ranges": "HyperParameterTuningJobConfig.ParameterRanges",
@@ -40,14 +40,14 @@ _TUNING = {
     "tune": "HyperParameterTuningJobConfig",
     "tune.request": "WarmStartConfig",
 }
-# Of a tuning job: the place of what is a training job's elsewhere.
+# The prefix of a training job's settings in the request of a tuning job.
 _DEFINITION = "TrainingJobDefinition."
 _ADVICE = {
     "hyperparameters": " Nest options, as in {data: {batch_size: 32}}, or put a file into a channel named config.",
 }
 IF_NEW = f"If it is new: pip install --upgrade boto3 (botocore {botocore.__version__} is installed)."
 _SHOWN_CHARS = 60
-# Kinds of values in the model: Python's types, words for one value, and what its size counts.
+# Kinds of values in the model: Python types, words for a value, and the unit of its size.
 _KINDS: Mapping[str, tuple[Any, str, str]] = {
     "structure": (Mapping, "names with values", ""),
     "map": (Mapping, "names with values", " entries"),
@@ -59,8 +59,7 @@ _KINDS: Mapping[str, tuple[Any, str, str]] = {
     "float": ((int, float), "a number", ""),
     "double": ((int, float), "a number", ""),
 }
-# The patterns use Java's syntax. Java's character classes to the content of Python's brackets; a class that is not
-# listed matches anything.
+# The patterns use Java's syntax. This maps Java's character classes to Python's; a class not listed matches anything.
 _CLASSES = {"Alnum": "a-zA-Z0-9", "L": r"\w", "N": r"\d", "Z": " "}
 
 
@@ -72,7 +71,7 @@ def request_problems(request: Mapping[str, Any], operation: str = "CreateTrainin
         operation: Its name.
 
     Returns:
-        The problems: the keys of the job file, the place in the request, and what is wrong.
+        The problems, each with the key of the job file, the place in the request, and what is wrong.
     """
     return list(_violations(request, _input_shape(operation), ""))
 
@@ -83,15 +82,15 @@ def matches(member: str, value: str) -> bool:
 
 
 def values_of(shape: str) -> list[str]:
-    """Return the values that the model knows of an enumeration, such as ``TrainingInstanceType``."""
+    """Return the values of an enumeration in the model, such as ``TrainingInstanceType``."""
     return list(_service().shape_for(shape).enum)
 
 
 def fitting(value: Mapping[str, Any], structure: str) -> tuple[dict[str, Any], list[str]]:
-    """Return what a structure of SageMaker's API can hold of a value, and the names of what it cannot.
+    """Return the members of a value that a structure of SageMaker's API allows, and the names of the others.
 
     Args:
-        value: For example the arguments of CreateTrainingJob.
+        value: A value such as the arguments of CreateTrainingJob.
         structure: Name of the structure, such as ``HyperParameterTrainingJobDefinition``.
     """
     dropped: list[str] = []
@@ -120,7 +119,7 @@ def _input_shape(operation: str = "CreateTrainingJob") -> Any:
 
 
 def _violations(value: Any, shape: Any, path: str) -> Iterator[JobProblem]:
-    """Find members that the model lacks or requires, values of another type, and values beyond a limit."""
+    """Yield a problem for each unknown or missing member, value of the wrong type, and value beyond a limit."""
     types, words, unit = _KINDS[shape.type_name]
     if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
         yield _problem(path, f"is not {words}.")
@@ -165,7 +164,7 @@ def _text_violations(text: str, shape: Any, path: str) -> Iterator[JobProblem]:
     if pattern is not None and not re.fullmatch(_pattern(pattern), text):
         yield _problem(path, f"is {quoted}, which does not match {pattern}.")
     if shape.enum and text not in shape.enum:
-        yield _problem(path, f"is {quoted}, which the service's model lacks.{did_you_mean(text, shape.enum)} {IF_NEW}")
+        yield _problem(path, f"is {quoted}, unknown to the service's model.{did_you_mean(text, shape.enum)} {IF_NEW}")
 
 
 def _pattern(pattern: str) -> str:
@@ -183,7 +182,7 @@ def _problem(path: str, text: str) -> JobProblem:
 
 
 def _key(path: str) -> str:
-    """Return the key of the job file that decides a place in the request, or the place below ``request``."""
+    """Return the key of the job file that sets a place in the request; "request" if no other key does."""
     plain = re.sub(r"\[.*?\]| \(name\)", "", path).removeprefix(_DEFINITION)
     decided = [(place, key) for key, places in PLACES.items() for place in places]
     for place, key in [*decided, *((place, key) for key, place in {**_LISTS, **_TUNING}.items())]:

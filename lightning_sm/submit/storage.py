@@ -1,4 +1,4 @@
-"""Where a job's output and code are in S3, and how the code gets there."""
+"""The addresses of a job's output and code in S3, and the upload of the code."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_sm.submit.job_file import Job
 
 _LOG = command_logger(__name__)
 
-_US_EAST_1 = "us-east-1"  # the only region that CreateBucket must not be told
+_US_EAST_1 = "us-east-1"  # the only region that must not be passed to CreateBucket
 # sagemaker 2.257.7, fw_utils.py: tar_and_upload_dir.
 _ARCHIVE_NAME = "sourcedir.tar.gz"
 
 
 def output_of(job: Job, region: str) -> str:
-    """Return the prefix for model and output: that of the job file, else the bucket that SageMaker's SDKs use."""
+    """Return the prefix for model and output, which defaults to the bucket that SageMaker's SDKs use."""
     # sagemaker 2.257.7, session.py: generate_default_sagemaker_bucket_name.
     return job.output or f"s3://sagemaker-{region}-{_account(job)}/"
 
 
 def code_address(output: str, job_name: str) -> str:
-    """Return the address of the code of one training job: beside its output, as SDK v2 has it.
+    """Return the address of a training job's code, which is beside its output, as with SDK v2.
 
     Args:
         output: The result of ``output_of``.
@@ -38,16 +38,16 @@ def code_address(output: str, job_name: str) -> str:
 
 
 def create_output(s3: Any, job: Job, region: str) -> None:
-    """Create the bucket of the output, if it is the default one and does not exist.
+    """Create the output bucket, if it is the default one and does not exist.
 
     Args:
         s3: boto3's client.
         job: The job.
-        region: Its region.
+        region: Region of the job.
 
     Raises:
         ClientError: AWS rejects the request.
-        SubmitError: The bucket belongs to somebody else, or may not be used.
+        SubmitError: The bucket belongs to another account, or permission to use it is missing.
     """
     if job.output is not None:
         return
@@ -57,9 +57,8 @@ def create_output(s3: Any, job: Job, region: str) -> None:
     except ClientError as error:
         if error_code(error) != "404":
             raise SubmitError(
-                f"output is missing, and its default, the bucket {bucket}, is not one that you may use ({error}): it "
-                f"belongs to another account than {_account(job)}, or s3:ListBucket on it is missing. Set output: "
-                "s3://bucket/prefix."
+                f"output is missing, and you cannot use its default, the bucket {bucket} ({error}): it belongs to an "
+                f"account other than {_account(job)}, or you lack s3:ListBucket on it. Set output: s3://bucket/prefix."
             ) from error
         place = {} if region == _US_EAST_1 else {"CreateBucketConfiguration": {"LocationConstraint": region}}
         s3.create_bucket(Bucket=bucket, **place)
@@ -67,11 +66,11 @@ def create_output(s3: Any, job: Job, region: str) -> None:
 
 
 def upload_code(s3: Any, job: Job, address: str) -> None:
-    """Upload ``source_dir`` as an archive, as SDK v2 does: links are replaced by what they lead to.
+    """Upload ``source_dir`` as an archive, with links replaced by their targets, as in SDK v2.
 
     Args:
         s3: boto3's client.
-        job: The job, which has code of its own.
+        job: The job, with a ``source_dir``.
         address: The result of ``code_address``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The uses of a job file: show the request, run the job in containers here, submit it."""
+"""The actions on a job file: show its request, run it in local containers, or submit it."""
 
 from __future__ import annotations
 
@@ -39,28 +39,33 @@ _LOG = command_logger(__name__)
 
 
 def session_of(job: Job, region: str | None = None) -> boto3.Session:
-    """Open the session of a job: in the region that is given or configured, else in that of its image.
+    """Open the session of a job, in the given or configured region, else in the region of its image.
 
     Raises:
         AWSError: There is no region, or the profile does not exist.
+        SubmitError: There is no region, perhaps because of the job's problems, which the message lists.
     """
     image = ECR_IMAGE.fullmatch(job.image)
-    return new_session(image and image["region"], region_name=region)
+    try:
+        return new_session(image and image["region"], region_name=region)
+    except AWSError:
+        check(job, "cloud").report()
+        raise
 
 
 def dry_run(job: Job, region: str | None = None) -> dict[str, Any]:
     """Check a job, and the account if there are credentials, and return the request that would be sent.
 
-    Nothing is sent. It is the request of CreateTrainingJob; with ``tune`` of CreateHyperParameterTuningJob. It shows
-    ``(hidden)`` in place of secrets: the job's own, and those of hyperparameters and variables whose names say so.
+    Nothing is sent. The request is for CreateTrainingJob, or for CreateHyperParameterTuningJob with ``tune``. It shows
+    ``(hidden)`` in place of the job's secret, and of hyperparameters and variables that look secret by name.
 
     Args:
         job: The content of the job file.
-        region: Its region; None for the one that is configured.
+        region: Region of the job. Defaults to the configured region.
 
     Raises:
         AWSError: There is no region.
-        SubmitError: The job has problems, or the account does, which the message lists.
+        SubmitError: The job or the account has problems, which the message lists.
     """
     session = session_of(job, region)
     region, clients = session.region_name, Clients(session)
@@ -75,7 +80,7 @@ def dry_run(job: Job, region: str | None = None) -> dict[str, Any]:
 
 
 def show_dry_run(job: Job, region: str | None = None) -> None:
-    """Write the result of ``dry_run``, whose errors it raises, to stdout as JSON."""
+    """Print the result of ``dry_run`` as JSON, and raise its errors."""
     sys.stdout.write(json.dumps(dry_run(job, region), indent=2) + "\n")
     sys.stdout.flush()
     _LOG.info("0 problems; nothing was sent")
@@ -93,20 +98,20 @@ def send(
 
     Args:
         job: The content of the job file.
-        wait: False returns as soon as the service has accepted the job.
+        wait: If False, return as soon as the service has accepted the job.
         shows_log: Whether to write the job's log to stdout while waiting.
-        ask: Asks after all checks whether to submit the job, which it gets with prices of AWS's list where it has
-            none, and raises SubmitError if not; None submits it.
-        region: Region of the job; None for the one that is configured.
+        ask: Called after all checks, with missing prices filled in from AWS's list; raises SubmitError if the job must
+            not be submitted. If None, submit without asking.
+        region: Region of the job. Defaults to the configured region.
 
     Returns:
-        The last answer of DescribeTrainingJob; with ``tune`` of DescribeHyperParameterTuningJob. Without waiting, only
-        the job's name.
+        The last answer of DescribeTrainingJob, or of DescribeHyperParameterTuningJob with ``tune``. Without waiting,
+        only the job's name.
 
     Raises:
         AWSError: Region or credentials are missing, or AWS does not accept the credentials.
         ContainerError: The image cannot be built or pushed.
-        SubmitError: The job has problems, or the account does, which the message lists; or the service rejects the job.
+        SubmitError: The job or the account has problems, which the message lists, or the service rejects the job.
     """
     session = session_of(job, region)
     check_credentials(session)
@@ -114,7 +119,7 @@ def send(
     job, _ = _checked(clients, job, region)
     check_account(clients, job, region).report()
     if job.build is not None:
-        docker_program()  # or it would be missed only after the question
+        docker_program()  # report missing Docker before asking the user
     _LOG.info("0 problems")
     if ask is not None:
         ask(job if job.max_cost is not None else with_list_prices(clients, job, region))
@@ -136,7 +141,7 @@ def send(
 
 
 def write_report_here(job: Job, description: Mapping[str, Any], write: ReportWriter) -> None:
-    """Write the report of a job that has ended into this folder, if that is possible: the job's outcome stands.
+    """Write the report of a job that has ended to this folder, if possible; errors do not change the job's outcome.
 
     Args:
         job: The content of the job file.
@@ -161,11 +166,11 @@ def run_locally(job: Job) -> int:
         job: The content of the job file.
 
     Returns:
-        0 if every host ended with 0, else the exit code of the one that failed first.
+        0 if every host exited with 0, else the exit code of the host that failed first.
 
     Raises:
         ContainerError: Docker is missing, does not have the image, or cannot build it.
-        SubmitError: The job has problems, which the message lists; or its code cannot be copied.
+        SubmitError: The job has problems, which the message lists, or its code cannot be copied.
     """
     findings = check(job, "local")
     findings.warnings += ignored_keys(job)
@@ -178,7 +183,7 @@ def run_locally(job: Job) -> int:
 def create_job(clients: Clients, request: Mapping[str, Any]) -> str:
     """Create a training job or a tuning job, and return its name.
 
-    The request is sent once: without an answer, the job may exist, and be billed.
+    The request is sent only once. If there is no answer, the job may exist and be billed.
 
     Args:
         clients: Clients of the AWS APIs.
@@ -196,12 +201,10 @@ def create_job(clients: Clients, request: Mapping[str, Any]) -> str:
         create(**request)
     except (HTTPClientError, KeyboardInterrupt):
         _LOG.warning(
-            "There was no answer to the request: job %s may run, and be billed.\n"
-            "  Look for it: lightning-sm jobs logs %s\n"
-            "  Stop it:     lightning-sm jobs stop %s",
-            name,
-            name,
-            name,
+            "There was no answer to the request: job %(name)s may run, and be billed.\n"
+            "  Look for it: lightning-sm jobs logs %(name)s\n"
+            "  Stop it:     lightning-sm jobs stop %(name)s",
+            {"name": name},
         )
         raise
     _LOG.info("Submitted %s. To follow it: lightning-sm jobs logs -f %s", name, name)
@@ -209,7 +212,7 @@ def create_job(clients: Clients, request: Mapping[str, Any]) -> str:
 
 
 def _start(clients: Clients, job: Job, region: str) -> str:
-    """Start a job under a new name, with its code in S3, and return the name."""
+    """Upload a job's code, start the job under a new name, and return the name."""
     request = _request(job, region)
     if job.source_dir is not None:
         upload_code(clients.s3, job, code_address(output_of(job, region), request["TrainingJobName"]))
@@ -223,7 +226,7 @@ def _request(job: Job, region: str) -> dict[str, Any]:
 
 
 def _checked(clients: Clients, job: Job, region: str) -> tuple[Job, dict[str, Any]]:
-    """Check all that can be checked without the account; return the job, with the prices used, and the request."""
+    """Check a job without the account; return the job, with the prices used, and its request."""
     if job.max_cost is not None:
         job = with_list_prices(clients, job, region)
     check(job, "cloud", region).report()

@@ -17,18 +17,18 @@ def submit_job(
 ) -> Mapping[str, Any]:
     """Check a job file, submit the job, retry while there is no capacity, and wait until it ends.
 
-    ``lightning-sm submit job.yaml --yes`` does the same, and shows the log. It needs boto3 (extra ``submit``), and
+    ``lightning-sm submit job.yaml --yes`` does the same, and shows the log. Both need boto3 (extra ``submit``), but
     neither torch nor the SageMaker SDK.
 
     Args:
         path: The job file.
-        overrides: Values that replace those of the file, by their keys: ``{"hyperparameters.model.learning_rate":
-            1e-3, "groups.trainer.count": 4}``.
-        wait: False returns as soon as the service has accepted the job.
+        overrides: Values that override the file, by key: ``{"hyperparameters.model.learning_rate": 1e-3,
+            "groups.trainer.count": 4}``.
+        wait: If False, return as soon as the service has accepted the job.
 
     Returns:
-        The last answer of DescribeTrainingJob; with ``tune`` of DescribeHyperParameterTuningJob. Without waiting, only
-        the job's name, as ``TrainingJobName`` or ``HyperParameterTuningJobName``.
+        The last answer of DescribeTrainingJob, or of DescribeHyperParameterTuningJob with ``tune``. Without waiting,
+        only the job's name, as ``TrainingJobName`` or ``HyperParameterTuningJobName``.
 
     Raises:
         AWSError: Region or credentials are missing.

@@ -1,4 +1,4 @@
-"""The arguments of CreateTrainingJob, which are those of ``lightning-sm submit --dry-run`` and of the service alike."""
+"""The arguments of CreateTrainingJob, as sent to the service and printed by ``lightning-sm submit --dry-run``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_sm.job.yaml_file import read_mapping
 from lightning_sm.record.progress import metric_pattern, objective_pattern
 from lightning_sm.submit.job_file import InputChannel, Job
 
-# As the SDKs name jobs; they end with milliseconds, which two submitters may share.
+# The format of the SDKs' job names, without the milliseconds, which two submitters may share.
 _TIME = "-%Y-%m-%d-%H-%M-%S-"
-# Of the start of the name: the service takes 63 characters.
+# The longest start of a name; the service limits the whole name to 63 characters.
 MAX_NAME_CHARS = 63 - len("-2026-11-26-23-59-59-") - 3
 
 
 def new_job_name(start: str) -> str:
-    """Return a name that no other job has.
+    """Return a unique job name.
 
     Args:
         start: The name in the job file.
@@ -32,9 +32,9 @@ def new_job_name(start: str) -> str:
 
 
 def prepared(job: Job) -> Job:
-    """Return a job whose hosts have the variables that follow from its keys, and a new secret.
+    """Return a job with all environment variables of its hosts, including a new secret.
 
-    Either all of its channels name groups or none does, as the service requires.
+    Its channels either all name groups or none do, as the service requires.
     """
     has_groups = len(job.groups) > 1 and any(channel.groups for channel in job.channels.values())
     channels = {
@@ -46,7 +46,7 @@ def prepared(job: Job) -> Job:
 
 
 def config_of(job: Job) -> dict[str, Any]:
-    """Return the content of the config file; it is empty if there is none.
+    """Return the content of the config file, or an empty mapping if there is none.
 
     Raises:
         JobConfigError: The file cannot be read, or is not a mapping.
@@ -57,9 +57,8 @@ def config_of(job: Job) -> dict[str, Any]:
 def script_options(job: Job) -> dict[str, Any]:
     """Join the config file, the hyperparameters and the script.
 
-    Hyperparameters that override parts of the config file become options of their own, for example
-    ``{"data": {"size": 3}}`` becomes ``data.size``: only the script knows how to merge them. Those that a tuning job
-    chooses are left out.
+    Hyperparameters that override parts of the config file become separate options, because only the script can merge
+    them: ``{"data": {"size": 3}}`` becomes ``data.size``. Hyperparameters chosen by a tuning job are left out.
 
     Raises:
         JobConfigError: The config file cannot be read, or is not a mapping.
@@ -75,11 +74,11 @@ def script_options(job: Job) -> dict[str, Any]:
 
 
 def metric_definitions(names: Iterable[str], objective: str | None = None) -> list[dict[str, str]]:
-    """Build the metric definitions, by which CloudWatch reads metrics from the log.
+    """Build the metric definitions with which CloudWatch reads metrics from the log.
 
     Args:
         names: Metrics as LineProgress prints them (``record/progress.py``).
-        objective: The one that a tuning job optimizes, which is read once per validation.
+        objective: The metric that a tuning job optimizes, which is read once per validation.
     """
     regexes = {name: metric_pattern(name) for name in names}
     if objective is not None:
@@ -94,7 +93,7 @@ def training_job(job: Job, name: str, output: str, code: str | None = None) -> d
         job: The job, ``prepared``.
         name: Name of the training job.
         output: S3 prefix for model and output.
-        code: Address of the archive of the job's own code, if it has any.
+        code: Address of the archive of the job's code, if it has any.
 
     Raises:
         HyperparameterError: A name or a value cannot be passed on.
@@ -117,7 +116,7 @@ def training_job(job: Job, name: str, output: str, code: str | None = None) -> d
         ),
         CheckpointConfig={"S3Uri": job.checkpoints} if job.checkpoints else None,
         EnableManagedSpotTraining=True if job.spot else None,
-        # The service would start the profiler, which needs libraries in the image.
+        # By default, the service starts the profiler, which needs libraries in the image.
         ProfilerConfig={"DisableProfiler": True},
         Tags=[{"Key": key, "Value": value} for key, value in job.tags.items()] or None,
     )
@@ -125,19 +124,19 @@ def training_job(job: Job, name: str, output: str, code: str | None = None) -> d
 
 
 def joined(request: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request with other members: those of structures are joined, lists are longer, other values are replaced.
+    """Return a request with additional members: structures are merged, lists extended, and other values replaced.
 
     Args:
         request: Arguments of CreateTrainingJob, or a structure in them.
-        more: What the job file's ``request`` says of it.
+        more: The corresponding part of the job file's ``request``.
     """
     result = dict(request)
     for name, value in more.items():
-        own = result.get(name)
-        if isinstance(own, Mapping) and isinstance(value, Mapping):
-            result[name] = joined(own, value)
-        elif isinstance(own, list) and isinstance(value, list):
-            result[name] = [*own, *value]
+        old = result.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            result[name] = joined(old, value)
+        elif isinstance(old, list) and isinstance(value, list):
+            result[name] = [*old, *value]
         else:
             result[name] = value
     return result

@@ -1,7 +1,7 @@
 """Tuning jobs: the request of a training job, with ranges in place of some hyperparameters.
 
-The service writes the values that it chooses into ``hyperparameters.json`` as they are in the ranges. Those of a list
-are therefore JSON here, like all other hyperparameters of ``lightning-sm submit``.
+The service copies the values that it chooses from the ranges to ``hyperparameters.json``. Values of a list are
+therefore JSON here, like all other hyperparameters of ``lightning-sm submit``.
 
 Source:
     SageMaker developer guide, "Automatic model tuning"; API, CreateHyperParameterTuningJob.
@@ -24,12 +24,12 @@ from lightning_sm.submit.training_job import joined, present
 _TIME = "-%y%m%d-%H%M%S"
 _DEFAULT_JOBS = 10
 _SCALES = {"auto": "Auto", "linear": "Linear", "log": "Logarithmic", "reverse_log": "ReverseLogarithmic"}
-# Parts of the request that a tuning job has elsewhere, or that only state what it does anyway.
+# Members that can be dropped silently: a tuning job has them elsewhere, or does the same without them.
 _NOT_MISSED = frozenset({"TrainingJobName", "HyperParameters", "Tags", "ProfilerConfig", "DebugHookConfig"})
 
 
 def tuning_problems(job: Job) -> Iterator[JobProblem]:
-    """Find ranges that are none; what the service's model knows of the request is checked with it."""
+    """Yield a problem for each invalid range; ``service_limits`` checks the rest of the request."""
     if job.tune is None:
         return
     if not job.tune.ranges:
@@ -37,24 +37,24 @@ def tuning_problems(job: Job) -> Iterator[JobProblem]:
             "tune.ranges",
             "tune.ranges is empty; name a hyperparameter, as in {model.learning_rate: {min: 1e-4, max: 0.1}}.",
         )
-    for name, one in job.tune.ranges.items():
+    for name, span in job.tune.ranges.items():
         key = f"tune.ranges.{name}"
         try:
             check_name(name)
         except HyperparameterError as error:
             yield JobProblem(key, f"{key}: {error}")
-        limits = [limit for limit in (one.min, one.max) if limit is not None]
-        if len(limits) != (2 if one.values is None else 0) or one.values == []:
+        limits = [limit for limit in (span.min, span.max) if limit is not None]
+        if len(limits) != (2 if span.values is None else 0) or span.values == []:
             yield JobProblem(key, f"{key}: give either min and max, or values.")
-        elif one.min is not None and one.max is not None and not one.min < one.max:
-            yield JobProblem(key, f"{key}: min is {one.min} and max is {one.max}; min must be the smaller one.")
+        elif span.min is not None and span.max is not None and not span.min < span.max:
+            yield JobProblem(key, f"{key}: min is {span.min} and max is {span.max}; min must be smaller than max.")
 
 
 def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Build the arguments of CreateHyperParameterTuningJob.
 
     Args:
-        tune: What is tuned.
+        tune: The settings of the tuning job.
         name: Start of the job's name; the time is appended.
         request: Arguments of CreateTrainingJob.
 
@@ -63,11 +63,11 @@ def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[
     """
     definition, dropped = fitting(request, "HyperParameterTrainingJobDefinition")
     definition["StaticHyperParameters"] = dict(request.get("HyperParameters", {}))
-    # None stands for all combinations of a grid, which the service counts itself.
+    # With None, the service runs all combinations of a grid.
     max_jobs = tune.max_jobs if tune.max_jobs is not None or tune.strategy == "grid" else _DEFAULT_JOBS
     ranges: dict[str, list[dict[str, Any]]] = {}
-    for option, one in tune.ranges.items():
-        kind, content = _range(one)
+    for option, span in tune.ranges.items():
+        kind, content = _range(span)
         ranges.setdefault(kind, []).append({"Name": option, **content})
     arguments = {
         "HyperParameterTuningJobName": f"{name}{time.strftime(_TIME, time.gmtime())}",
@@ -85,9 +85,9 @@ def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[
     return joined(arguments, tune.request), warnings
 
 
-def _range(one: Range) -> tuple[str, dict[str, Any]]:
-    if one.values is not None:
-        return "CategoricalParameterRanges", {"Values": [json.dumps(value) for value in one.values]}
-    is_whole = all(isinstance(limit, int) for limit in (one.min, one.max))
+def _range(span: Range) -> tuple[str, dict[str, Any]]:
+    if span.values is not None:
+        return "CategoricalParameterRanges", {"Values": [json.dumps(value) for value in span.values]}
+    is_whole = all(isinstance(limit, int) for limit in (span.min, span.max))
     kind = "IntegerParameterRanges" if is_whole else "ContinuousParameterRanges"
-    return kind, {"MinValue": repr(one.min), "MaxValue": repr(one.max), "ScalingType": _SCALES[one.scale]}
+    return kind, {"MinValue": repr(span.min), "MaxValue": repr(span.max), "ScalingType": _SCALES[span.scale]}

@@ -1,1 +1,1 @@
-"""The part that runs inside the training script: the CLI, the cluster environment, callbacks, checkpoints."""
+"""Code that runs inside the training script: the CLI, the cluster environment, callbacks and checkpoints."""

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def of_all_ranks(value: T) -> list[T]:
-    """Return the values of all ranks, in their order. A collective call; without a process group, this rank's value."""
+    """Return the values of all ranks, or only this rank's without a process group. A collective call."""
     if not distributed.is_initialized():
         return [value]
     values: list[Any] = [None] * distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""The parser of a script's arguments: Lightning's, which also knows options of older versions and of other examples."""
+"""Lightning's argument parser, with hints for options of older versions and of other examples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_sm.data.settings import DataServiceSettings
 # Name of the data service's arguments in --help and in configuration files.
 DATA_SERVICE = "data_service"
 _DEVICES = "--trainer.accelerator={} --trainer.devices=NUMBER"
-# What replaces an option. Those of trainer are gone since Lightning 2.0; those of logger belong to a LightningCLI that
-# adds a TensorBoardLogger; the others are hyperparameters of AWS's samples and of its library for model parallelism.
+# Replacements for options. Lightning 2.0 removed those of trainer; those of logger come from a LightningCLI that adds a
+# TensorBoardLogger; the others are hyperparameters of AWS's samples and of its library for model parallelism.
 REPLACED_OPTIONS = {
     "trainer.weights_save_path": "--trainer.callbacks=ModelCheckpoint --trainer.callbacks.dirpath=FOLDER",
     "trainer.resume_from_checkpoint": "--ckpt_path=FILE",
@@ -46,25 +46,25 @@ REPLACED_OPTIONS = {
 
 
 class ScriptArgumentParser(LightningArgumentParser):
-    """The parser that ``SageMakerCLI`` uses unless it is given another one as ``parser_class``.
+    """The default ``parser_class`` of ``SageMakerCLI``.
 
-    It prints no settings of the data service that are defaults, so that ``--print_config`` writes a file which
-    ``LightningCLI`` can read, too, and an error about an option that has been replaced names its replacement.
+    It omits the settings of the data service if all are defaults, so that ``LightningCLI`` can also read the output of
+    ``--print_config``. An error about a replaced option names the replacement.
     """
 
     subcommand_names: tuple[str, ...] = ()
-    """The subcommands of this parser, in the order of its help; empty for the parser of one of them."""
+    """The subcommands of this parser, in the order of its help; empty for the parser of a subcommand."""
 
     def dump(self, cfg: Namespace, *args: Any, **kwargs: Any) -> str:
         """Return a configuration as text, without the settings of the data service if all are defaults."""
         with warnings.catch_warnings():
-            # Lightning passes an argument that jsonargparse has renamed; the warning would blame this line for it.
+            # Lightning passes an argument that jsonargparse has renamed, but the warning would point at this line.
             warnings.simplefilter("ignore", DeprecationWarning)
             text: str = super().dump(_without_default_settings(cfg), *args, **kwargs)
         return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the usage, the error and what to write instead, and exit with 2, or raise if told to."""
+        """Print the usage, the error and hints, then exit with 2, or raise if the parser is set to."""
         is_unknown = "unrecognized arguments" in message.lower()
         hints = [
             f"{name} is not an option here. Use {new}." for name, new in REPLACED_OPTIONS.items() if _has(message, name)
@@ -78,7 +78,7 @@ class ScriptArgumentParser(LightningArgumentParser):
 
 
 def _has(message: str, option: str) -> bool:
-    """Return whether an error names an option: as an argument, or in quotes as a key of a configuration file."""
+    """Return whether an error names an option, as an argument or as a quoted key of a configuration file."""
     name = rf"(--|['\"]){re.escape(option)}(?![\w.-])"
     return re.search(name, message) is not None
 

@@ -1,8 +1,8 @@
-"""The callbacks that each ``Trainer`` and ``Fabric`` gets where this package is installed.
+"""The callbacks that every ``Trainer`` and ``Fabric`` gets if this package is installed.
 
-Lightning asks installed packages for them (the entry points ``*.callbacks_factory`` in pyproject.toml), so that scripts
-are checked, too, which do not import this package. This file is read wherever a Trainer is made, on laptops as well: it
-imports nothing that takes time.
+Lightning gets them through the entry points ``*.callbacks_factory`` in pyproject.toml, so they also check scripts that
+do not import this package. Every process that makes a Trainer imports this module, even on a laptop, so it must not
+import anything slow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_sm.job.variables import SEPARATE_HOSTS
 
 
 def callbacks() -> Sequence[Any]:
-    """Return a check of the number of hosts; nothing where a host cannot train apart by mistake.
+    """Return a check of the number of hosts, or nothing if this host cannot train separately by mistake.
 
     Raises:
         JobConfigError: This is a host of a job, but the job's files are malformed.

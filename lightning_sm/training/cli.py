@@ -1,4 +1,4 @@
-"""SageMakerCLI: a LightningCLI that adapts its configuration to a SageMaker job, and changes nothing elsewhere."""
+"""SageMakerCLI: a LightningCLI that adapts to a SageMaker job, and changes nothing outside of one."""
 
 from __future__ import annotations
 
@@ -49,34 +49,34 @@ logger = logging.getLogger(__name__)
 
 
 class SageMakerCLI(LightningCLI):
-    """The ``LightningCLI`` of a script that runs unchanged on a laptop, on one host and on a cluster.
+    """A ``LightningCLI`` for scripts that run unchanged on a laptop, on one host and on a cluster.
 
-    Outside SageMaker it is ``LightningCLI``. In a SageMaker job it also
+    Outside SageMaker, it behaves like ``LightningCLI``. In a SageMaker job, it also
 
     - reads its arguments from the hyperparameters, and runs ``fit`` if they name no subcommand;
-    - sets ``trainer.num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster
-      environment;
+    - sets ``trainer.num_nodes``, the cluster environment, and, if a launcher such as torchrun determines their number,
+      the devices;
     - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job supports it, and the user has chosen no
       other strategy;
     - sets arguments of the DataModule to the paths of channels: ``x_dir`` to channel ``x``; ``data_dir`` or ``root``
       to ``training``, ``train`` or the only channel;
     - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
       job has them, and otherwise to the output data directory (one folder per host). Relative folders of
-      ``default_root_dir``, of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
-    - lets TensorBoard and W&B of a restarted attempt continue the curves of earlier attempts;
+      ``default_root_dir``, TensorBoard and CSV loggers, and ``ModelCheckpoint`` become relative to these;
+    - makes TensorBoard and W&B continue the curves of earlier attempts after a restart;
     - saves a checkpoint in the checkpoint directory when the job is interrupted, and resumes from the latest valid one
-      whenever ``fit`` is called, by the CLI or by the script (see ``SpotCheckpoint``);
-    - writes the best model to the model directory, and the configuration, without secrets (see ``SECURITY.md``);
+      whenever the CLI or the script calls ``fit`` (see ``SpotCheckpoint``);
+    - writes the best model, and the configuration without secrets (see ``SECURITY.md``), to the model directory;
     - logs progress as lines;
-    - lets the workers of all loaders run on the hosts of data groups.
+    - runs the workers of all loaders on the hosts of data groups.
 
     Values that the user sets take precedence. A value that contradicts the cluster is an error.
 
     Args:
         model_class: As in ``LightningCLI``.
         datamodule_class: As in ``LightningCLI``.
-        channels: Maps channel names to arguments that the rule above does not reach: to a parameter of the DataModule,
-            or to a dotted key such as ``model.weights``.
+        channels: Maps channels to arguments that the rule above does not cover, by name: a parameter of the DataModule,
+            or a dotted key such as ``model.weights``.
         *args: Other positional arguments of ``LightningCLI``.
         **kwargs: Other keyword arguments of ``LightningCLI``.
 
@@ -103,7 +103,7 @@ class SageMakerCLI(LightningCLI):
         self._channel_mapping = dict(channels or {})
         self.job = SageMakerJob.from_environment()
         if self.job is None:
-            leave_at_exit()  # two processes on a laptop use Gloo, too
+            leave_at_exit()  # training in two processes on a laptop uses Gloo, too
         else:
             report_failures()
             freeze_imports()
@@ -113,13 +113,13 @@ class SageMakerCLI(LightningCLI):
             else:
                 self.environment = SageMakerEnvironment(self.job)
                 prepare_process(self.environment)
-            # Without it, a resumed job fails because the config.yaml of its first attempt exists.
+            # Overwrite config.yaml: otherwise, a resumed job fails because it exists from the first attempt.
             settings["save_config_kwargs"] = {"overwrite": True, **(settings.get("save_config_kwargs") or {})}
         settings.setdefault("parser_class", ScriptArgumentParser)
         super().__init__(**settings)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments, then set values that follow from the job where the user has not set any."""
+        """Parse the arguments, then set values from the job that the user has not set."""
         if self.job is None:
             super().parse_arguments(parser, args)
         else:
@@ -127,9 +127,9 @@ class SageMakerCLI(LightningCLI):
                 args = self._job_arguments(self.job)
             with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
                 self.config = _parse(parser, args)
-                # Without defaults and default_config_files, only the user's values remain. Pass in the classes of the
-                # defaults: without them, jsonargparse does not know which options their arguments have. Those of the
-                # command line it finds in their order, in which an option may precede the change of its class.
+                # Parse again without defaults and default_config_files, so that only the user's values remain. Pass the
+                # default classes, or jsonargparse would not know their options. Classes on the command line need not be
+                # passed: an option may precede the change of its class, so jsonargparse must find them in order.
                 explicit = _parse(parser, args, _classes_only(self._defaults(parser)), defaults=False)
             self._adapt_to_job(self.job, parser, explicit)
         self._take_data_service_settings()
@@ -139,15 +139,15 @@ class SageMakerCLI(LightningCLI):
     ) -> None:
         """Set up the parsers, with the settings of the data service after all other options."""
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
-        of_subcommands = getattr(self, "_subcommand_parsers", {})
+        subcommand_parsers = getattr(self, "_subcommand_parsers", {})
         if isinstance(self.parser, ScriptArgumentParser):
-            self.parser.subcommand_names = tuple(of_subcommands)
-        for parser in of_subcommands.values() or [self.parser]:
+            self.parser.subcommand_names = tuple(subcommand_parsers)
+        for parser in subcommand_parsers.values() or [self.parser]:
             parser._actions.sort(key=_is_data_service)
             parser._action_groups.sort(key=lambda group: any(map(_is_data_service, group._group_actions)))
 
     def _defaults(self, parser: LightningArgumentParser) -> Namespace:
-        """Return the defaults, with those of the subcommand that was parsed."""
+        """Return the defaults, including the defaults of the parsed subcommand."""
         defaults: Namespace = parser.get_defaults(skip_validation=True)
         subcommand = self.config.get("subcommand")
         if subcommand is not None:
@@ -155,19 +155,19 @@ class SageMakerCLI(LightningCLI):
         return defaults
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the settings of the data service first, so that a script's own hooks can set their defaults."""
+        """Add the settings of the data service first, so that a script's hooks can set their defaults."""
         super().add_default_arguments_to_parser(parser)
         parser.add_class_arguments(DataServiceSettings, DATA_SERVICE)
 
     def instantiate_classes(self) -> None:
-        """Instantiate model, DataModule and trainer; a data host serves them instead, and exits."""
+        """Instantiate the model, DataModule and Trainer; on a data host, serve batches instead, and exit."""
         if self.job is not None and self.topology.role is Role.DATA:
             serve(self.job, self.topology, self.data_service)
             sys.exit(0)
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Instantiate the trainer, in a job with what the job adds to it."""
+        """Instantiate the Trainer; in a job, with the job's additions."""
         if self.job is None:
             return super().instantiate_trainer(**kwargs)
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
@@ -177,7 +177,7 @@ class SageMakerCLI(LightningCLI):
             *(self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys),
         ]
         dump = self._configuration_to_save()
-        # A function given as trainer_class need not accept every argument.
+        # A function passed as trainer_class may not accept every argument.
         setup = TrainerSetup(self.job, self.environment)
         added = setup.arguments(settings, callbacks, dump)
         kwargs.update({name: value for name, value in added.items() if name in settings})
@@ -188,28 +188,28 @@ class SageMakerCLI(LightningCLI):
         return trainer
 
     def _configuration_to_save(self) -> str:
-        """Return the configuration as YAML without secrets, and let the ``save_config_callback`` save none, either."""
+        """Return the configuration as YAML without secrets, and keep secrets out of ``save_config_callback``, too."""
         parser = self._parser(self.subcommand)
         config = self.config[self.subcommand] if self.subcommand else self.config
         safe = _without_secrets(config)
         if safe == config:
             return str(parser.dump(config, skip_none=False))
-        # Skip validation: a parameter that needs a text, or an existing file, is null now.
+        # Skip validation: it would reject null in place of a secret that must be a string or an existing file.
         saver = copy.copy(parser)
         saver.dump = partial(parser.dump, skip_validation=True)
         saver.save = partial(parser.save, skip_validation=True)
         if self.save_config_callback is not None:
             make = self.save_config_callback
-            # Lightning expects a class, but only calls it.
+            # Lightning expects a class, but only calls it, so a function works.
             self.save_config_callback = lambda _parser, _config, **settings: make(saver, safe, **settings)  # type: ignore[assignment]
         return str(saver.dump(safe, skip_none=False))
 
     @staticmethod
     def configure_optimizers(lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """Give the optimizer of ``--optimizer`` the parameters that the model has by now.
+        """Give the optimizer of ``--optimizer`` the model's current parameters.
 
-        LightningCLI makes the optimizer before strategies shard the model. ModelParallelStrategy then replaces the
-        parameters, and the training would silently change nothing.
+        LightningCLI creates the optimizer before strategies shard the model. ModelParallelStrategy then replaces the
+        parameters, so training would silently change nothing.
         """
         optimizer.param_groups[0]["params"][:] = lightning_module.parameters()
         return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
@@ -219,11 +219,11 @@ class SageMakerCLI(LightningCLI):
         if hidden := HIDDEN_OPTIONS.read(os.environ):
             arguments = with_options_of_job(arguments, hidden, job, Path.cwd())
             note_options_read()
-        # No arguments: the job has no hyperparameters, or SDK v3 dropped them (Source(command=...), issue 5226).
+        # Without arguments, read the job's hyperparameters: SDK v3 may drop them (Source(command=...), issue 5226).
         if not arguments or is_toolkit_rendering(arguments, job):
             arguments = job_arguments(job, Path.cwd())
         subcommands = getattr(self, "_subcommand_parsers", {})
-        # Hyperparameters cannot be positional, so most jobs name no subcommand.
+        # Most jobs cannot name a subcommand, because hyperparameters cannot be positional: run fit.
         if subcommands and not {*subcommands, "-h", "--help"} & set(arguments):
             arguments = ["fit", *arguments]
         return arguments
@@ -232,7 +232,7 @@ class SageMakerCLI(LightningCLI):
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
         if self.topology.role is Role.DATA:
-            return  # it makes nothing, and need not have what the arguments of trainers require
+            return  # it instantiates nothing, and may lack files that the arguments of trainers require
         explicit = explicit[subcommand] if subcommand else explicit
         if self.topology.data_hosts and has_free_folders(config, explicit, self._channel_mapping):
             job = self._with_channels_of_data_hosts(job, config[DATA_SERVICE])
@@ -240,15 +240,15 @@ class SageMakerCLI(LightningCLI):
         self.config = parser.parse_object({subcommand: changes} if subcommand else changes, self.config)
 
     def _with_channels_of_data_hosts(self, job: SageMakerJob, settings: Namespace) -> SageMakerJob:
-        """Return the job with the channels that only the data hosts have: rank 0 makes the DataModule for them."""
+        """Add the channels that only data hosts have to the job: rank 0 makes the DataModule for the data hosts."""
         connection = ServiceConnection.of_job(job, self.topology, DataServiceSettings(**vars(settings)))
         names = connection.host_channels(is_quiet=self.environment.local_rank() != 0)
         folder = job.base_dir / "input" / "data"
-        theirs = {name: Channel(name, folder / name) for name in names if name not in job.channels}
-        return replace(job, channels={**job.channels, **theirs})
+        remote = {name: Channel(name, folder / name) for name in names if name not in job.channels}
+        return replace(job, channels={**job.channels, **remote})
 
     def _take_data_service_settings(self) -> None:
-        """Take the settings, and leave them in the configuration only if not default: LightningCLI cannot read them."""
+        """Read the settings, and remove them from the configuration if they are defaults: LightningCLI rejects them."""
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
         values = config.pop(DATA_SERVICE)
@@ -263,7 +263,7 @@ def _is_data_service(action: Action) -> bool:
 
 @contextmanager
 def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[None]:
-    """Parse without links between arguments: defaults and channels may not have set their sources yet."""
+    """Disable links between arguments while parsing, because channels may set their sources later."""
     links = [_links_of(parser) for parser in parsers]
     kept = [list(actions) for actions in links]
     try:
@@ -276,7 +276,7 @@ def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[Non
 
 
 def _links_of(parser: LightningArgumentParser) -> list[Any]:
-    """Return the parser's own list of its links between arguments."""
+    """Return the parser's internal list of links between arguments, not a copy."""
     actions: list[Any] = parser._links_group._group_actions if hasattr(parser, "_links_group") else []
     return actions
 
@@ -291,7 +291,7 @@ def _parse(
 
 
 def _classes_only(value: Any) -> Any:
-    """Reduce a configuration to the classes that it chooses; None if it chooses none."""
+    """Reduce a configuration to the classes that it selects; return None if it selects none."""
     if isinstance(value, list):
         items = [_classes_only(item) for item in value]
         return items if items and None not in items else None
@@ -306,7 +306,7 @@ def _classes_only(value: Any) -> Any:
 
 
 def _without_secrets(value: Any, name: str = "") -> Any:
-    """Return a configuration, or the part of it with a name, with null in place of secrets."""
+    """Return a configuration, or the part of it with this name, with null in place of secrets."""
     if isinstance(value, Namespace):
         safe = Namespace()  # type: ignore[no-untyped-call]
         vars(safe).update({key: _without_secrets(item, f"{name}.{key}") for key, item in vars(value).items()})

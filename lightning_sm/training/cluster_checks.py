@@ -1,4 +1,7 @@
-"""Checks for what would make ranks hang or train apart, before any rank starts. The errors show the table of hosts."""
+"""Checks, before any rank starts, for settings that would make ranks hang or train separately.
+
+Their errors include the host table.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +37,22 @@ def check_launcher(start: RankStart, topology: Topology) -> None:
         f"{launcher} set world size {world_size} and local world size {devices}, but the job needs world "
         f"size {devices * topology.num_nodes}: trainer hosts x local world size = {topology.num_nodes} x {devices} "
         f"({topology.source}).\n{topology.table(devices)}\n"
-        f"Start {launcher} on all trainer hosts with the same number of processes on each. Where the SDK starts one in "
-        "each of several training groups, join these by the hyperparameter sagemaker_distribution_instance_groups, a "
-        "list of their names."
+        f"Start {launcher} on all trainer hosts with the same number of processes on each. If the SDK starts one in "
+        "each of several training groups, join these groups by the hyperparameter "
+        "sagemaker_distribution_instance_groups, a list of their names."
     )
 
 
 def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | None) -> None:
-    """Raise where ranks would hang. For ddp_spawn, and FSDP with torchrun, Lightning calls no other check.
+    """Raise if ranks would hang. With ddp_spawn, or FSDP under torchrun, Lightning calls no other check.
 
     Args:
         environment: The environment.
-        size: The world size that Lightning computed.
-        rank: The global rank that Lightning computed; None before it has.
+        size: The world size that Lightning has computed.
+        rank: The global rank that Lightning has computed, or None if it has not yet.
 
     Raises:
-        TopologyError: They contradict the job.
+        TopologyError: The size or the rank contradicts the job.
     """
     per_host, rest = divmod(size, environment.num_nodes)
     expected_rank = environment.node_rank() * per_host + environment.local_rank()
@@ -65,17 +68,17 @@ def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | N
 
 
 def check_num_nodes(num_nodes: int, topology: Topology, stated: str, advice: str, consequence: str = "") -> None:
-    """Raise if a training does not span the trainer hosts.
+    """Raise if a training does not span all trainer hosts.
 
     Args:
-        num_nodes: Number of hosts that it spans.
+        num_nodes: Number of hosts that the training spans.
         topology: Roles and ranks of all hosts.
-        stated: What the script states, for the error.
-        advice: What to do, in whole sentences.
-        consequence: What would happen, behind a colon.
+        stated: The script's setting, as the subject of the error.
+        advice: Advice for the user, in whole sentences.
+        consequence: What would happen otherwise, after a colon.
 
     Raises:
-        TopologyError: It spans fewer or more hosts.
+        TopologyError: The training spans fewer or more hosts.
     """
     if num_nodes != topology.num_nodes:
         raise TopologyError(

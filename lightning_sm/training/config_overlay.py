@@ -1,4 +1,4 @@
-"""The arguments of a LightningCLI configuration that get the folders of channels, where the user has set none."""
+"""Setting arguments of a LightningCLI configuration to the folders of channels, unless the user has set them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _log_once = rank_zero_only(logger.info)
 def channel_arguments(
     config: Namespace, explicit: Namespace, job: SageMakerJob, mapping: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the arguments of the DataModule that are set to the folders of channels.
+    """Return the arguments to set to the folders of channels.
 
     Args:
-        config: The configuration of one subcommand, or the whole one without subcommands.
+        config: The configuration of one subcommand, or the whole configuration if there are no subcommands.
         explicit: The part that the user set on the command line, in a file or by environment variable.
         job: The job with its channels.
-        mapping: Channel name to argument; it takes precedence over the rules of ``channels.route``.
+        mapping: Maps channels to arguments; it takes precedence over the rules of ``channels.route``.
 
     Returns:
-        Nested dict for ``parse_object``, so that jsonargparse checks and converts each value.
+        A nested dict for ``parse_object``, so that jsonargparse checks and converts each value.
 
     Raises:
         ChannelError: ``mapping`` names a channel or an argument that does not exist.
@@ -64,19 +64,19 @@ def channel_arguments(
 
 
 def has_free_folders(config: Namespace, explicit: Namespace, mapping: Mapping[str, str]) -> bool:
-    """Return whether a channel that this host does not have could be the folder of a DataModule's parameter.
+    """Return whether a parameter of the DataModule could be the folder of a channel that this host lacks.
 
     Args:
         config: As in ``channel_arguments``.
-        explicit: The same.
-        mapping: The same.
+        explicit: As in ``channel_arguments``.
+        mapping: As in ``channel_arguments``.
     """
-    free = (one for one in _parameters_of_data(config) if may_be_folder(one) and not _has(explicit, f"data.{one}"))
+    free = (name for name in _parameters_of_data(config) if may_be_folder(name) and not _has(explicit, f"data.{name}"))
     return bool(mapping) or any(free)
 
 
 def _parameters_of_data(config: Namespace) -> list[str]:
-    """Return the names of the DataModule's arguments, flat or with class_path and init_args."""
+    """Return the names of the DataModule's arguments, whether they are flat or in init_args."""
     data = config.get("data")
     if isinstance(data, Namespace) and "class_path" in data:
         data = data.get("init_args")
@@ -84,7 +84,7 @@ def _parameters_of_data(config: Namespace) -> list[str]:
 
 
 def _has(config: Any, key: str) -> bool:
-    """Return whether a configuration has an argument; ``key`` leaves out ``init_args``."""
+    """Return whether a configuration has an argument; ``key`` does not include ``init_args``."""
     for part in key.split("."):
         if isinstance(config, Namespace) and "class_path" in config:
             config = config.get("init_args")
@@ -95,7 +95,7 @@ def _has(config: Any, key: str) -> bool:
 
 
 def _overlay(config: Any, parts: list[str], value: Any) -> Any:
-    """Return a nested dict that sets one argument, with each class_path, or else jsonargparse would reset the class."""
+    """Return a nested dict that sets one argument. It repeats each class_path: jsonargparse would reset the class."""
     if not parts:
         return value
     if isinstance(config, Namespace) and "class_path" in config:

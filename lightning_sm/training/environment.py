@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SageMakerEnvironment(ClusterEnvironment):
-    """The cluster environment of a SageMaker training job: a description that changes nothing in the process.
+    """The cluster environment of a SageMaker training job; it only describes the job, without changing the process.
 
     It supports one plain process per host (Lightning then starts the local ranks), ``torchrun`` on every host, and
     ``mpirun``. ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` add it. Without them, write::
@@ -34,21 +34,21 @@ class SageMakerEnvironment(ClusterEnvironment):
         prepare_process(environment)
         Trainer(plugins=[environment], num_nodes=environment.num_nodes)
 
-    ``prepare_process`` sets what the process needs besides its ranks. It also removes rank variables of unknown origin,
-    which Lightning would believe without it.
+    ``prepare_process`` sets up the process, except for its ranks. It also removes rank variables of unknown origin,
+    which Lightning would otherwise trust.
 
-    Every trainer process must build one. In an mpirun script that uses mpi4py, the constructor makes a collective call:
-    rank 0 tells the others its host. If a property made it on first read, it would hang when only some ranks read it.
+    Every trainer process must create one. In an mpirun script that uses mpi4py, the constructor makes a collective
+    call, in which rank 0 sends its host. In a property, this call would hang if only some ranks read the property.
 
     Args:
-        job: The facts of the job. Default: read from this host.
+        job: The facts of the job. Defaults to the facts read from this host.
 
     Attributes:
         job: The facts of the job.
         start: How this process was started.
         topology: Roles and ranks of all hosts.
         main_host: The host of rank 0.
-        listener: Notified of Lightning's runs; ``prepare_process`` sets it.
+        listener: Is notified of Lightning's runs; ``prepare_process`` sets it.
 
     Raises:
         JobConfigError: This is not a host of a SageMaker job, or the job's files are malformed.
@@ -67,11 +67,12 @@ class SageMakerEnvironment(ClusterEnvironment):
         self.job = job
         self.start = RankStart.detect(os.environ, os.getppid())
         is_mpi = self.start.launcher is RankStarter.MPI
-        # The port derives from the job's name, and mpirun may start ranks of other hosts without TRAINING_JOB_NAME.
+        # The port derives from the job's name. Ignore the name under mpirun, which may start ranks on other hosts
+        # without TRAINING_JOB_NAME.
         self.topology = Topology.from_job(replace(job, name=None) if is_mpi else job)
-        node_rank = self.topology.node_rank  # raises on a data host, also where the launcher states a node rank
+        node_rank = self.topology.node_rank  # raises on a data host, even if the launcher sets a node rank
         self._node_rank = node_rank if self.start.node_rank is None else self.start.node_rank
-        # torchrun's port comes first: its agent already listens there.
+        # torchrun's port takes precedence: its agent already listens there.
         self._main_port = self.start.main_port or self.topology.main_port
         cluster_checks.check_launcher(self.start, self.topology)
         self.main_host = _main_host_of_mpi(self.start, job, self.topology) if is_mpi else self.topology.main_host
@@ -96,13 +97,13 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @property
     def devices(self) -> int | None:
-        """Processes on each trainer host if torchrun, mpirun or ``LIGHTNING_SM_DEVICES`` sets them, else None."""
+        """Processes per trainer host if torchrun, mpirun or ``LIGHTNING_SM_DEVICES`` sets their number, else None."""
         return self.start.devices or self.job.devices
 
     @property
     @override
     def creates_processes_externally(self) -> bool:
-        """Whether the local ranks are already running: another launcher or Lightning itself started them.
+        """True if another launcher, or Lightning itself, has already started the local ranks.
 
         Lightning sets ``LOCAL_RANK`` when it starts them; ``prepare_process`` removes a stray one.
         """
@@ -139,15 +140,15 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Take the world size that Lightning computed.
+        """Set the world size that Lightning has computed.
 
-        Lightning calls it when it makes the Trainer, and again when it has started the other local ranks.
+        Lightning calls this when it makes the Trainer, and again when it has started the other local ranks.
 
         Args:
             size: ``num_nodes`` x ``devices``.
 
         Raises:
-            TopologyError: The size contradicts the trainer hosts or the launcher; the message has the table of hosts.
+            TopologyError: The size contradicts the trainer hosts or the launcher; the message includes the host table.
         """
         cluster_checks.check_world_size(self, size, self._global_rank)
         self._world_size = size
@@ -163,7 +164,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Take the rank that Lightning computed and, as its own environments do, set it for Lightning's log.
+        """Set the rank that Lightning has computed, also for Lightning's log, as its own environments do.
 
         Args:
             rank: node rank x devices + local rank.
@@ -175,7 +176,7 @@ class SageMakerEnvironment(ClusterEnvironment):
     def local_rank(self) -> int:
         """Return the rank of this process on its host."""
         if self.start.launcher in (RankStarter.PLAIN, RankStarter.LIGHTNING):
-            # Read at each call: workers of ddp_spawn and ddp_fork inherit this object and get their ranks later.
+            # Read it on each call: workers of ddp_spawn and ddp_fork inherit this object, and get their ranks later.
             return int(os.environ.get("LOCAL_RANK", self.start.local_rank))
         return self.start.local_rank
 
@@ -192,41 +193,40 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Check the Trainer's settings against the cluster, before any process is started.
+        """Check the Trainer's settings against the cluster, before any process starts.
 
         Args:
             num_devices: Processes on each trainer host.
             num_nodes: Number of trainer hosts.
 
         Raises:
-            TopologyError: They contradict the cluster; the message has the table of hosts.
+            TopologyError: The settings contradict the cluster; the message includes the host table.
         """
         cluster_checks.check_settings(self, num_devices, num_nodes)
 
 
 def _main_host_of_mpi(start: RankStart, job: SageMakerJob, topology: Topology) -> str:
-    """Find the host of rank 0; a collective call where the script uses mpi4py.
+    """Find the host of rank 0; a collective call if the script uses mpi4py.
 
-    mpirun may order the hosts by the service's shuffled list instead of our table.
+    It may differ from our table: mpirun may order the hosts by the service's shuffled list.
     """
     own, hosts = job.current_host, topology.trainer_hosts
     if "mpi4py" in sys.modules:
-        # Used only if the script or "python -m mpi4py" (the toolkit's command) has imported mpi4py: importing it here
-        # would register MPI_Finalize at exit, where a failing rank and the others wait for each other.
+        # Use mpi4py only if the script or "python -m mpi4py" (the toolkit's command) has imported it. Importing it here
+        # would register MPI_Finalize at exit, in which a failing rank and the others would wait for each other.
         mpi = importlib.import_module("mpi4py.MPI")
-        if mpi.COMM_WORLD.Get_size() == start.world_size:  # else mpi4py has loaded the library of another MPI
+        if mpi.COMM_WORLD.Get_size() == start.world_size:  # otherwise, mpi4py has loaded another MPI library
             return str(mpi.COMM_WORLD.bcast(own, root=0))
     if start.node_rank == 0:
         return own
-    # The toolkit's mpirun passes rank 0's SM_* variables to all ranks; the job's file is each host's own.
-    stated = os.environ.get("SM_CURRENT_HOST")
-    if stated in hosts and (stated != own or not job.has_own_file):
-        return stated
+    # The toolkit's mpirun passes rank 0's SM_* variables to all ranks, whereas the job's file names the current host.
+    passed_host = os.environ.get("SM_CURRENT_HOST")
+    if passed_host in hosts and (passed_host != own or not job.has_own_file):
+        return passed_host
     if hosts.index(own) == start.node_rank:
         return topology.main_host
     raise TopologyError(
         f"mpirun gave host {own!r} node rank {start.node_rank}, which is not its position in the table, so the "
         f"host of rank 0 is unknown.\n{topology.table(start.devices)}\n"
-        "Pass the hosts to mpirun in the order of the table, add -x SM_CURRENT_HOST, or start the script with "
-        "python -m mpi4py."
+        "Pass the hosts to mpirun in this order, add -x SM_CURRENT_HOST, or start the script with python -m mpi4py."
     )

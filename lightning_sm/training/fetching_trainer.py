@@ -1,4 +1,4 @@
-"""A Trainer whose methods fetch their batches from data hosts, whatever the script hands them."""
+"""A Trainer whose methods fetch their batches from data hosts, whatever loaders the script passes."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class FetchingTrainer(Trainer):
         predict = _fetching(Trainer.predict)
 
     def _fetch(self, given: Iterable[Any]) -> None:
-        """Let a method, which was given some objects, fetch its batches."""
+        """Connect a method that gets these arguments to the data hosts."""
         if self._connection is not None:
-            own = [value for value in given if isinstance(value, LightningDataModule)]
-            use_data_hosts(self, self._connection, own)
+            datamodules = [value for value in given if isinstance(value, LightningDataModule)]
+            use_data_hosts(self, self._connection, datamodules)
 
 
 def fetch_from(trainer: Trainer, connection: ServiceConnection) -> None:
-    """Let a Trainer that the script's class or function has made fetch from data hosts.
+    """Make a Trainer, of any class that the script uses, fetch from data hosts.
 
     Args:
-        trainer: The Trainer. Methods that its class overrides are called as before, and ``super().fit`` fetches.
+        trainer: The Trainer. Methods that its class overrides are called as before, and their ``super().fit`` fetches.
         connection: The connection to the data hosts.
     """
-    trainer.__class__ = _fetching_class(type(trainer))  # type: ignore[arg-type]  # mypy holds Trainer for unhashable
-    trainer._connection = connection  # type: ignore[attr-defined]  # of its class from here on
+    trainer.__class__ = _fetching_class(type(trainer))  # type: ignore[arg-type]  # mypy thinks Trainer is unhashable
+    trainer._connection = connection  # type: ignore[attr-defined]  # an attribute of the new class
 
 
 @cache
@@ -64,7 +64,7 @@ def _fetching_class(own: type[Trainer]) -> type[Trainer]:
         return own
     if own is Trainer:
         return FetchingTrainer
-    # Pickle, as for ddp_spawn, finds classes by name, and under this name it finds the script's own.
+    # Pickle (ddp_spawn) looks up classes by name, and would find the script's class: recreate this one in __reduce__.
     return named_as(own, own, FetchingTrainer, __reduce__=lambda trainer: (_new, (own,), vars(trainer)))
 
 

@@ -1,19 +1,19 @@
-"""The pace at which ranks exchange their stop flags. A pure rule: the time is an argument."""
+"""The pace at which ranks exchange their stop flags. A pure computation: the time is an argument."""
 
 from __future__ import annotations
 
 # Above this, float32 sums are not exact, and ranks could disagree on the pace.
 _EXACT_IN_FLOAT32 = 1 << 24
-# The first step may take a hundred times as long as later ones (compilation): let the interval grow gradually.
+# The first step may take a hundred times as long as later steps (compilation), so let the interval grow gradually.
 _MAX_GROWTH = 4
-# Steps may become slower: with this limit, exchanges stay seconds apart even if steps take ten times as long.
+# Steps may become slower. With this limit, exchanges stay seconds apart even if steps take ten times as long.
 _MAX_TICKS = 100
 
 
 class Pace:
-    """A counter of ticks (steps or validation batches) that sets exchanges about ``every_s`` apart.
+    """A counter of ticks (steps or validation batches) that schedules an exchange about every ``every_s`` seconds.
 
-    All ranks see the same ticks and the same sums, so all of them exchange at the same tick.
+    All ranks see the same ticks and the same sums, so they exchange at the same tick.
 
     Args:
         every_s: Target time between two exchanges, in seconds.
@@ -28,14 +28,14 @@ class Pace:
         self._last_exchange: float | None = None
 
     def tick(self) -> bool:
-        """Count a tick, and return whether an exchange is due at it."""
+        """Count a tick, and return whether an exchange is due."""
         self._ticks_left -= 1
         return self._ticks_left <= 0
 
     def ms_per_tick(self, now: float) -> float:
-        """Return this rank's share of the exchange: the mean milliseconds per tick since the last one.
+        """Return the mean milliseconds per tick since the last exchange, for this rank to send in the next one.
 
-        The share is a whole number, limited so that the sum over all ranks is exact in float32.
+        The value is an integer, limited so that the sum over all ranks is exact in float32.
 
         Args:
             now: Monotonic time, in seconds.

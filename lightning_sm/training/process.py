@@ -1,4 +1,4 @@
-"""The preparation of a training process: clean variables, the table of hosts, the reason of a failure, a clean exit."""
+"""The preparation of a training process: clean variables, the host table, failure reports and a clean exit."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
-    """Prepare this process for training: everything it needs besides its ranks.
+    """Set up everything that a training process needs besides its ranks.
 
-    ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` call this function. A script that passes the
-    environment to a ``Trainer`` of its own calls it in every process, before it makes the Trainer. The function
+    ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` call this function. If you pass the environment to a
+    plain ``Trainer``, call it in every process, before you make the Trainer. The function
 
-    - shows the log lines of ``lightning_sm``, and the table of hosts once Lightning has asked for ranks;
+    - shows the log lines of ``lightning_sm``, and the host table once Lightning has asked for ranks;
     - removes rank variables that neither SageMaker nor the launcher has set, with a warning;
-    - tells Lightning's log the rank;
-    - tells the launcher of the exception that ends this process;
+    - sets the rank in Lightning's log;
+    - reports the exception that ends this process to the launcher;
     - points NCCL and Gloo at the job's network interface;
     - sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would, while Lightning runs;
     - destroys the process group at exit.
 
-    Further calls for other environments of the process change only the rank.
+    Further calls with other environments in the same process change only the rank.
 
     Args:
-        environment: The environment that the Trainer gets.
+        environment: The environment to pass to the Trainer.
 
     Returns:
-        A handle that can undo everything.
+        A handle that can undo all changes.
     """
     process = PreparedProcess.current
     if process is None:
@@ -55,10 +55,10 @@ def prepare_process(environment: SageMakerEnvironment) -> PreparedProcess:
 
 
 class PreparedProcess:
-    """The changes that ``prepare_process`` has made in this process, and those that it makes while Lightning runs.
+    """The changes that ``prepare_process`` makes in this process, immediately and while Lightning runs.
 
-    Workers of ddp_spawn and ddp_fork get a copy with the environment. There, it sets the rank variables, and has the
-    process group destroyed at exit after a run that succeeded.
+    Workers of ddp_spawn and ddp_fork get a copy with the environment. The copy sets the rank variables, and lets the
+    process group be destroyed at exit after a successful run.
 
     Args:
         environment: The first environment of the process.
@@ -86,18 +86,18 @@ class PreparedProcess:
         self._undo.callback(stay_at_exit)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a worker, which undoes nothing."""
+        """Return the state for a worker, which must not undo anything."""
         return {**vars(self), "_undo": ExitStack(), "_after_run": ExitStack()}
 
     def follow(self, environment: SageMakerEnvironment) -> None:
-        """Take over the rank of an environment, and be told of the runs that Lightning makes with it.
+        """Use the rank of an environment, and listen to its runs.
 
         Args:
             environment: The environment.
         """
         self._environment = environment
         environment.listener = self
-        # Until the Trainer exists, Lightning derives the rank from LOCAL_RANK alone, and would log once per host.
+        # Set the rank now: until the Trainer exists, Lightning derives it from LOCAL_RANK, and would log once per host.
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
 
     def undo(self) -> None:
@@ -108,7 +108,7 @@ class PreparedProcess:
         PreparedProcess.current = None
 
     def announce(self, environment: SageMakerEnvironment, devices: int) -> None:
-        """Log the table of hosts, once per process.
+        """Log the host table, once per process.
 
         With one host and one device, Lightning never asks for ranks, so this method sets the rank variables.
 
@@ -124,23 +124,24 @@ class PreparedProcess:
         _report(environment, devices)
 
     def begin_run(self, environment: SageMakerEnvironment, world_size: int) -> None:
-        """Set torchrun's rank variables, now that Lightning has asked for ranks.
+        """Set torchrun's rank variables, once Lightning has asked for ranks.
 
         Args:
             environment: The environment that Lightning uses.
-            world_size: The number of all processes.
+            world_size: The total number of processes.
         """
         if self._pid != os.getpid():
             self._report_failures()
         self.announce(environment, world_size // environment.num_nodes)
-        # Not before Lightning has started the other local ranks, which would inherit the rank of this process.
+        # Wait until Lightning has started the other local ranks, or they would inherit the rank of this process.
         if environment.creates_processes_externally:
             self._export_ranks(environment, world_size)
 
     def end_run(self) -> None:
-        """Restore the rank variables, as Lightning's own environment does with WORLD_SIZE.
+        """Restore the rank variables, as Lightning's environment does with WORLD_SIZE.
 
-        In a worker of ddp_spawn, Lightning calls this after success only; after a failure, the peers may be gone.
+        In a worker of ddp_spawn, Lightning calls this only after success, so no peer is gone when the group is
+        destroyed.
         """
         self._after_run.close()
         if self._pid != os.getpid():
@@ -154,22 +155,22 @@ class PreparedProcess:
             self._undo.callback(reporter.close)
 
     def _remove_stray_variables(self) -> None:
-        """Remove rank variables of unknown origin: Lightning, torch and other libraries would rely on them."""
+        """Remove rank variables of unknown origin, which Lightning, torch and other libraries would trust."""
         environment = self._environment
         start = environment.start
         if start.launcher is RankStarter.LIGHTNING:
             return
         strays = stray_variables(os.environ, start, host_variables(environment.job, environment.topology))
         if strays:
-            stated = ", ".join(f"{name}={os.environ[name]}" for name in strays)
-            logger.warning("Ignoring %s: not set by SageMaker or by the launcher of this process.", stated)
+            settings = ", ".join(f"{name}={os.environ[name]}" for name in strays)
+            logger.warning("Ignoring %s: not set by SageMaker or by the launcher of this process.", settings)
         for name in strays:
             _set_variable(self._undo, name, None)
         if start.launcher not in (RankStarter.TORCHRUN, RankStarter.LAUNCHER):
             _set_variable(self._undo, RANK_ZERO_PID.name, str(os.getpid()))
 
     def _export_interface(self) -> None:
-        """Point NCCL and Gloo at the job's interface, if this host has it (SDK v3 names one that no host has)."""
+        """Point NCCL and Gloo at the job's interface, if it exists on this host (SDK v3 names one that never does)."""
         interface = self._environment.job.network_interface
         if interface is None:
             return
@@ -181,26 +182,27 @@ class PreparedProcess:
                 logger.warning("Ignoring %s=%s: this host has no such interface.", variable, interface)
 
     def _export_ranks(self, environment: SageMakerEnvironment, world_size: int) -> None:
-        """Set torchrun's rank variables, for code that does not ask the process group.
+        """Set torchrun's rank variables, for code that does not query the process group.
 
-        Lightning sets neither RANK nor LOCAL_WORLD_SIZE. It sets LOCAL_RANK itself, which must not be set before:
-        Lightning would conclude that the local ranks are running.
+        Lightning sets neither RANK nor LOCAL_WORLD_SIZE. It sets LOCAL_RANK itself; if it were set before, Lightning
+        would conclude that the local ranks are already running.
 
         Source:
-            Readers, also in DataLoader workers, which have no process group: WebDataset 1.0
-            (utils.pytorch_worker_info) RANK and WORLD_SIZE, and MosaicML Streaming 0.13 (base/distributed.py) also
-            LOCAL_WORLD_SIZE; LitData 0.2 (utilities/env.py) WORLD_SIZE. s3torchconnector 1.5 asks torch.distributed.
+            Libraries that read the variables, even in DataLoader workers, which have no process group: WebDataset 1.0
+            (utils.pytorch_worker_info) reads RANK and WORLD_SIZE, MosaicML Streaming 0.13 (base/distributed.py) also
+            LOCAL_WORLD_SIZE, and LitData 0.2 (utilities/env.py) WORLD_SIZE. s3torchconnector 1.5 queries
+            torch.distributed.
         """
         _set_variable(self._after_run, "RANK", str(environment.global_rank()))
         _set_variable(self._after_run, "WORLD_SIZE", str(world_size))
         _set_variable(self._after_run, "LOCAL_WORLD_SIZE", str(world_size // environment.num_nodes))
         _set_variable(self._after_run, "GROUP_RANK", str(environment.node_rank()))
-        if environment.start.launcher is RankStarter.MPI:  # nothing else sets it there
+        if environment.start.launcher is RankStarter.MPI:  # mpirun does not set it
             _set_variable(self._after_run, "LOCAL_RANK", str(environment.local_rank()))
 
 
 def _set_variable(undo: ExitStack, name: str, value: str | None) -> None:
-    """Set an environment variable, or remove it with None, until ``undo`` is closed."""
+    """Set an environment variable, or remove it if the value is None, until ``undo`` is closed."""
     undo.callback(_assign_variable, name, os.environ.get(name))
     _assign_variable(name, value)
 
@@ -219,14 +221,14 @@ def _restore_logger(package: logging.Logger, level: int, propagate: bool, handle
 
 
 def rank_of_several(environment: SageMakerEnvironment) -> int | None:
-    """Return the rank of this process, even before the Trainer exists; None while it is the only one on its host.
+    """Return the rank of this process, even before the Trainer exists; None while no other process is on its host.
 
     Args:
         environment: The environment of the process.
     """
     if not environment.creates_processes_externally:
         return None
-    devices = environment.devices or int(os.environ.get("WORLD_SIZE", "1")) // environment.num_nodes  # by Lightning
+    devices = environment.devices or int(os.environ.get("WORLD_SIZE", "1")) // environment.num_nodes  # set by Lightning
     return environment.node_rank() * devices + environment.local_rank() if devices > 1 else None
 
 

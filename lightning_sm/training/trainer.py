@@ -1,4 +1,4 @@
-"""SageMakerTrainer and SageMakerFabric: what SageMakerCLI is to LightningCLI, for scripts that do without it."""
+"""SageMakerTrainer and SageMakerFabric: the counterparts of SageMakerCLI for scripts without LightningCLI."""
 
 from __future__ import annotations
 
@@ -26,44 +26,45 @@ from lightning_sm.training.trainer_setup import TrainerSetup, as_list, cluster_a
 
 
 class SageMakerTrainer(FetchingTrainer):
-    """The ``Trainer`` of a script without LightningCLI that runs unchanged on a laptop, on one host and on a cluster.
+    """A ``Trainer`` for scripts without LightningCLI that run unchanged on a laptop, on one host and on a cluster.
 
-    Outside SageMaker it is ``Trainer``. In a SageMaker job it also
+    Outside SageMaker, it behaves like ``Trainer``. In a SageMaker job, it also
 
-    - sets ``num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster environment;
+    - sets ``num_nodes``, the cluster environment, and, if a launcher such as torchrun determines their number, the
+      devices;
     - uses the strategy that the SDK's ``distribution`` asks for, if the user has chosen none: ``SMDDPStrategy``, if the
       job supports it, or ``PipelineParallelStrategy`` for ``smdistributed.modelparallel``;
     - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
       job has them, and otherwise to the output data directory (one folder per host). Relative folders of
-      ``default_root_dir``, of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
-    - lets TensorBoard and W&B of a restarted attempt continue the curves of earlier attempts;
+      ``default_root_dir``, TensorBoard and CSV loggers, and ``ModelCheckpoint`` become relative to these;
+    - makes TensorBoard and W&B continue the curves of earlier attempts after a restart;
     - saves a checkpoint when the job is interrupted, and resumes from the latest valid one (see ``SpotCheckpoint``);
     - writes the best model to the model directory at the end of ``fit``;
     - logs progress as lines, unless the user has another progress bar;
-    - lets the workers of its loaders run on the hosts of data groups. There, the first ``fit``, ``validate``, ``test``
-      or ``predict`` serves them until the trainers have finished, and exits.
+    - runs the workers of its loaders on the hosts of data groups. On these hosts, the first ``fit``, ``validate``,
+      ``test`` or ``predict`` serves batches until the trainers have finished, and exits.
 
-    Hyperparameters and channels are left to the script: the launcher passes hyperparameters as ``--name=value``, and
-    ``SageMakerJob.from_environment()`` has the folders of the channels.
+    The script must handle hyperparameters and channels: the launcher passes hyperparameters as ``--name=value``, and
+    ``SageMakerJob.from_environment()`` returns the folders of the channels.
 
     Args:
         data_service: Settings of the data service.
-        **kwargs: Arguments of ``Trainer``. They take precedence; one that contradicts the cluster is an error.
+        **kwargs: Arguments of ``Trainer``. They take precedence; a value that contradicts the cluster is an error.
 
     Raises:
         JobConfigError: The job's files are malformed.
         TopologyError: ``num_nodes`` or ``devices`` contradict the cluster, or there is another cluster environment.
-        StrategyError: ``distribution`` asks for model parallelism, and ``strategy`` is another one.
+        StrategyError: ``distribution`` asks for model parallelism, but ``strategy`` is another strategy.
         OutputDirectoryError: A directory of the job is not writable.
-        MixedLightningError: A callback derives from the other distribution of Lightning, or the model or the DataModule
-            that a method such as ``fit`` gets.
+        MixedLightningError: A callback, or the model or DataModule passed to a method such as ``fit``, derives from the
+            other distribution of Lightning.
     """
 
     def __init__(self, *, data_service: DataServiceSettings | None = None, **kwargs: Any) -> None:
         callbacks = as_list(kwargs.get("callbacks"))
         for callback in callbacks:
             check_same_distribution(type(callback))
-        # SageMakerCLI has set up the Trainer that it makes.
+        # If SageMakerCLI makes this Trainer, it has already set it up.
         is_set_up = any(isinstance(callback, JobOutputs) for callback in callbacks)
         self._job = None if is_set_up else SageMakerJob.from_environment()
         self._data_service = data_service or DataServiceSettings()
@@ -76,7 +77,7 @@ class SageMakerTrainer(FetchingTrainer):
         self._topology = Topology.from_job(self._job)
         if self._topology.role is Role.DATA:
             show_log_lines()
-            # A data host never trains, and need not have the user's accelerator.
+            # Use the CPU: a data host never trains, and may lack the user's accelerator.
             super().__init__(accelerator="cpu", devices=1, logger=DummyLogger(), enable_checkpointing=False)
             return
         environment = SageMakerEnvironment(self._job)
@@ -96,20 +97,20 @@ class SageMakerTrainer(FetchingTrainer):
 
 
 class SageMakerFabric(Fabric):
-    """The ``Fabric`` of a script that runs unchanged on a laptop, on one host and on a cluster.
+    """A ``Fabric`` for scripts that run unchanged on a laptop, on one host and on a cluster.
 
-    Outside SageMaker it is ``Fabric``. In a SageMaker job it also sets ``num_nodes``, the devices if a launcher sets
-    their number, and the cluster environment, and lets the workers of the loaders that it sets up run on data hosts.
-    Logs, checkpoints, the model and resuming are left to the script: ``SageMakerJob.from_environment()`` has the
-    folders. Fabric has no hook for an interruption.
+    Outside SageMaker, it behaves like ``Fabric``. In a SageMaker job, it also sets ``num_nodes``, the cluster
+    environment, and, if a launcher determines their number, the devices. The workers of the loaders that it sets up run
+    on data hosts. The script must handle logs, checkpoints, the model and resuming:
+    ``SageMakerJob.from_environment()`` returns the folders. Fabric has no hook for an interruption.
 
     Args:
-        **kwargs: Arguments of ``Fabric``. They take precedence; one that contradicts the cluster is an error.
+        **kwargs: Arguments of ``Fabric``. They take precedence; a value that contradicts the cluster is an error.
 
     Raises:
         JobConfigError: The job's files are malformed.
         TopologyError: ``num_nodes`` or ``devices`` contradict the cluster, or this host serves data.
-        StrategyError: ``distribution`` asks for model parallelism, which Fabric does not have.
+        StrategyError: ``distribution`` asks for model parallelism, which Fabric does not support.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -137,7 +138,7 @@ class SageMakerFabric(Fabric):
             fetch_in_fabric(self, connection)
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
-        """Set up loaders; on a data host, serve them until the trainers have finished, and exit.
+        """Set up loaders; on a data host, serve batches until the trainers have finished, and exit.
 
         Args:
             *dataloaders: The loaders.

@@ -1,4 +1,4 @@
-"""The additions of a SageMaker job to a Trainer: cluster environment, callbacks, folders, durable checkpoints."""
+"""A SageMaker job's additions to a Trainer: cluster environment, callbacks, folders and durable checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_sm.training.strategies.choice import distribution_arguments
 
 
 class TrainerSetup:
-    """The setup of a Trainer: adds what the job needs, and leaves alone what the user has set.
+    """The setup of a Trainer for a job, which does not override the user's settings.
 
     Args:
         job: The job.
@@ -45,23 +45,23 @@ class TrainerSetup:
         self._job = job
         self._environment = environment
         self._outputs = JobOutputs(job)
-        # Heartbeat reports the end of an epoch before the user's callbacks, which may take any time there.
+        # Put Heartbeat first: it must report the end of an epoch before the user's callbacks, which may take long.
         self._first: list[Callback] = [FailingRank(), Heartbeat(), MidEpoch()]
         self._callbacks: list[Callback] = [LocalPosition(), StepTimes(job), self._outputs]
 
     def arguments(
         self, given: Mapping[str, Any], callbacks: Iterable[Callback], config: str | None = None
     ) -> dict[str, Any]:
-        """Return arguments of the Trainer: the size of the cluster, folders, strategy, plugins and callbacks.
+        """Return arguments for the Trainer: the cluster's size, folders, strategy, plugins and callbacks.
 
         Args:
-            given: The user's arguments of the Trainer, or those that a ``trainer_class`` function accepts.
+            given: The user's arguments for the Trainer, or the arguments that a ``trainer_class`` function accepts.
             callbacks: All callbacks of the user, from every source.
-            config: The resolved configuration as YAML, to be saved next to the model; None if there is none.
+            config: The resolved configuration as YAML, to save next to the model, or None.
 
         Raises:
             TopologyError: The user set a value that contradicts the cluster, or gave another cluster environment.
-            StrategyError: The job asks for model parallelism, and the user has chosen another strategy.
+            StrategyError: The job asks for model parallelism, but the user has chosen another strategy.
         """
         self._outputs.config = config
         strategy = given.get("strategy")
@@ -78,20 +78,20 @@ class TrainerSetup:
         return arguments
 
     def complete(self, trainer: Trainer) -> None:
-        """Add what needs the finished Trainer.
+        """Make the additions that need the finished Trainer.
 
         Raises:
-            TopologyError: The Trainer, which a function of the user's made, did not get the cluster environment.
+            TopologyError: The user's function made the Trainer without the cluster environment.
         """
         used = getattr(trainer.strategy, "cluster_environment", None)
         if self._environment.num_nodes > 1 and not isinstance(used, SageMakerEnvironment):
             raise TopologyError(
-                f"The job has {self._environment.num_nodes} trainer hosts, but the Trainer that the function given as "
-                f"trainer_class made has num_nodes={trainer.num_nodes} and {type(used).__name__}. Give the function "
-                "parameters plugins and num_nodes, and pass them on to Trainer."
+                f"The job has {self._environment.num_nodes} trainer hosts, but the function passed as trainer_class "
+                f"made a Trainer with num_nodes={trainer.num_nodes} and {type(used).__name__}. Add the parameters "
+                "plugins and num_nodes to the function, and pass them on to Trainer."
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # A function given as trainer_class need not have a parameter for them.
+        # Add missing callbacks: a function passed as trainer_class may not have the parameter.
         callbacks[:0] = [callback for callback in self._first if callback not in callbacks]
         callbacks.extend(callback for callback in self._callbacks if callback not in callbacks)
         CheckpointLoader.of(trainer, self._job)
@@ -100,10 +100,10 @@ class TrainerSetup:
         if self._job.checkpoint_dir is not None:
             make_durable(trainer, self._job.checkpoint_dir)
         install_shard_hooks(trainer)
-        # Added afterwards: a Trainer that gets a Checkpoint callback does not add its default ModelCheckpoint.
+        # Add SpotCheckpoint last: a Trainer that gets a Checkpoint callback does not add its default ModelCheckpoint.
         if not any(isinstance(callback, SpotCheckpoint) for callback in callbacks):
             callbacks.append(SpotCheckpoint(self._job.checkpoint_dir or self._job.host_output_dir / "checkpoints"))
-        # Only now is an environment of the user's own known.
+        # Announce only now: the user may have passed another SageMakerEnvironment.
         environment = used if isinstance(used, SageMakerEnvironment) else self._environment
         prepare_process(environment).announce(environment, trainer.num_devices)
 
@@ -138,9 +138,9 @@ def cluster_arguments(environment: SageMakerEnvironment, given: Mapping[str, Any
 
     Args:
         environment: The job's cluster environment.
-        given: The user's ``num_nodes`` and ``devices``; a missing one or None leaves the choice to the job, and so does
-            ``num_nodes=1``: it is Lightning's default, which scripts pass on from their arguments, and a job with
-            several trainer hosts cannot train on one of them.
+        given: The user's ``num_nodes`` and ``devices``. If one is missing or None, the job decides, and also if
+            ``num_nodes=1``: this is Lightning's default, which scripts pass on from their arguments, and a job with
+            several trainer hosts cannot train on only one of them.
 
     Raises:
         TopologyError: The user set a value that contradicts the cluster.
@@ -160,27 +160,27 @@ def cluster_arguments(environment: SageMakerEnvironment, given: Mapping[str, Any
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the items of an argument that takes one item, a list, or None."""
+    """Return the items of an argument that may be one item, a list, or None."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _check_writable(folder: Path) -> None:
-    """Fail at the start instead of hours later, at the first result."""
+    """Raise at the start if a folder is not writable, instead of hours later, at the first result."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise OutputDirectoryError(
-            f"{folder} is not writable ({error}). SageMaker mounts it writable: look for a read-only mount, a full "
+            f"{folder} is not writable ({error}). SageMaker mounts it writable: check for a read-only mount, a full "
             "disk, or a container user without permission."
         ) from error
 
 
 def _num_devices(setting: Any) -> int | None:
-    """Return the processes per host that a ``devices`` setting states; None if it states none ("auto", -1)."""
+    """Return the number of processes per host in a ``devices`` setting; None if it has none ("auto", -1)."""
     if isinstance(setting, str):
         numbers = [part for part in setting.split(",") if part.strip()]
         if not all(part.strip().lstrip("-").isdecimal() for part in numbers):

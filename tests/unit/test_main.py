@@ -63,7 +63,7 @@ def test_no_command_is_a_question_for_help(capsys):
         ),
         (
             ["--seed", "1", "train.py", "fit", "--devices=2"],
-            ["--devices=2 is behind train.py", "-- train.py fit --devices=2"],
+            ["--devices=2 comes after train.py", "-- train.py fit --devices=2"],
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The slot that a worker fills, from front to back."""
+"""A bump allocator for the slot that a worker fills."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """A slot of shared memory that is filled from the front, batch after batch.
+    """A slot of shared memory, allocated from front to back.
 
     Args:
-        buffer: The slot: writable, contiguous uint8 with one dimension.
+        buffer: The slot, as a writable, contiguous, one-dimensional uint8 array.
 
     Attributes:
-        used: Bytes of the slot that are allocated.
+        used: Number of allocated bytes.
     """
 
     def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
@@ -33,10 +33,10 @@ class Arena:
         self.used = used
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return the next bytes of the slot, uint8 of shape (nbytes,), starting at a multiple of 64.
+        """Allocate memory at the next multiple of 64 bytes, and return it as uint8 of shape (nbytes,).
 
         Raises:
-            BatchTooLargeError: The slot has no room for them.
+            BatchTooLargeError: The slot has too little room left.
         """
         start = -(-self.used // ALIGNMENT) * ALIGNMENT
         if start + nbytes > self._capacity:
@@ -44,11 +44,11 @@ class Arena:
                 f"A batch needs at least {start + nbytes} bytes, but a slot has {self._capacity}. Raise "
                 "data_service.max_batch_bytes."
             )
-        ctypes.memset(self._address + self.used, 0, start - self.used)  # equal batches have equal bytes
+        ctypes.memset(self._address + self.used, 0, start - self.used)  # so that equal batches have equal bytes
         self.used = start + nbytes
         return np.frombuffer(self._memory, np.uint8, nbytes, start) if nbytes else np.empty(0, np.uint8)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Return the offset of memory that lies in the allocated part of the slot, or None for other memory."""
+        """Return the offset of memory in the allocated part of the slot, or None for memory elsewhere."""
         offset = address - self._address
         return offset if 0 <= offset <= self.used - nbytes else None

@@ -1,7 +1,7 @@
-"""``default_collate``, writing directly into the slot that a worker fills.
+"""A ``default_collate`` that stacks samples directly in a worker's slot.
 
-Stacking samples into memory that was used before is several times faster than into new memory, whose pages the kernel
-has to provide first (25.7 MB: 3.6 ms instead of 26.5 ms).
+Stacking into reused memory is several times faster than into new memory, whose pages the kernel must provide first
+(25.7 MB: 3.6 ms instead of 26.5 ms).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lightning_sm.data.batch.arena import Arena
 def collate_into(collate_fn: Callable[[Sequence[Any]], Any], samples: Sequence[Any], arena: Arena) -> Any:
     """Collate samples, in the arena if the collate function is ``torch.utils.data.default_collate``.
 
-    The result equals that of the function in a worker of a ``DataLoader``, and is valid until the arena is reset. What
-    a user's function returns is in other memory; ``pickle_batch`` copies it to the arena.
+    The result is what a ``DataLoader`` worker would return, and is valid until the arena is reset. A user's collate
+    function allocates its result elsewhere; ``pickle_batch`` copies it to the arena.
 
     Raises:
-        BatchTooLargeError: The arena has no room for the batch.
+        BatchTooLargeError: The batch does not fit into the arena.
     """
     if collate_fn is not default_collate:
         return collate_fn(samples)
-    # Copied for each batch: users may extend torch's map at any time.
+    # Copy torch's map for each batch: users may extend it at any time.
     collate_fn_map = dict(default_collate_fn_map)
     if collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
         collate_fn_map[torch.Tensor] = partial(_stack, arena)
@@ -42,7 +42,7 @@ def _stack(arena: Arena, tensors: Sequence[torch.Tensor], *, collate_fn_map: Any
         used = arena.used
         memory = arena.allocate(len(tensors) * first.numel() * first.element_size())
         out = torch.frombuffer(memory, dtype=first.dtype).view(len(tensors), *first.shape)
-        # It fails for different shapes, and for gradients. Torch's own function handles both.
+        # This raises if shapes differ or a tensor requires gradients. collate_tensor_fn below handles both.
         with suppress(RuntimeError):
             return torch.stack(tuple(tensors), 0, out=out)
         arena.reset(used)
@@ -51,9 +51,9 @@ def _stack(arena: Arena, tensors: Sequence[torch.Tensor], *, collate_fn_map: Any
 
 
 def _is_stackable(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``torch.stack(out=...)`` either fails, or returns what it returns without ``out``.
+    """Return whether ``torch.stack(out=...)`` either raises or returns the same result as without ``out``.
 
-    One pass with the cheapest checks: more of them would take longer than stacking 2048 small samples.
+    This makes one pass of cheap checks: more would take longer than stacking 2048 small samples.
     """
     first = tensors[0]
     dtype = first.dtype
@@ -63,6 +63,6 @@ def _is_stackable(tensors: Sequence[torch.Tensor]) -> bool:
         and not first.is_quantized
         and first.device.type == "cpu"
         and first.numel() > 0
-        # With out=, torch casts tensors to the dtype of the first one, instead of to a common dtype.
+        # With out=, torch casts tensors to the first one's dtype instead of promoting them to a common dtype.
         and all(type(tensor) is torch.Tensor and tensor.dtype is dtype for tensor in tensors)
     )

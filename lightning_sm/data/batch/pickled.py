@@ -1,7 +1,7 @@
-"""Batches as pickles in a slot of shared memory, with the memory of tensors and arrays beside them, not copied again.
+"""Batches pickled into a slot of shared memory, with tensors and arrays out of band, so that they are not copied again.
 
-A batch is what any worker of ``DataLoader`` may return. Its pickle (protocol 5) lies behind the memory that it refers
-to; the structure says where both are.
+A batch is anything that a ``DataLoader`` worker may return. The slot has the memory of its tensors and arrays, then its
+pickle (protocol 5); the structure lists where each of them is.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
 
-# Start and size: of the pickle first, then of each buffer.
+# (start, size), first of the pickle, then of each buffer.
 _PLACE = struct.Struct("<QQ")
 
-# Smaller buffers stay in the pickle: a place and a copy of their own would cost more than they save.
+# Smaller buffers stay in the pickle: storing them out of band would cost more than it saves.
 _MIN_BUFFER_BYTES = 256
 
-# A tensor travels with the whole storage that it is a view of, so that tensors that share memory still do, unless the
-# storage is so many times larger.
+# Send the whole storage of a tensor, so that tensors still share memory afterwards, unless it is over this many times
+# larger than the tensor.
 _MAX_STORAGE_FACTOR = 2
 
-# What pickle raises for objects that have no name, or that cannot be pickled at all.
+# Raised by pickle for objects that it cannot find by name, or cannot pickle at all.
 _CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError)
 
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
-# The dtypes that NumPy has, too.
+# The dtypes that NumPy also has.
 NUMPY_DTYPES = frozenset(
     (
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -47,29 +47,29 @@ NUMPY_DTYPES = frozenset(
 def pickle_batch(batch: Any, arena: Arena) -> bytes:
     """Copy a batch to a slot, and return the structure from which ``unpickle_batch`` rebuilds it.
 
-    Tensors that lie in the slot already are not copied.
+    Tensors that are already in the slot are not copied.
 
     Args:
-        batch: What the collate function returned.
+        batch: The result of the collate function.
         arena: The slot.
 
     Raises:
-        BatchTypeError: Something in it cannot be pickled.
-        BatchTooLargeError: The slot has no room for it.
+        BatchTypeError: Part of the batch cannot be pickled.
+        BatchTooLargeError: The batch does not fit into the slot.
     """
     used = arena.used
     try:
         try:
             return _pickle(batch, arena, _BatchPickler)
-        except _CANNOT_PICKLE:  # it may be of a class that has no name here, which takes twice as long
+        except _CANNOT_PICKLE:  # by value takes twice as long, but needs no names
             arena.reset(used)
             return _pickle(batch, arena, _ByValuePickler)
     except BatchTooLargeError:
         raise
     except Exception as error:
         raise BatchTypeError(
-            f"A batch cannot be pickled: {error}. Data hosts send what the collate function returns, as workers of "
-            "DataLoader do: return tensors, arrays, and objects that pickle accepts."
+            f"A batch cannot be pickled: {error}. Data hosts pickle what the collate function returns, like DataLoader "
+            "workers: return tensors, arrays, and objects that pickle accepts."
         ) from error
 
 
@@ -97,40 +97,40 @@ def _pickle(batch: Any, arena: Arena, pickler: type[pickle.Pickler]) -> bytes:
 
 
 def unpickle_batch(structure: bytes, data: npt.NDArray[np.uint8]) -> Any:
-    """Rebuild a batch. Its large tensors and arrays are views of ``data``, and keep that object itself alive.
+    """Rebuild a batch. Its large tensors and arrays are views of ``data``, and keep ``data`` itself alive.
 
-    Only for batches of this job's own data hosts: a pickle can do anything, and nothing here checks who sent it. The
-    trainer's end of gRPC has: it takes no message of a server that has not proved the token (``grpc_client._confirm``).
+    Pass only batches from this job's data hosts: unpickling can run any code, and nothing here checks the sender. The
+    gRPC client does: it rejects messages from servers that have not proved the token (``grpc_client._confirm``).
 
     Args:
-        structure: What ``pickle_batch`` returned.
-        data: The bytes of the slot: writable, uint8 with one dimension.
+        structure: The result of ``pickle_batch``.
+        data: The bytes of the slot, as a writable, one-dimensional uint8 array.
 
     Raises:
-        WireError: The structure does not fit the bytes.
+        WireError: The structure does not match the bytes.
     """
-    memory = data.data  # its slices keep ``data`` alive; those of an array would keep only what that is a view of
+    memory = data.data  # its slices keep ``data`` alive; slices of ``data`` would keep only its base
     parts = []
     try:
         for start, size in _PLACE.iter_unpack(structure):
             if start + size > data.nbytes:
-                raise WireError(f"A part of a batch lies at bytes {start} to {start + size} of {data.nbytes}.")
+                raise WireError(f"Part of a batch is at bytes {start} to {start + size} of only {data.nbytes}.")
             parts.append(memory[start : start + size])
     except struct.error as error:
-        raise WireError(f"The structure of a batch has {len(structure)} bytes.") from error
+        raise WireError(f"The structure of a batch has an invalid size: {len(structure)} bytes.") from error
     if not parts:
         raise WireError("The structure of a batch is empty.")
     return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # see above
 
 
 class _Reducer:
-    """How tensors and storages are pickled: their memory is an array, which NumPy leaves out of band."""
+    """A reducer that turns tensors and storages into NumPy arrays, which pickle out of band."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, npt.NDArray[Any]] = {}  # by address: all of a storage
+        self._arrays: dict[int, npt.NDArray[Any]] = {}  # whole storages, by address
 
     def reduce(self, obj: Any) -> Any:
-        """Return how an object is pickled; ``NotImplemented``: as it says itself."""
+        """Return the reduced value of an object, or ``NotImplemented`` to leave it to pickle."""
         if type(obj) is torch.Tensor:
             if _is_plain(obj):
                 return self._reduce_tensor(obj)
@@ -145,13 +145,13 @@ class _Reducer:
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
-        size, own = storage.nbytes(), tensor.nbytes
+        size, used = storage.nbytes(), tensor.nbytes
         address = storage.data_ptr()
-        if size == own and address not in self._arrays and tensor.dtype in NUMPY_DTYPES and tensor.is_contiguous():
+        if size == used and address not in self._arrays and tensor.dtype in NUMPY_DTYPES and tensor.is_contiguous():
             array = self._arrays[address] = tensor.numpy()
             return torch.from_numpy, (array,)
-        if size > _MAX_STORAGE_FACTOR * own:
-            with suppress(NotImplementedError):  # of a dtype that torch cannot copy, such as int4
+        if size > _MAX_STORAGE_FACTOR * used:
+            with suppress(NotImplementedError):  # torch cannot copy some dtypes, such as int4
                 tensor = tensor.clone(memory_format=torch.preserve_format)
                 storage = tensor.untyped_storage()
         layout = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
@@ -159,16 +159,16 @@ class _Reducer:
 
     def _array_of(self, storage: torch.UntypedStorage) -> npt.NDArray[Any]:
         address = storage.data_ptr()
-        if address not in self._arrays or not address:  # all empty storages have none
+        if address not in self._arrays or not address:  # all empty storages have address 0
             array: npt.NDArray[Any] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             self._arrays[address] = array
         return self._arrays[address]
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> Any:
-    """Return how a sparse tensor is pickled.
+    """Return the reduced value of a sparse tensor.
 
-    Not as torch does it: what that rebuilds stays in memory until the next ``torch.load``, which checks all of it.
+    Torch's would keep every rebuilt tensor in memory until the next ``torch.load``, which checks all of them.
     """
     if tensor.layout is torch.sparse_coo:
         return _coo_of, (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
@@ -184,14 +184,14 @@ class _BatchPickler(pickle.Pickler):
         self._reduce = _Reducer().reduce
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object that is not built in is pickled."""
+        """Return the reduced value of an object that is not a builtin."""
         return self._reduce(obj)
 
 
 class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
-    """Sends back by value what has come by value, as the classes of a script that the data host has not run.
+    """A pickler that sends classes back by value if they came by value, from a script that the data host has not run.
 
-    The trainer finds its own classes again: cloudpickle knows them by a number.
+    The trainer gets its original classes back: cloudpickle tracks them by id.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -199,13 +199,13 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle
         self._reduce = _Reducer().reduce
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object that is not built in is pickled."""
+        """Return the reduced value of an object that is not a builtin."""
         reduced = self._reduce(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is no more than a view of bytes."""
+    """Return whether a tensor is just a view of bytes."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -227,7 +227,7 @@ def _typed_storage_of(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.stor
 def _tensor_of(
     array: npt.NDArray[Any], dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    # A view: where algorithms are to be deterministic, torch.empty() fills, and does not for every dtype.
+    # Make a view: with deterministic algorithms, torch.empty() fills new memory, which not every dtype supports.
     new: Any = torch.empty(0, dtype=torch.uint8).view(dtype)
     tensor: torch.Tensor = new.set_(_storage_of(array), offset, shape, stride)
     return tensor

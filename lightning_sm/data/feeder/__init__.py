@@ -1,1 +1,1 @@
-"""On trainers, one for each rank: the process that receives batches."""
+"""The process that receives batches: one for each rank, on the trainer hosts."""

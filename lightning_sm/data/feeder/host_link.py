@@ -1,4 +1,4 @@
-"""The connection of one trainer rank to one data host: heartbeats, opening of sources, requests, answers."""
+"""The connection from one trainer rank to one data host: heartbeats, openings, requests and answers."""
 
 from __future__ import annotations
 
@@ -34,48 +34,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_PERIOD_S = 0.5
-# All ranks together send a data host at most this many heartbeats. They cost its server process 0.1 of a core
+# Limit for all ranks together, per data host. At this rate, heartbeats take 0.1 of a core in its server process
 # (benchmarks/many_feeders.py).
 _MAX_HEARTBEATS_PER_S = 128
 _HEARTBEAT_TIMEOUT_S = 1.0
-# After this many unanswered heartbeats, a host's requests go to others. A single late answer may be due to load.
+# Move a host's requests to other hosts after this many unanswered heartbeats. A single late answer may be due to load.
 _MAX_SILENT = 2
-# A host on which the user's code failed is tried again, as the cause may be gone. setup() may take long: not often.
+# Retry a host on which the user's code failed, as the cause may be gone, but not often: setup() may be slow.
 _FAILED_PERIOD_S = 10.0
-# The server answers "not yet" after 5 s.
+# Longer than the 5 s after which the server answers "not yet".
 _CALL_TIMEOUT_S = 15.0
 _FINISH_TIMEOUT_S = 3.0
 _SNAPSHOT_TIMEOUT_S = 900.0
-# A snapshot of this size gets a line in the log.
+# Log the transfer of a snapshot of at least this size.
 _LARGE_SNAPSHOT_BYTES = 256_000_000
 
-# A host that still shows the same reason to refuse the first connection after this time is not just shutting down.
+# If a probe still finds the same problem after this time, the host is not just shutting down: refuse it.
 _CONFIRM_S = 3.0
 
 
 class LinkState(Enum):
     """The state of a connection."""
 
-    CONNECTING = "never reached, or lost and not reached again"
-    OPENING = "reached, but a dataset is still on its way"
+    CONNECTING = "not reached yet, or lost"
+    OPENING = "reached, but still receiving a dataset"
     UP = "connected"
-    SILENT = "connected, but heartbeats are not answered"
-    REFUSED = "the host will never do what is requested"
+    SILENT = "connected, but not answering heartbeats"
+    REFUSED = "will never serve this rank"
 
 
 class HostLink:
     """A data host, as seen from a trainer rank.
 
     Args:
-        address: Where it listens.
-        credentials: Job, token, TLS.
-        client: The heartbeat of this rank, without figures.
-        owner: Receives the events, in the threads of the link.
+        address: Address of the data host.
+        credentials: Job, token, and TLS settings.
+        client: This rank's heartbeat, without figures.
+        owner: Feeder that receives the events, in the link's threads.
 
     Attributes:
         report: The last answer to a heartbeat.
         state: State of the connection.
-        detail: Why it is not UP, for messages.
+        detail: Why the link is not UP, for messages.
         num_lost: How often the connection was lost.
     """
 
@@ -90,7 +90,7 @@ class HostLink:
         self._channel = GrpcChannel(address, credentials)
         self._has_joined = False
         self._openings: dict[str, Opening] = {}
-        self._told: list[Opening] = []  # those that the host knows of
+        self._told: list[Opening] = []  # what the host was last asked to keep open
         self._open_sources: set[str] = set()
         self._num_losses = 0
         self._num_silent = 0
@@ -100,12 +100,12 @@ class HostLink:
         self._period_s = self._usual_period_s
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
-        # Batches have a connection of their own: heartbeats must be answered also while the owner takes no batches.
+        # Batches use a separate connection: heartbeats must be answered even while the owner accepts no batches.
         self._stream_channel: GrpcChannel | None = None
-        # Held while the owner is notified that the host is up or lost, so that notifications keep their order.
+        # Held while notifying the owner that the host is up or lost, so that notifications stay in order.
         self._notifying = threading.RLock()
         self._nudge = threading.Event()
-        # Held for each heartbeat: one that the host took after the end of the training would begin another one there.
+        # Held during each heartbeat: one that arrived after the end of the training would start a new one on the host.
         self._beating = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._stay_connected, name=f"link {address}", daemon=True).start()
@@ -117,7 +117,7 @@ class HostLink:
         return f"{name} ({self.address})" if name and name != self.address else self.address
 
     def join(self) -> None:
-        """Come up as soon as the host answers, to take over what others lose."""
+        """Come up as soon as the host answers, ready to take over from lost hosts."""
         self._has_joined = True
         self._nudge.set()
 
@@ -128,7 +128,7 @@ class HostLink:
         self._nudge.set()
 
     def release_source(self, name: str) -> None:
-        """Close a source: the host ends its workers if no other rank wants them."""
+        """Close a source. The host stops its workers unless another rank wants them."""
         with self._lock:
             self._openings.pop(name, None)
             self._open_sources.discard(name)
@@ -139,7 +139,7 @@ class HostLink:
         return name in self._open_sources
 
     def reopen_source(self, name: str) -> None:
-        """Open a source again, which the host has lost."""
+        """Reopen a source that the host has lost."""
         with self._lock:
             self._open_sources.discard(name)
         self._nudge.set()
@@ -190,7 +190,7 @@ class HostLink:
             except Exception as error:  # noqa: BLE001  # _refuse_for reports it
                 self._refuse_for(error)
                 return
-            period_s = self._period_s * random.uniform(0.8, 1.2)  # noqa: S311  # so that not all ranks call at once
+            period_s = self._period_s * random.uniform(0.8, 1.2)  # noqa: S311  # spread the ranks' calls
             self._nudge.wait(max(0.0, began + period_s - time.monotonic()))
             self._nudge.clear()
 
@@ -211,7 +211,7 @@ class HostLink:
                 self._diagnose()
 
     def _diagnose(self) -> None:
-        """Refuse the host if the first connection can never succeed, which takes two probes with the same result."""
+        """Refuse the host if two probes find the same reason why the first connection can never succeed."""
         reason = diagnose(self.address, self._credentials)
         if reason != self._diagnosis:
             self._diagnosis, self._diagnosed_at = reason, time.monotonic()
@@ -220,7 +220,7 @@ class HostLink:
             self._refuse(DataHostMismatchError(f"data host at {self.address}: {reason}."))
 
     def _open_wanted_sources(self) -> None:
-        """Open all wanted sources that are not open, and let the host know which are no longer wanted."""
+        """Open the wanted sources that are not open, and tell the host which ones are no longer wanted."""
         with self._lock:
             wanted = list(self._openings.values())
             num_losses = self._num_losses
@@ -252,13 +252,13 @@ class HostLink:
         for digest in digests:
             snapshot = self._owner.snapshot(digest)
             if snapshot is None:
-                self._set_state(LinkState.OPENING, "the dataset that it needs was closed meanwhile")
+                self._set_state(LinkState.OPENING, "the dataset it needs has been closed")
                 return
             self._send_snapshot(digest, *snapshot)
         self._nudge.set()
 
     def _send_snapshot(self, digest: str, fd: int, num_bytes: int) -> None:
-        self._set_state(LinkState.OPENING, f"a dataset is being sent ({num_bytes / 1e6:.0f} MB)")
+        self._set_state(LinkState.OPENING, f"receiving a dataset ({num_bytes / 1e6:.0f} MB)")
         began = time.monotonic()
         try:
             with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
@@ -270,8 +270,8 @@ class HostLink:
         seconds = time.monotonic() - began
         if num_bytes >= _LARGE_SNAPSHOT_BYTES:
             logger.info(
-                "Sent a dataset to data host %s: %.0f MB in %.1f s, as the workers of DataLoader get it. With "
-                "data_service.hooks=data, data hosts make it themselves, and nothing need be sent.",
+                "Sent a pickled dataset to data host %s: %.0f MB in %.1f s. With data_service.hooks=data, data hosts "
+                "create datasets themselves, and none are sent.",
                 self.name,
                 num_bytes / 1e6,
                 seconds,
@@ -287,12 +287,12 @@ class HostLink:
                 self._owner.link_up(self)
 
     def _lose(self, state: LinkState, detail: str) -> None:
-        """Count the host as lost until it has answered again."""
+        """Treat the host as lost until it answers again."""
         with self._notifying:
             was_up = self._break_stream()
             with self._lock:
                 self._set_state(state, detail)
-                # The host may restart, with nothing open.
+                # The host may have restarted, with nothing open.
                 self._open_sources.clear()
                 self._told = []
                 self._num_losses += 1
@@ -315,17 +315,17 @@ class HostLink:
         self._num_silent = 0
 
     def stream_ended(self, stream: _Stream, error: Exception | None) -> None:
-        """Note that the stream has ended, in the thread of its connection."""
+        """Handle the end of the stream, in the connection's thread."""
         if error is not None and not isinstance(error, CallError):
             self._refuse_for(error)
-        elif error is not None and error.code is CallStatus.PERMISSION_DENIED:  # what answers has not proved the token
+        elif error is not None and error.code is CallStatus.PERMISSION_DENIED:  # the server has not proved the token
             self._call_failed(error)
         with self._notifying:
             if stream is self._stream and not self._closed.is_set():
                 self._lose(LinkState.CONNECTING, "the data host closed the stream" if error is None else str(error))
 
     def _break_stream(self) -> bool:
-        """End the stream, and return whether there was one."""
+        """Close the stream, and return whether one was open."""
         with self._lock:
             stream, self._stream = self._stream, None
         if self._stream_channel is not None:
@@ -334,7 +334,7 @@ class HostLink:
         return stream is not None
 
     def _refuse_for(self, error: Exception) -> None:
-        """Report an exception that ends a thread of the link: otherwise, training would wait forever."""
+        """Report an exception that ends one of the link's threads: training would otherwise wait forever."""
         if not isinstance(error, WireError):
             logger.error("Internal error in the connection to data host %s", self.name, exc_info=error)
         self._refuse(WireError(f"data host {self.name}: {error}"))
@@ -345,11 +345,11 @@ class HostLink:
 
 
 class _Stream(FrameReader):
-    """The stream of requests and answers; its methods are called in the thread of the connection.
+    """The stream of requests and answers, whose methods run in the connection's thread.
 
     Args:
-        link: The link.
-        owner: Receives the answers.
+        link: Link to the data host.
+        owner: Feeder that receives the answers.
     """
 
     call: Call
@@ -364,7 +364,7 @@ class _Stream(FrameReader):
         super().begin(num_bytes)
 
     def end(self, error: Exception | None) -> None:
-        """Take back the memory that was not filled, before the requests are sent to others."""
+        """Reclaim memory that was not filled, before the requests go to other hosts."""
         self.close()
         self._link.stream_ended(self, error)
 

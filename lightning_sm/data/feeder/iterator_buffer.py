@@ -1,6 +1,6 @@
-"""The batches of one iterator in the feeder: their indices, requests, slots, and delivery in order.
+"""The feeder's buffer for one iterator: indices, requests, slots, and in-order delivery of batches.
 
-It also chooses how many batches a request is for, and how many may be in flight or buffered.
+It also chooses how many batches each request asks for, and how many may be in flight or buffered.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import BatchTooLargeError, WireError
 
-# The end of an iterator whose sampler, or stream, has not ended yet.
+# Used as the end of an iterator until its sampler or stream ends.
 _NO_END = 1 << 62
 
-# A request asks for at most this many bytes, seconds of work, or batches. Longer ranges make small batches faster
+# Limits on a request in bytes and seconds of work, besides MAX_RANGE_LENGTH. Longer ranges make small batches faster
 # (benchmarks/README.md), but a window of 32 requests takes more memory, and other ranks wait longer behind a request.
 _RANGE_BYTES = 8 << 20
 _RANGE_S = 0.01
-# A window that the user limits is divided into at least this many requests, so that all workers have work.
+# Split a window that the user limits into at least this many requests, so that all workers stay busy.
 _MIN_RANGES = 8
-# Batches differ in size, and a range that does not fit into a slot is requested again step by step: fill only this part
-# of a slot.
+# Fill only this part of a slot: batches differ in size, and a range that does not fit is requested again step by step.
 _SLOT_PART = 1 / 2
 
 
@@ -41,18 +40,18 @@ _NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, [])
 
 @dataclass(eq=False)
 class InFlightRange:
-    """The answer to the request for a step range; the destination of the one piece of it that is being written.
+    """The answer to a request for a step range, and the destination of the piece that is being written.
 
     Attributes:
         step_range: The steps.
-        slot: Slot for the bytes of the batches.
-        buffer: Memory for its bytes, uint8.
-        header: Its header.
+        slot: Number of the slot for the batches.
+        buffer: Memory of the slot, uint8.
+        header: Header of the answer.
         received: Bytes received so far.
-        piece: Where a piece is being written; None: nowhere.
-        is_dropped: Whether the request was cancelled: the memory is free once that piece is written.
-        transfer_s: Seconds from request to the last byte, without those in queue and worker.
-        ended: Told whether the piece has arrived.
+        piece: Memory of the piece that is being written, if any.
+        is_dropped: Whether the request was cancelled. The slot is freed once the piece has been written.
+        transfer_s: Seconds from the request to the last byte, without the time in the queue and the worker.
+        ended: Called with whether the piece has arrived.
     """
 
     step_range: StepRange
@@ -72,16 +71,16 @@ class InFlightRange:
 
     @property
     def memory(self) -> memoryview | None:
-        """Where the bytes of the piece go; None: the request was cancelled."""
+        """Memory for the piece, or None if the request was cancelled."""
         return None if self.is_dropped else self.piece
 
     def begin_piece(self, offset: int, size: int, ended: Callable[[bool], None]) -> InFlightRange:
-        """Reserve the place of a piece, and return its destination.
+        """Reserve memory for a piece, and return its destination.
 
         Args:
-            offset: Where the piece begins among the bytes of the answer.
-            size: Bytes that arrive.
-            ended: Called once, with whether it has arrived; if not, nothing more is written to it.
+            offset: Offset of the piece in the answer, in bytes.
+            size: Size of the piece, in bytes.
+            ended: Called once with whether the piece has arrived; if it has not, no more of it will be written.
 
         Raises:
             WireError: The piece is out of order, or exceeds the announced size.
@@ -94,28 +93,28 @@ class InFlightRange:
         return self
 
     def end(self, is_complete: bool) -> None:
-        """Note whether the piece has arrived."""
+        """Report whether the piece has arrived."""
         self.ended(is_complete)
 
 
 class IteratorBuffer:
-    """The batches of one iterator, counted from the first one that it asks for.
+    """The batches of one iterator, numbered from the first one that it asks for.
 
     Args:
-        request: The iterator, with its limits.
+        request: Description of the iterator, with its limits.
         ring: Memory for the batches.
         free: Unused slots of the ring.
-        largest: Bytes of the largest batch of earlier iterators; 0: unknown.
+        largest: Size of the largest batch of earlier iterators, in bytes; 0 if unknown.
 
     Attributes:
-        request: The iterator.
+        request: Description of the iterator.
         free: Unused slots of the ring.
         range_length: Batches per future request.
-        largest: Bytes of the largest batch so far; batches of one answer count with their mean.
+        largest: Size of the largest batch so far, in bytes. Batches of one answer count with their mean size.
         in_flight: Requested ranges by request id.
         ready: Complete ranges by their first step.
         next_step: The next batch to deliver.
-        stop_step: The batch after the last, as far as it is known.
+        stop_step: The batch after the last one, or a huge number while unknown.
     """
 
     def __init__(self, request: StartIterator, ring: Ring, free: list[int], *, largest: int = 0) -> None:
@@ -127,12 +126,12 @@ class IteratorBuffer:
         self.ready: dict[int, InFlightRange] = {}
         self.next_step = 0
         self.stop_step = _NO_END
-        self._indices: dict[int, bytes] = {}  # by batch: those that are not delivered
+        self._indices: dict[int, bytes] = {}  # by batch, until delivered
         self._num_supplied = 0
         self._taken = 0
         self._has_ended = False
         self._ring = ring
-        self._produce_s = 0.0  # moving average of the seconds that a worker takes for a batch
+        self._produce_s = 0.0  # moving average per batch
 
     @property
     def pass_id(self) -> int:
@@ -141,15 +140,15 @@ class IteratorBuffer:
 
     @property
     def known(self) -> int:
-        """The batch from which on no batch can be requested yet."""
+        """The first batch that cannot be requested yet."""
         return _NO_END if self.request.is_stream else self._num_supplied
 
     def supply(self, indices: list[bytes], *, is_end: bool) -> None:
-        """Take the indices of the next batches.
+        """Add the indices of the next batches.
 
         Args:
-            indices: What the sampler yielded for each, pickled.
-            is_end: Whether there are no more.
+            indices: What the sampler yielded for each batch, pickled.
+            is_end: Whether these are the last ones.
         """
         for index in indices:
             self._indices[self._num_supplied] = index
@@ -161,16 +160,16 @@ class IteratorBuffer:
         """Return the indices of a batch, for messages."""
         if step not in self._indices:
             return []
-        index = pickle.loads(self._indices[step])  # noqa: S301  # it is from the training process
+        index = pickle.loads(self._indices[step])  # noqa: S301  # from the training process
         return list(index) if isinstance(index, (list, tuple)) else [index]
 
     # Requests
 
     @property
     def window(self) -> int:
-        """Steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them.
+        """Number of steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them.
 
-        No more than 2 while no size is known: any number of them could exceed ``window_bytes``.
+        While no size is known, at most 2 may be: more could exceed ``window_bytes``.
         """
         limits = self.request
         if not self.largest:
@@ -196,7 +195,7 @@ class IteratorBuffer:
         ).encode()
 
     def drop(self, request_id: int) -> None:
-        """Forget a request, if it is in flight. Its slot is free as soon as no piece is being written to it."""
+        """Forget a request if it is in flight. Its slot is freed once no piece is being written to it."""
         answer = self.in_flight.pop(request_id, None)
         if answer is None:
             return
@@ -212,7 +211,7 @@ class IteratorBuffer:
 
         Raises:
             BatchTooLargeError: The batches do not fit into a slot.
-            WireError: It is a second header, or announces a wrong number of batches.
+            WireError: The answer already has a header, or the number of batches is wrong.
         """
         answer = self.in_flight[request_id]
         num_batches = len(header.batches)
@@ -228,19 +227,19 @@ class IteratorBuffer:
         if answer.header is not _NOT_ARRIVED:
             raise WireError("a second header arrived")
         answer.header = header
-        # At once, not when the bytes have arrived: the window opens, or closes, that much earlier. Batches without
-        # bytes are known, too.
+        # Update this before the bytes arrive, so that the window adapts sooner. Batches without bytes count as 1, as 0
+        # means unknown.
         self.largest = max(self.largest, 1, -(-header.num_bytes // num_batches))
 
     def end_piece(self, answer: InFlightRange, *, is_complete: bool = True) -> None:
-        """Count a piece that is complete; free the slot if the answer was dropped meanwhile."""
+        """Count a complete piece, and free the slot if the answer was dropped in the meantime."""
         answer.received += len(answer.piece or b"") * is_complete
         answer.piece = None
         if answer.is_dropped:
             self.free.append(answer.slot)
 
     def accept(self, request_id: int, latency_s: float) -> InFlightRange:
-        """Keep a complete answer until its first batch is next, and return it.
+        """Keep a complete answer until its first batch is due, and return it.
 
         Args:
             request_id: Number of the request.
@@ -270,14 +269,14 @@ class IteratorBuffer:
         self.range_length = length
 
     def skip(self, request_id: int, end: int) -> None:
-        """Record the answer that a stream has none of the batches of a request.
+        """Record that a stream has ended before the batches of a request.
 
         Args:
             request_id: Number of the request.
             end: Number of batches in the stream.
 
         Raises:
-            WireError: The answer does not fit the request.
+            WireError: The iterator is not over a stream.
         """
         if not self.request.is_stream:
             raise WireError("only streams have an end")
@@ -287,7 +286,7 @@ class IteratorBuffer:
     # Delivery
 
     def deliveries(self) -> Iterator[DeliveredRange | EndOfPass]:
-        """Remove the ranges that are next, in order, and yield their messages to the training process."""
+        """Remove the ranges that are due, in order, and yield their messages to the training process."""
         while (answer := self.ready.pop(self.next_step, None)) is not None:
             for step in range(self.next_step, answer.step_range.stop):
                 self._indices.pop(step, None)

@@ -1,6 +1,6 @@
 """The feeder process of one trainer rank: requests batches from data hosts, and fills the training process's ring.
 
-It has an interpreter of its own, so that receiving and the training loop never wait for each other.
+It runs in a separate interpreter, so that receiving and the training loop never wait for each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
 
-# While an answer is in transit, its worker needs another request: send a host one more than it has workers.
+# While its answer is in transit, a worker needs its next request: send a host one more request than it has workers.
 _EXTRA_CREDITS = 1
 
 
@@ -41,7 +41,7 @@ class Feeder:
     Args:
         trainer: Connection to the training process.
         releases: Pipe through which the training process releases slots.
-        settings: The first message.
+        settings: The first message from the training process.
     """
 
     def __init__(self, trainer: MessageSocket, releases: int, settings: kinds.Configure) -> None:
@@ -52,13 +52,13 @@ class Feeder:
         self._scheduler = Scheduler()
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, IteratorBuffer] = {}
-        # Bytes of the largest batch by source: the window of a later pass is right from its first request.
+        # Size of the largest batch by source, in bytes, so that later passes start with the right window.
         self._largest: dict[str, int] = {}
         self._closed_early: set[int] = set()
-        self._snapshots: dict[str, tuple[int, int]] = {}  # by digest: descriptor and size
+        self._snapshots: dict[str, tuple[int, int]] = {}  # (descriptor, size) by digest
         self._links: dict[str, HostLink] = {}
         self._openings = SourceOpenings(self._links, self._notify, self._drop_snapshot)
-        # Sent with heartbeats. Threads of the links read it, so it is replaced as a whole.
+        # Sent with heartbeats. The links' threads read it without the lock: replace it, never modify it.
         self.figures: RankFigures | None = None
         self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
         self._is_running = True
@@ -143,7 +143,7 @@ class Feeder:
     def _supply(self, message: kinds.SupplyIndices) -> None:
         with self._lock:
             buffer = self._buffers.get(message.pass_id)
-            if buffer is None:  # the iterator was closed meanwhile
+            if buffer is None:  # the iterator has been closed
                 return
             buffer.supply(message.indices, is_end=message.is_end)
             self._scheduler.set_known(buffer.pass_id, buffer.known)
@@ -164,7 +164,7 @@ class Feeder:
                     self._scheduler.advance(number, self._buffers[number].take(value))
 
     def _close(self, pass_id: int) -> None:
-        if pass_id not in self._buffers:  # the pipe was faster than the message that starts it
+        if pass_id not in self._buffers:  # the release overtook the message that starts the pass
             self._closed_early.add(pass_id)
             return
         self._cancel(self._scheduler.close_pass(pass_id))
@@ -185,10 +185,10 @@ class Feeder:
         try:
             self._trainer.send(message)
         except OSError:
-            logger.debug("The training process has exited; this process exits, too.")
+            logger.debug("The training process has exited, so the feeder exits too.")
 
     def fail(self, pass_id: int | None, error: Exception) -> None:
-        """End a pass; None: all, as a host does not belong to this job, or violates the protocol."""
+        """End a pass, or all passes (None) if a host does not belong to this job or violates the protocol."""
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: IteratorBuffer) -> None:
@@ -215,19 +215,19 @@ class Feeder:
         self._send_requests()
 
     def link_lost(self, link: HostLink) -> None:
-        """Send the host's requests to others."""
+        """Move the host's requests to other hosts."""
         with self._lock:
             self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is LinkState.SILENT))
         self._send_requests()
 
     def snapshot(self, digest: str) -> tuple[int, int] | None:
-        """Return a copy of the descriptor of a snapshot, and its size."""
+        """Return a duplicate of a snapshot's descriptor, and its size; None if it has been dropped."""
         with self._lock:
-            found = self._snapshots.get(digest)
-            return None if found is None else (os.dup(found[0]), found[1])
+            entry = self._snapshots.get(digest)
+            return None if entry is None else (os.dup(entry[0]), entry[1])
 
     def link_opened_source(self, link: HostLink, name: str, outcome: Failure | CallResult | None) -> None:
-        """Request batches of the source from the host from now on, or take note that it has none."""
+        """Request the source's batches from the host from now on, or record that it could not open the source."""
         try:
             with self._lock:
                 self._openings.opened(link, name, outcome)
@@ -240,7 +240,7 @@ class Feeder:
             os.close(self._snapshots.pop(digest)[0])
 
     def link_frame(self, link: HostLink, request_id: int, kind: int, value: int, payload: memoryview) -> None:
-        """Receive a part of an answer."""
+        """Handle a frame of an answer."""
         with self._lock:
             request = self._scheduler.request(request_id, link.address)
             if request is None:
@@ -256,7 +256,7 @@ class Feeder:
     def link_piece(
         self, link: HostLink, request_id: int, kind: int, value: int, num_bytes: int
     ) -> InFlightRange | None:
-        """Return where a piece of a batch goes."""
+        """Return the destination of a piece of a batch, or None to discard it."""
         with self._lock:
             request = self._scheduler.request(request_id, link.address)
             if request is None:
@@ -291,7 +291,7 @@ class Feeder:
             if buffer.in_flight[request.request_id].is_complete:  # it has no bytes
                 self._complete(buffer, request)
         else:
-            raise WireError(f"a frame of kind {kind}")
+            raise WireError(f"unexpected frame of kind {kind}")
 
     def _take_header(self, buffer: IteratorBuffer, request: StepRequest, header: StepRangeHeader) -> None:
         before = buffer.largest
@@ -315,7 +315,7 @@ class Feeder:
         self._send_requests()
 
     def _skip(self, buffer: IteratorBuffer, request: StepRequest, end: int) -> None:
-        """End a stream, whose end is known now."""
+        """End a stream whose end is now known."""
         self._cancel(self._scheduler.completed(request.request_id, time.monotonic()) or ())
         buffer.skip(request.request_id, end)
         self._move_stop(buffer)
@@ -330,7 +330,7 @@ class Feeder:
     def _request_failed(self, buffer: IteratorBuffer, request: StepRequest, failure: Failure) -> None:
         link = self._links[request.host]
         if failure.error == "NotOpen":
-            if not self._openings.is_wanted(buffer.request.opening):  # the end of the iterator is still on its way
+            if not self._openings.is_wanted(buffer.request.opening):  # the iterator is about to be closed
                 self._scheduler.failed(request.request_id, time.monotonic(), retry=Retry.ELSEWHERE)
                 buffer.drop(request.request_id)
                 return
@@ -351,9 +351,9 @@ class Feeder:
                 buffer.pass_id, explain(failure.error, request.first_step, decision, buffer.keys(request.first_step))
             )
             return
-        # A failed range is requested again step by step, and the step that fails again is reported.
+        # A failed range is requested again step by step. Report only the step that fails then.
         if request.step_range.num_steps == 1:
-            logger.warning("Requesting a batch again that failed on %s: %s", place, first_line(failure.text))
+            logger.warning("Retrying a batch that failed on %s: %s", place, first_line(failure.text))
         self._send_requests()
 
     # Requests to data hosts
@@ -384,7 +384,7 @@ def _about(request: StepRequest, error: WireError) -> WireError:
 
 
 def main() -> None:
-    """Run the feeder. The arguments are the descriptors of the connection and of the pipe of released slots."""
+    """Run the feeder. The process's arguments are the descriptors of the connection and the release pipe."""
     trainer = connection_to_parent()
     settings = trainer.receive()
     if isinstance(settings, kinds.Configure):

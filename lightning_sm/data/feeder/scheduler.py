@@ -22,11 +22,11 @@ from enum import Enum
 from itertools import count, takewhile
 from typing import NamedTuple
 
-# Frames carry request ids in 32 bits. At 10,000 requests per second, ids start again after five days.
+# Frames carry request ids in 32 bits. At 10,000 requests per second, ids wrap around after five days.
 _NUM_REQUEST_IDS = 1 << 32
 
-# The median is taken over this many latencies of a loader: enough to outvote the stragglers of one host, and few enough
-# to adapt soon.
+# Take the median of this many latencies of a loader: enough to outvote the stragglers of one host, few enough to adapt
+# soon.
 _NUM_RECENT = 64
 # With fewer latencies than this, no request counts as late.
 _NUM_SAMPLES_TO_HEDGE = 3
@@ -35,10 +35,10 @@ _WEIGHT = 1 / 4
 # Equal workers finish at the same moment, so intervals between answers vary: average over about 32 of them.
 _INTERVAL_WEIGHT = 1 / 32
 
-# A host this many times slower than the median takes only steps that are not needed before it answers. With batches of
-# very different weight, a lower factor would exclude hosts by chance.
+# Give a host this many times slower than the median only steps that are not needed before it answers. If batches differ
+# widely in cost, a lower factor would exclude hosts by chance.
 _SLOW_FACTOR = 3.0
-# Requests also queue on a slow host, so count on this many times its latency.
+# Requests also queue on a slow host, so allow for this many times its latency.
 _SLOW_MARGIN = 2.0
 # A host that was slow once (cold cache, other jobs) must get requests again: halve its measured slowness whenever this
 # many of its latencies have passed without an answer.
@@ -49,13 +49,13 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 
 # Hedges may cost this fraction of the work, plus HEDGE_BURST requests, plus the credits of the largest host: enough for
-# a host that becomes silent at the start.
+# a host that goes silent at the start.
 HEDGE_BUDGET = 0.05
 HEDGE_BURST = 4
 
 
 class _Late(NamedTuple):
-    """A limit for requests: late after a multiple of the loader's median latency, and not before a minimum."""
+    """The age from which a request is late: a multiple of the loader's median latency, but at least a minimum."""
 
     factor: float
     minimum_s: float
@@ -65,11 +65,11 @@ class _Late(NamedTuple):
 
 
 _LATE = _Late(3.0, 0.05)
-# With one host, a hedge goes to that host again. It helps if a worker is frozen, but not if all workers are busy: wait
-# longer before it.
+# With one host, a hedge goes to that host again. It helps if a worker is frozen, but not if all workers are busy, so
+# wait longer before sending it.
 _LATE_ON_THE_ONLY_HOST = _Late(10.0, 2.0)
-# Beyond the budget, hedge only requests that no working host would take so long for: a frozen worker would block the
-# pass forever.
+# Beyond the budget, hedge only requests that take longer than any working host would: otherwise, a frozen worker would
+# block the pass forever.
 _STUCK = _Late(30.0, 3.0)
 
 
@@ -82,12 +82,12 @@ class Liveness(Enum):
 
 
 class Retry(Enum):
-    """The policy for repeating a failed request for a single step.
+    """The retry policy for a failed request for a single step.
 
-    ELSEWHERE: until it succeeds: the failure has other causes (connection lost, host overloaded).
-    LIMITED: a few times: the request may be the cause (a worker was killed).
-    ONCE: once, on another host if one is up: the user's code raised, perhaps because a disk is broken.
-    NEVER: a retry cannot succeed.
+    ELSEWHERE: retry until it succeeds, as the cause is elsewhere (connection lost, host overloaded).
+    LIMITED: retry a few times, as the request may be the cause (a worker was killed).
+    ONCE: retry once, on another host if one is up. The user's code raised, perhaps because a disk is broken.
+    NEVER: do not retry, as that cannot succeed.
     """
 
     ELSEWHERE = "elsewhere"
@@ -96,7 +96,7 @@ class Retry(Enum):
     NEVER = "never"
 
 
-# The pass ends with this many failures of a kind for one step.
+# A pass fails once a step has failed this many times under a policy.
 _MAX_FAILURES = {Retry.LIMITED: 4, Retry.ONCE: 2, Retry.NEVER: 1}
 
 
@@ -131,7 +131,7 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class FailureDecision:
-    """The result of a failure: whether it ends the pass, and then all failures of the step, and requests to cancel."""
+    """The result of a failure: whether it ends the pass and, if so, the step's failures and the requests to cancel."""
 
     is_fatal: bool
     failures: tuple[str, ...] = ()
@@ -174,7 +174,7 @@ class _ScheduledHost(HostStatus):
     forget_s: float = math.inf
 
     def has_credit(self, now: float) -> bool:
-        """Return whether it may get a request now."""
+        """Return whether the host may get a request now."""
         return self.state is Liveness.UP and self.num_in_flight < self.num_credits and self.paused_until <= now
 
     def expected_slowness(self, now: float) -> float:
@@ -185,13 +185,13 @@ class _ScheduledHost(HostStatus):
 
     @property
     def forgotten_at(self) -> float:
-        """Time from which the host no longer counts as slow, unless it is measured before."""
+        """Time from which the host no longer counts as slow, unless it is measured before then."""
         if self.slowness <= _SLOW_FACTOR:
             return -math.inf
         return self.measured_at + self.forget_s * math.log2((self.slowness - 1.0) / (_SLOW_FACTOR - 1.0))
 
     def measure(self, latency_s: float, median_s: float, now: float) -> None:
-        """Average the slowness. One quick answer of a slow host, which gets few requests, proves that it recovered."""
+        """Update the average slowness. A slow host gets few requests, so one quick answer proves that it recovered."""
         measured = latency_s / max(median_s, 1e-9)
         is_news = math.isinf(self.measured_at) or measured < _SLOW_FACTOR < self.slowness
         self.slowness = measured if is_news else self.slowness + _WEIGHT * (measured - self.slowness)
@@ -206,7 +206,7 @@ class _ScheduledHost(HostStatus):
 
 @dataclass(slots=True)
 class _Latencies:
-    """The latencies of one loader's requests. Each loader has its own: validation batches may be much cheaper."""
+    """The latencies of one loader's requests. Loaders differ: validation batches may be much cheaper."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
     in_order: list[float] = field(default_factory=list)
@@ -248,7 +248,7 @@ class _ScheduledPass:
     window: int
     max_ranges: int  # in flight or ready: each range takes a slot
     pace: _Latencies
-    cursor: int  # no step from here on was ever put into todo
+    cursor: int  # the first step that was never put into todo
     range_length: int = 1
     todo: list[StepRange] = field(default_factory=list)  # sorted
     in_flight: dict[StepRange, list[StepRequest]] = field(default_factory=dict)  # one or two requests per range
@@ -256,7 +256,7 @@ class _ScheduledPass:
     failures: dict[int, list[_StepFailure]] = field(default_factory=dict)
     may_hedge: bool = True  # whether a late request may go to a second host
     known: int = sys.maxsize  # steps from here on cannot be requested yet
-    can_take: Callable[[str], bool] | None = None  # whether a host has what the pass needs; None: each has
+    can_take: Callable[[str], bool] | None = None  # whether a host has what the pass needs; None: all do
 
     @property
     def limit(self) -> int:
@@ -264,7 +264,7 @@ class _ScheduledPass:
         return min(self.position + self.window, self.stop_step, self.known)
 
     def takers(self, hosts: list[_ScheduledHost]) -> list[_ScheduledHost]:
-        """Return those of some hosts that have what the pass needs."""
+        """Return the hosts that have what the pass needs."""
         return hosts if self.can_take is None else [host for host in hosts if self.can_take(host.host)]
 
     @property
@@ -285,9 +285,9 @@ class _ScheduledPass:
         return next(self.todo_from(self.position), None) is not None
 
     def refill(self) -> None:
-        """Add the steps that have come into the window, as far as they fill complete ranges.
+        """Add the steps that have entered the window to TODO, in complete ranges.
 
-        The window moves by one delivered range at a time. Taking less than a range would split all later ranges.
+        The window moves by one delivered range at a time. Adding less than a range would split all later ranges.
         """
         limit = self.limit
         while self.cursor < limit:
@@ -299,10 +299,10 @@ class _ScheduledPass:
             self.cursor = step_range.stop
 
     def todo_from(self, step: int) -> Iterator[StepRange]:
-        """Yield the TODO ranges in the window, from a step on.
+        """Yield the TODO ranges in the window, starting at a step.
 
-        A range may be sent only if all earlier ones have slots, too: if ranges that are needed later took all slots,
-        the pass would stand still. TODO may also have ranges beyond the window, if that has shrunk.
+        A range may be sent only if all earlier ones have slots too: if later ranges took all slots, the pass would
+        stall. TODO may also have ranges beyond the window, if it has shrunk.
         """
         limit = self.limit
         num_slots = self.max_ranges - len(self.in_flight) - len(self.ready)
@@ -320,7 +320,7 @@ class _ScheduledPass:
         return all(self.failed_on(step, host.host) for host in hosts)
 
     def raised_on(self, step: int) -> set[str]:
-        """Return the hosts on which the user's code has raised in a step."""
+        """Return the hosts on which the user's code has raised for a step."""
         return {failure.host for failure in self.failures.get(step, ()) if failure.retry is Retry.ONCE}
 
 
@@ -331,18 +331,18 @@ class Scheduler:
     event, it calls ``next_requests`` again at ``next_wakeup``. A cancelled request frees its credit at once.
 
     Args:
-        tie_break: Decides between hosts that are equally good: the one with the lowest number. Ranks that all preferred
-            the same host would leave the others idle.
+        tie_break: Returns a number for each host; the lowest wins between equally good hosts. If all ranks preferred
+            the same host, the others would be idle.
     """
 
     def __init__(self, tie_break: Callable[[], float] = random.random) -> None:
         self._tie_break = tie_break
         self._hosts: dict[str, _ScheduledHost] = {}
-        self._up: list[_ScheduledHost] = []  # by name, so that decisions do not depend on which connected first
+        self._up: list[_ScheduledHost] = []  # by name, so that the order of connecting does not matter
         self._passes: dict[int, _ScheduledPass] = {}
         self._paces: dict[Hashable, _Latencies] = {}
         self._requests: dict[int, StepRequest] = {}  # in flight, oldest first
-        self._interval_s = 0.0  # between two steps that arrive
+        self._interval_s = 0.0  # between arrivals of steps
         self._measured_until = 0.0
         self._request_ids = count()
         self._num_completed = 0
@@ -353,12 +353,12 @@ class Scheduler:
     # Events of hosts
 
     def host_up(self, name: str, num_credits: int) -> None:
-        """Start using a host, with at most ``num_credits`` (at least 1) requests at a time; a new name adds it."""
+        """Start using a host, with up to ``num_credits`` (at least 1) requests at a time; add it if it is new."""
         host = self._hosts.setdefault(name, _ScheduledHost(name))
         before = host.state
         self._set_state(host, Liveness.UP)
         host.num_credits = num_credits
-        # The host may have restarted, so that its latency is no longer valid. A host that was only silent keeps it.
+        # The host may have restarted, so its measured latency is void. A host that was only silent keeps it.
         if before is Liveness.DOWN:
             host.slowness = 1.0
             host.measured_at = -math.inf
@@ -393,13 +393,18 @@ class Scheduler:
         known: int = sys.maxsize,
         can_take: Callable[[str], bool] | None = None,
     ) -> None:
-        """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step``, which may move.
+        """Start requesting the steps of a pass.
 
-        At most ``window`` steps, at least 1, counted from the oldest that the consumer has not taken, are in flight or
-        ready. ``set_window`` may change that, but there are never more ranges than ``max_ranges`` (default: as many as
-        steps in this window). Late requests go to a second host if they ``may_hedge``. Passes of the same ``loader``
-        share what is known about its pace. Steps from ``known`` on cannot be requested yet. Only hosts that
-        ``can_take`` the steps get requests.
+        Args:
+            pass_id: Number of the pass.
+            first_step: First step of the pass.
+            stop_step: The step after the last, see ``set_stop``.
+            window: Limit on steps in flight or ready (at least 1), from the oldest one not taken; see ``set_window``.
+            max_ranges: Limit on ranges in flight or ready, for any window. Defaults to ``window``.
+            may_hedge: Whether late requests may go to a second host.
+            loader: The loader; its passes share their latencies.
+            known: The first step that cannot be requested yet, see ``set_known``.
+            can_take: Returns whether a host has what the pass needs. By default, all hosts do.
         """
         pace = self._paces.setdefault(loader, _Latencies())
         self._passes[pass_id] = _ScheduledPass(
@@ -417,20 +422,20 @@ class Scheduler:
         self._passes[pass_id].refill()
 
     def set_window(self, pass_id: int, window: int, range_length: int = 1) -> None:
-        """Change the window of a pass, in steps, and the steps of future requests."""
+        """Change the window of a pass, and the length of its future requests, both in steps."""
         current = self._passes[pass_id]
         current.window = max(window, 1)
         current.range_length = range_length
         current.refill()
 
     def set_known(self, pass_id: int, known: int) -> None:
-        """Note from which step on the steps of a pass cannot be requested yet."""
+        """Set the first step of a pass that cannot be requested yet."""
         current = self._passes[pass_id]
         current.known = known
         current.refill()
 
     def set_stop(self, pass_id: int, stop_step: int) -> tuple[StepRequest, ...]:
-        """End a pass before ``stop_step``; return requests from there on, to be cancelled."""
+        """End a pass before ``stop_step``, and return the requests from there on, to be cancelled."""
         current = self._passes[pass_id]
         current.stop_step = stop_step
         current.refill()
@@ -439,7 +444,7 @@ class Scheduler:
         return self._end_requests(beyond)
 
     def close_pass(self, pass_id: int) -> tuple[StepRequest, ...]:
-        """Forget a pass; return its requests, to be cancelled."""
+        """Forget a pass, and return its requests, to be cancelled."""
         superfluous = self._end_requests([r for r in self._requests.values() if r.pass_id == pass_id])
         del self._passes[pass_id]
         return superfluous
@@ -448,7 +453,7 @@ class Scheduler:
         """Move the window of a pass: the consumer has taken every step below ``step``.
 
         Raises:
-            ValueError: A step below is not ready, and would never be delivered.
+            ValueError: An earlier step is not ready, and would never be delivered.
         """
         current = self._passes[pass_id]
         while current.position < step:
@@ -461,20 +466,20 @@ class Scheduler:
     # Events of requests
 
     def request(self, request_id: int, host: str) -> StepRequest | None:
-        """Return a request in flight to a host; None: it was answered or cancelled, or never sent there."""
+        """Return a request in flight to a host, or None if it was answered, cancelled, or never sent there."""
         request = self._requests.get(request_id)
         return request if request is not None and request.host == host else None
 
     def completed(self, request_id: int, now: float, work_s: float | None = None) -> tuple[StepRequest, ...] | None:
-        """Accept the first answer for a range of an open pass; reject any other, without an error.
+        """Accept the first answer for a range of an open pass; silently reject any other.
 
         Args:
             request_id: Number of the request.
             now: When the answer arrived.
-            work_s: Seconds that a worker took; None: all of the latency.
+            work_s: Seconds that a worker took. Defaults to the latency.
 
         Returns:
-            The requests that the answer makes superfluous; None: it was rejected.
+            The requests that the answer makes superfluous, or None if it was rejected.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -484,12 +489,12 @@ class Scheduler:
         self._record_answer(request, current.pace, now, work_s)
         losers = [other for other in current.in_flight[request.step_range] if other is not request]
         for loser in losers:
-            # Ending the request adds the usual work of a hedge. Add the difference for this batch, which is as heavy
-            # for the other host.
+            # _end_requests adds the average work of a hedge. Add the difference for this batch, which costs the other
+            # host as much.
             self._hedged_work_s += work_s - current.pace.work_s
             host = self._hosts[loser.host]
             age_s = now - loser.sent_at
-            # A request that is not late yet says nothing about the speed of the host.
+            # A request younger than the host's usual latency says nothing about the speed of the host.
             if age_s > host.slowness * current.pace.median_s:
                 host.measure(age_s, current.pace.median_s, now)
         current.ready[request.first_step] = request.step_range
@@ -498,7 +503,7 @@ class Scheduler:
         return tuple(losers)
 
     def withdraw(self, request: StepRequest) -> None:
-        """Take back a request that was not sent. The host is not blamed."""
+        """Take back a request that was not sent, without blaming the host."""
         if request.is_hedge:
             current = self._passes[request.pass_id]
             self._hedged_work_s -= current.pace.work_s
@@ -541,7 +546,7 @@ class Scheduler:
     # Decisions
 
     def next_requests(self, now: float) -> list[StepRequest]:
-        """Decide what to send now; the caller sends all of it.
+        """Return the requests to send now; the caller must send all of them.
 
         First, hedge late requests that a consumer will wait for. Then give TODO ranges to hosts with credits, the least
         busy host first.
@@ -564,7 +569,7 @@ class Scheduler:
         return requests
 
     def next_wakeup(self, now: float) -> float | None:
-        """Return when ``next_requests`` may have something new without an event; None: never."""
+        """Return when ``next_requests`` may return something new without an event, or None if never."""
         times: list[float] = []
         has_todo = any(current.has_todo() for current in self._passes.values())
         for host in self._up:
@@ -594,7 +599,7 @@ class Scheduler:
     def _status(self, current: _ScheduledPass) -> PassStatus:
         waiting_for = current.waiting_for
         in_flight = current.in_flight.items()
-        requests = [request for step_range, own in in_flight if step_range.first == waiting_for for request in own]
+        requests = [request for step_range, sent in in_flight if step_range.first == waiting_for for request in sent]
         return PassStatus(
             current.pass_id,
             waiting_for=waiting_for,
@@ -622,7 +627,7 @@ class Scheduler:
         return request
 
     def _end_requests(self, requests: list[StepRequest], *, in_single_steps: bool = False) -> tuple[StepRequest, ...]:
-        """End requests; the steps of those that are not ready, and have no other request, are TODO again."""
+        """End requests, and make their steps TODO again unless they are ready or have another request."""
         for request in requests:
             del self._requests[request.request_id]
             self._hosts[request.host].num_in_flight -= 1
@@ -652,8 +657,8 @@ class Scheduler:
         slownesses = sorted(each.expected_slowness(now) for each in self._up)
         # The median host; of two hosts, the quicker one.
         if slownesses and slownesses[(len(slownesses) - 1) // 2] > _SLOW_FACTOR:
-            # The loader's batches have become heavier. Until the median shows it, all hosts would count as slow and
-            # stand idle: start a new median.
+            # The loader's batches have become heavier. Until the median reflects that, all hosts would count as slow
+            # and stay idle: start a new median.
             pace.forget()
             pace.add(latency_s, work_s)
             for each in self._up:
@@ -688,7 +693,7 @@ class Scheduler:
         return None
 
     def _num_steps_in(self, seconds: float) -> int:
-        """Return how many steps arrive in some time; at least 1."""
+        """Return how many steps arrive in this time, at least 1."""
         return max(1, math.ceil(seconds / self._interval_s)) if self._interval_s > 0.0 else 1
 
     def _is_last_resort(self, host: _ScheduledHost, current: _ScheduledPass) -> bool:
@@ -697,7 +702,7 @@ class Scheduler:
         return current.failed_on_all(current.todo[0].first, others)
 
     def _may_take(self, host: _ScheduledHost, current: _ScheduledPass, step: int) -> bool:
-        """Return whether a host may build a step: it has what that needs, and the step did not fail only there."""
+        """Return whether a host has what a step needs, and the step has not failed there, or has failed everywhere."""
         if current.can_take is not None and not current.can_take(host.host):
             return False
         return not current.failed_on(step, host.host) or current.failed_on_all(step, current.takers(self._up))
@@ -729,7 +734,7 @@ class Scheduler:
         if not current.may_hedge or not current.pace.is_known:
             return math.inf
         late = _LATE_ON_THE_ONLY_HOST if len(current.takers(self._up)) == 1 else _LATE
-        # The budget, if this hedge and all open ones cost as much as usual.
+        # Assume that this hedge and all open ones have the average cost.
         burst = HEDGE_BURST + max((host.num_credits for host in self._up), default=0)
         cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * current.pace.work_s
         if cost_s > HEDGE_BUDGET * self._work_s + burst * current.pace.work_s:
@@ -737,10 +742,10 @@ class Scheduler:
         return late.after_s(current.pace.median_s)
 
     def _hedge_host(self, late: StepRequest, current: _ScheduledPass, now: float) -> _ScheduledHost | None:
-        """Return the least busy host that can duplicate a request; a slow one only if all others are.
+        """Return the least busy host to hedge a request on; a slow one only if all others are slow.
 
-        A host on which the user's code has raised in this step is left out unless it is the only one: the code would
-        raise again and end the pass, although the late request may still be answered.
+        Skip hosts on which the user's code has raised for this step, unless only one host is up: the code would raise
+        again and end the pass, although the late request may still be answered.
         """
         up = current.takers(self._up)
         others = [host for host in up if host.host != late.host] or up

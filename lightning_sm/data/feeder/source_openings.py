@@ -1,4 +1,4 @@
-"""The sources that this rank wants open on data hosts, as its feeder knows them."""
+"""The sources that this rank wants open on data hosts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lightning_sm.data.protocol.failures import Failure, error_class, first_line
 from lightning_sm.data.protocol.openings import CallResult, Opening
 from lightning_sm.errors import DataHostMismatchError
 
-# A host that is not up for so long, while others are, loses the workers of streams to these.
+# If a host has not been up for this long, move its stream workers to hosts that are up.
 _LATE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
 
 class SourceOpenings:
-    """What is open, and where: indexed sources on all hosts, and each worker of a stream on one.
+    """The open sources and their hosts: indexed sources on all hosts, each worker of a stream on one.
 
     Args:
-        links: The data hosts, by address; the feeder adds them as it starts.
+        links: Links to the data hosts, by address; the feeder adds them as it starts.
         notify: Sends a message to the training process.
-        drop_snapshot: Releases the memory of a source that no opening needs, by its digest.
+        drop_snapshot: Releases the memory of a source that no opening needs, given its digest.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class SourceOpenings:
         self._stream_hosts: dict[str, str] = {}  # by opening
         self._down_since: dict[str, float] = {}
         self._failed: dict[str, set[str]] = {}  # by opening: the hosts that cannot open it
-        # By call of a hook: the first host that has run it, and what all others must have, too.
+        # By hook call: the first host that ran it, and the fields that all other hosts must match.
         self._results: dict[str, tuple[str, dict[str, str]]] = {}
 
     def open(self, opening: Opening) -> None:
-        """Have a source opened."""
+        """Open a source on its data hosts."""
         self._wanted[opening.name] = opening
         for link in self._links.values():
             link.join()
@@ -50,7 +50,7 @@ class SourceOpenings:
             link.want_source(opening)
 
     def close(self, name: str) -> None:
-        """Have a source closed."""
+        """Close a source on all data hosts."""
         opening = self._wanted.pop(name, None)
         self._stream_hosts.pop(name, None)
         self._failed.pop(name, None)
@@ -61,10 +61,10 @@ class SourceOpenings:
             self._drop_snapshot(opening.source)
 
     def tick(self, now: float) -> None:
-        """Move the workers of streams from hosts that are lost or late, if others are up: they begin again, and skip.
+        """Move stream workers from lost or late hosts to hosts that are up, where they start again and skip ahead.
 
         Args:
-            now: Time, by a monotonic clock.
+            now: Time of a monotonic clock.
         """
         links = self._links
         up = [link for link in links.values() if link.state is LinkState.UP]
@@ -76,26 +76,26 @@ class SourceOpenings:
         late = [address for address, since in self._down_since.items() if now - since >= _LATE_S]
         for name, address in list(self._stream_hosts.items()):
             if address in late and up:
-                taken = Counter(self._stream_hosts.values())
-                target = min(up, key=lambda link: taken[link.address])
+                num_streams = Counter(self._stream_hosts.values())
+                target = min(up, key=lambda link: num_streams[link.address])
                 links[address].release_source(name)
                 self._stream_hosts[name] = target.address
                 target.want_source(self._wanted[name])
 
     def is_wanted(self, name: str) -> bool:
-        """Return whether an opening has not been closed."""
+        """Return whether an opening is still wanted."""
         return name in self._wanted
 
     def opened(self, link: HostLink, name: str, outcome: Failure | CallResult | None) -> None:
-        """Let the training process know that a host has opened a source, or that none can.
+        """Tell the training process that a host has opened a source, or that no host can.
 
         Args:
             link: The host.
             name: Name of the opening.
-            outcome: Why the host cannot; or the result of the call of a hook.
+            outcome: Why the host failed, or the result of a hook call.
 
         Raises:
-            DataHostMismatchError: The result is another one than that of another host.
+            DataHostMismatchError: The result differs from another host's.
         """
         if name not in self._wanted:
             return
@@ -111,8 +111,8 @@ class SourceOpenings:
             place = ", ".join(filter(None, (f"data host {link.name}", outcome.where)))
             self._notify(SourceOpened(name, error_class(outcome.error).__name__, outcome.at(place)))
         else:
-            what = first_line(outcome.text)
-            logger.warning("Continuing without data host %s: %s failed: %s", link.name, outcome.where, what)
+            reason = first_line(outcome.text)
+            logger.warning("Continuing without data host %s: %s failed: %s", link.name, outcome.where, reason)
 
     def _compare(self, link: HostLink, name: str, fields: dict[str, str]) -> None:
         first, expected = self._results.setdefault(name, (link.name, fields))
@@ -129,24 +129,24 @@ class SourceOpenings:
                     f"Data hosts {first} and {link.name} have different data or packages:",
                     *lines,
                     "All data hosts must see the same files, in the same order (sort what os.listdir() or glob() "
-                    "returns), and run the same versions. Check the channels of the data groups "
+                    "returns), and run the same package versions. Check the channels of the data groups "
                     "(S3DataDistributionType must be FullyReplicated). If lists in a dataset may differ, give it a "
-                    "method fingerprint(), which returns a text that says what must not.",
+                    "fingerprint() method that returns what must not differ, as a string.",
                 ]
             )
         )
 
     def _links_for(self, opening: Opening) -> list[HostLink]:
-        """Return all links or, for what one host opens, the one of its host."""
+        """Return the links to the hosts that open a source: all of them, or one."""
         links = self._links
         stream = opening.stream
         if stream is None:
             return list(links.values())[: 1 if opening.is_alone else None]
         if opening.name not in self._stream_hosts:
-            taken = Counter(self._stream_hosts.values())
-            # Ranks begin with different hosts.
+            num_streams = Counter(self._stream_hosts.values())
+            # Start with a different host on each rank, so that streams spread over the hosts.
             first = stream.rank * stream.num_workers + stream.number
             addresses = list(links)
             rotated = [addresses[(first + number) % len(addresses)] for number in range(len(addresses))]
-            self._stream_hosts[opening.name] = min(rotated, key=lambda address: taken[address])
+            self._stream_hosts[opening.name] = min(rotated, key=lambda address: num_streams[address])
         return [links[self._stream_hosts[opening.name]]]

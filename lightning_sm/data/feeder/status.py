@@ -13,7 +13,7 @@ from lightning_sm.data.protocol.failures import LOST_WORKERS, USER_ERRORS, error
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError
 
-# How errors that a data host reports are retried. All other errors are final.
+# Retry policies for errors that data hosts report. All other errors are final.
 RETRIES = {
     **dict.fromkeys(USER_ERRORS, Retry.ONCE),
     **dict.fromkeys(LOST_WORKERS, Retry.LIMITED),
@@ -25,7 +25,7 @@ _NUM_SHOWN_KEYS = 16
 
 
 def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -> DataServiceError:
-    """Return the error of a pass that cannot continue.
+    """Return the error that ends a pass.
 
     Args:
         error: Name of the error that a data host reported last.
@@ -34,18 +34,18 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
         keys: Indices of the step.
     """
     if error in LOST_WORKERS:
-        more = len(keys) - _NUM_SHOWN_KEYS
-        shown = f"{keys[:_NUM_SHOWN_KEYS]}" + (f" and {more} more" if more > 0 else "")
+        num_hidden = len(keys) - _NUM_SHOWN_KEYS
+        shown = f"{keys[:_NUM_SHOWN_KEYS]}" + (f" and {num_hidden} more" if num_hidden > 0 else "")
         counts = Counter(decision.failures).items()
-        lost = "; ".join(f"a worker {what}" + (f" ({number} times)" if number > 1 else "") for what, number in counts)
+        lost = "; ".join(f"a worker {how}" + (f" ({number} times)" if number > 1 else "") for how, number in counts)
         if error == "WorkerNotStarted":
             return DataServiceError(
-                f"The workers of data hosts cannot start: {lost}. Look in worker_init_fn, and in the logs of the data "
-                "hosts; each worker may need more memory than there is."
+                f"The workers of data hosts cannot start: {lost}. Check worker_init_fn and the logs of the data hosts. "
+                "The workers may also need more memory than is available."
             )
         return DataServiceError(
-            f"Step {step} kills the workers of data hosts: {lost}. Look for samples that crash native code or take too "
-            f"much memory; indices {shown}."
+            f"Step {step} kills the workers of data hosts: {lost}. Look for samples that crash native code or use too "
+            f"much memory, at indices {shown}."
         )
     return error_class(error)(decision.failures[-1])
 
@@ -55,7 +55,7 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
 
     Args:
         link: The connection to it.
-        status: Its status in the scheduler; None: it was never reached.
+        status: Its status in the scheduler, or None if it was never reached.
         transfer_s: Seconds that its answers were in transit.
     """
     status = status or HostStatus(link.name)
@@ -80,7 +80,7 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
 
 
 def rank_figures(links: Iterable[HostLink]) -> dict[str, RankFigures]:
-    """Return the latest figures of each rank that a data host has, by the name of the rank."""
+    """Return the latest figures that data hosts have of each rank, by the name of the rank."""
     latest: dict[str, RankFigures] = {}
     for link in links:
         reported = {} if link.report is None else link.report.figures

@@ -1,1 +1,1 @@
-"""On data hosts: the main process and its workers, which run the user's DataModule."""
+"""The main process of a data host and its workers, which run the user's DataModule."""

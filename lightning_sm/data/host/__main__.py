@@ -1,4 +1,4 @@
-"""The main process of a ``DataHost``: ``python -m lightning_sm.data.host``, with the connection to its owner."""
+"""The main process of a ``DataHost``: ``python -m lightning_sm.data.host``, given the connection to its owner."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def main() -> None:
     serve = owner.receive()
     if not isinstance(serve, Serve):
         return
-    # The training waits for these imports.
+    # Training waits for these imports, so pause the garbage collector.
     with pause_collector():
-        for name in serve.imports:  # before ours, which derive from the one that is there
+        for name in serve.imports:  # before our modules, which use the Lightning that is imported
             importlib.import_module(name)
         from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
 

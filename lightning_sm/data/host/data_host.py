@@ -1,4 +1,4 @@
-"""The ``DataHost``, which builds batches on this machine: for tests, and for clusters set up by hand."""
+"""The ``DataHost``, which builds batches on this machine, for tests and for clusters that are set up by hand."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from lightning_sm.job.variables import JOB_SECRET
 
 _MAIN_PROCESS = "lightning_sm.data.host"
 
-# Rank 0's DataModule derives from one of them, which it imports here.
+# Rank 0's DataModule derives from one of these packages. The data host imports the one that this process has imported.
 _LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
-# One that has ended is noticed at once. To import torch and Lightning has taken more than a minute on busy machines,
-# and where the packages come over a network.
+# Importing torch and Lightning has taken over a minute on busy machines, and with packages on a network drive. The exit
+# of a process is noticed at once.
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
 
 _MAKING_SECRET = threading.Lock()
 
-# Name of the job of hosts and trainers that are set up by hand.
+# Job name of hosts and trainers that are set up by hand.
 LOCAL_JOB = "local"
 
 
 class DataHost:
-    """A data host in processes of its own, which live as long as the ``with`` block.
+    """A data host that runs in separate processes for the duration of a ``with`` block.
 
     Example::
 
         with DataHost(workers=4) as host:
             trainer.fit(model, RemoteDataModule(MyDataModule("data"), addresses=[host.address]))
 
-    It gets the datasets of loaders, pickled, as the workers of ``DataLoader`` do. Classes and functions of the script
-    travel by value; what they look up in ``globals()`` by a name in a string is not there.
+    It receives the datasets of loaders, pickled, like ``DataLoader`` workers. Your script's classes and functions are
+    pickled by value, without the globals that they look up by string in ``globals()``.
 
-    Its processes import torch and Lightning, which takes as long as in the script.
+    Its processes import torch and Lightning, which takes as long as in your script.
 
-    It accepts connections from its own machine, and from ``settings.trust``. Without a job's secret, it sets
-    ``LIGHTNING_SM_JOB_SECRET`` to random characters in this process, where a ``RemoteDataModule``, and ranks that this
-    process starts, find it. A training in another terminal needs the same ``LIGHTNING_SM_JOB_SECRET``.
+    It accepts connections from this machine and from ``settings.trust``. Without a job secret, it sets
+    ``LIGHTNING_SM_JOB_SECRET`` to random characters in this process, for ``RemoteDataModule`` and for ranks that this
+    process starts. To train from another terminal, set the same ``LIGHTNING_SM_JOB_SECRET`` there.
 
     Args:
-        address: Where to listen: ``host:port``; with port 0, the system chooses one.
-        workers: Worker processes.
-        settings: Limits, credentials.
+        address: Address to listen on, as ``host:port``; with port 0, the system chooses a port.
+        workers: Number of worker processes.
+        settings: Limits and credentials.
         job: Name of the job; trainers must use the same name.
-        name: Name of the host in messages. Default: its address.
+        name: Name of the host in messages. Defaults to its address.
 
     """
 
@@ -92,7 +92,7 @@ class DataHost:
 
         Raises:
             DataSettingsError: A TLS file is missing or invalid.
-            DataServiceError: The address is taken.
+            DataServiceError: The host does not start, for example because its address is in use.
             NeedsLinuxError: This system is not Linux.
         """
         process, sock = self._start()
@@ -118,7 +118,7 @@ class DataHost:
         return self
 
     def _start(self) -> tuple[subprocess.Popen[bytes], MessageSocket]:
-        """Return the main process, and the connection to it."""
+        """Start the main process, and return it with the connection to it."""
         read_tls(self._settings.credentials)
         self._process, self._socket = start_module(_MAIN_PROCESS)
         return self._process, self._socket
@@ -141,7 +141,7 @@ class DataHost:
         if self._process is None or self._socket is None:
             return
         if not self._is_listening:
-            self._process.kill()  # it may be importing, and would notice a closed connection only afterwards
+            self._process.kill()  # while importing, it would not notice the closed connection
         with contextlib.suppress(OSError):
             self._socket.close()
         try:
@@ -152,7 +152,7 @@ class DataHost:
 
 
 def _ensure_secret() -> None:
-    """Give this process and those that it starts a secret, unless it has one or belongs to a job, which decides."""
-    with _MAKING_SECRET:  # several threads may make data hosts
+    """Set a secret for this process and its children, unless it has one or belongs to a job, which sets it."""
+    with _MAKING_SECRET:  # several threads may create data hosts
         if JOB_SECRET.read(os.environ) is None and SageMakerJob.from_environment() is None:
             os.environ.update(new_secret())

@@ -1,4 +1,4 @@
-"""The random generators that user code draws from: the global ones, and those that its objects hold."""
+"""The random generators that user code draws from: global ones, and ones that its objects hold."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-# The modules draw from a generator of their own, and have its methods.
+# The modules have the methods of their global generators.
 GLOBALS: tuple[Any, ...] = (random, np.random, torch.default_generator)
 
-# The objects in these modules, which are known by their methods.
+# The global generators themselves, found through their bound methods.
 _OBJECTS_OF_GLOBALS = (random.random.__self__, np.random.random_sample.__self__, torch.default_generator)  # type: ignore[attr-defined]
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -28,10 +28,10 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 _MAX_OBJECTS = 10_000
 _MAX_ITEMS = 64
 
-# Objects that hold no generator.
+# Types of objects that hold no generators.
 _LEAVES = (bool, int, float, complex, str, bytes, np.generic, np.ndarray, torch.Tensor, ModuleType, type(None))
 
-# How to list the keys of a container.
+# Functions that list the keys of a container.
 _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     list: lambda value: range(list.__len__(value)),
     tuple: lambda value: range(tuple.__len__(value)),
@@ -41,17 +41,18 @@ _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
 
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, type)
 
-# Their own functions and classes draw from the global generators. The objects of these classes are searched.
+# Do not search functions and classes of these libraries, which draw from the global generators; do search instances of
+# the classes.
 _LIBRARIES = {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_sm"}
 
-# An odd number: its multiples differ in their last 64, and in their last 32 bits.
+# Odd, so that its multiples differ in their last 64 bits and in their last 32 bits.
 _STEP = 0x9E3779B97F4A7C15
 
 _Place = tuple[Callable[[Any, Any], Any], Any, Any]
 
 
 def seed_generator(generator: Any, seed: int) -> None:
-    """Seed a generator with 64 bits, or as many of them as it takes."""
+    """Seed a generator with 64 bits, or as many of them as it accepts."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
@@ -59,9 +60,9 @@ def seed_generator(generator: Any, seed: int) -> None:
         bits.state = _state_of_pcg64(seed) if type(bits) is np.random.PCG64 else type(bits)(seed).state
     elif generator is np.random or isinstance(generator, np.random.RandomState):
         try:
-            # Not the last 32 bits, which torch takes: from equal seeds, both would draw the same bits.
+            # Avoid the last 32 bits, which torch uses: with equal seeds, both would draw the same bits.
             generator.seed((seed * _STEP >> 32) & 0xFFFFFFFF)
-        except TypeError:  # it is no Mersenne Twister
+        except TypeError:  # not a Mersenne Twister
             bits = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])(seed)
             generator.set_state(np.random.RandomState(bits).get_state(legacy=False))
     else:
@@ -69,9 +70,9 @@ def seed_generator(generator: Any, seed: int) -> None:
 
 
 def _state_of_pcg64(seed: int) -> dict[str, Any]:
-    """Return a state for the generators of ``default_rng()`` in a quarter of the time that NumPy takes for a seed.
+    """Return a state for ``default_rng()`` generators, in a quarter of the time that NumPy takes to expand a seed.
 
-    Any state and any odd increment are valid.
+    Any state with an odd increment is valid.
     """
     digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=32).digest()
     words = {"state": int.from_bytes(digest[:16], "little"), "inc": int.from_bytes(digest[16:], "little") | 1}
@@ -85,13 +86,13 @@ def seed_all(seed: int) -> None:
 
 
 class HeldGenerators:
-    """The generators that some objects hold, wherever these keep them.
+    """The random generators that objects hold, directly or indirectly.
 
-    The search goes through attributes, containers, methods, closures, and the globals that functions name. It remembers
-    places, not generators: libraries replace theirs, as ``set_random_state`` of MONAI does.
+    The search follows attributes, containers, methods, closures, and the globals that functions use. It remembers
+    places, not generators: libraries may replace generators, like MONAI's ``set_random_state``.
 
     Args:
-        *owners: The objects.
+        *owners: Objects to search.
     """
 
     def __init__(self, *owners: object) -> None:
@@ -100,7 +101,7 @@ class HeldGenerators:
         self.search_again()
 
     def search_again(self) -> None:
-        """Add generators that were made since: code may make its generators when it first needs them."""
+        """Add generators created since the last search: code may create its generators on first use."""
         for place in _find(self._owners):
             self._places.setdefault((id(place[1]), place[2]), place)
 
@@ -109,14 +110,14 @@ class HeldGenerators:
         return (generator for _, generator in self._numbered())
 
     def seed(self, seed: int) -> None:
-        """Seed all generators, each with a seed of its own that follows from this one."""
+        """Seed all generators, each with a different seed derived from this one."""
         for number, generator in self._numbered():
             seed_generator(generator, (seed + number * _STEP) & 0xFFFFFFFFFFFFFFFF)
 
     def _numbered(self) -> Iterator[tuple[int, Any]]:
         seen: set[int] = set()
         for number, (get, holder, key) in enumerate(self._places.values(), start=1):
-            with suppress(Exception):  # the place is empty now
+            with suppress(Exception):  # the place may be empty now
                 generator = get(holder, key)
                 if _is_held(generator) and id(generator) not in seen:
                     seen.add(id(generator))
@@ -124,10 +125,10 @@ class HeldGenerators:
 
 
 def reachable(*owners: object) -> Iterator[Any]:
-    """Yield some objects and what they hold, wherever they keep it, as far as it is searched for generators.
+    """Yield objects and everything in them that is searched for generators.
 
     Args:
-        *owners: The objects.
+        *owners: Objects to search.
     """
     yield from owners
     for _, item in _walk(owners):
@@ -140,15 +141,15 @@ def _find(owners: Iterable[object]) -> Iterator[_Place]:
 
 def _walk(owners: Iterable[object]) -> Iterator[tuple[_Place, Any]]:
     queue, functions = deque(owners), deque[Any]()  # functions come last: they lead to whole libraries
-    seen: dict[int, object] = {}  # as long as they are kept, no other objects get their ids
+    seen: dict[int, object] = {}  # keeps the objects alive, so that their ids stay unique
     while (queue or functions) and len(seen) < _MAX_OBJECTS:
         value = queue.popleft() if queue else functions.popleft()
-        with suppress(Exception):  # of properties and proxies in user code
+        with suppress(Exception):  # from properties and proxies in user code
             if isinstance(value, _LEAVES) or id(value) in seen:
                 continue
             seen[id(value)] = value
             for place in _places_in(value):
-                with suppress(Exception):  # or the place is empty
+                with suppress(Exception):  # as above, or the place is empty
                     get, holder, key = place
                     item = get(holder, key)
                     yield place, item
@@ -163,7 +164,7 @@ def _is_held(value: Any) -> bool:
 def _places_in(value: Any) -> Iterator[_Place]:
     for container, keys in _CONTAINERS.items():
         if isinstance(value, container) and container.__len__(value) <= _MAX_ITEMS:
-            # Not by a method of a subclass, which may read a file.
+            # Bypass the methods of subclasses, which may read files.
             yield from ((container.__getitem__, value, key) for key in keys(value))
     if isinstance(value, FunctionType):
         if not _is_of_library(value):
@@ -193,14 +194,14 @@ def _places_in_class(value: Any, its_class: type) -> Iterator[_Place]:
         yield from ((getattr, value, name) for name in ((slots,) if isinstance(slots, str) else slots))
         for name, item in vars(cls).items():
             if _is_held(item):
-                # By the object, which may get an attribute of its own in its place, as MONAI's transforms do.
+                # Look it up on the object, which may replace it with an instance attribute, as MONAI's transforms do.
                 yield getattr, value, name
-            elif isinstance(item, _FUNCTIONS) and not (name == "__init__" and value is not its_class):  # it has run
+            elif isinstance(item, _FUNCTIONS) and not (name == "__init__" and value is not its_class):  # already ran
                 yield getitem, vars(cls), name
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names in the code of a function, and of the functions in it."""
+    """Return the names used by a function's code, and by the functions nested in it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 

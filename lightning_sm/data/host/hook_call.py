@@ -19,27 +19,27 @@ from lightning_sm.data.host.world import RankWorld
 from lightning_sm.data.protocol.openings import CallResult
 from lightning_sm.errors import DataSettingsError
 
-# An order of a million samples, as a sampler may hold it, has 8 MB.
+# A sampler may hold the order of a million samples, which takes 8 MB.
 _MAX_RESULT_BYTES = 20_000_000
 
-# What a trainer has itself.
+# Names of the objects that trainers have themselves.
 DATAMODULE, TRAINER = "datamodule", "trainer"
 
 
 @dataclass(frozen=True)
 class HookCall:
-    """A call of a hook; equal on all data hosts, which then make equal loaders.
+    """A hook call. All data hosts get the same one, so that they create equal loaders.
 
     Attributes:
         run: Name of the DataModule.
         hook: Name of the hook.
         arguments: Its arguments, by name.
-        datamodule: The DataModule, with the first call; None: the data host has it.
+        datamodule: The DataModule in the first call, then None, as the data host has it.
         values: Attributes that were set on rank 0 since the last call.
-        removed: Names of those that were deleted there.
-        trainer: The Trainer; None: there is none.
-        random_state: That of rank 0.
-        by_name: Whether classes and functions of the script go by name.
+        removed: Names of attributes that were deleted on rank 0 since the last call.
+        trainer: View of the Trainer, if any.
+        random_state: Random state of rank 0.
+        by_name: Whether the script's classes and functions are pickled by name.
     """
 
     run: str
@@ -54,19 +54,19 @@ class HookCall:
 
     def __str__(self) -> str:
         """Return the call as code."""
-        # Lightning's stages are members of an enumeration.
+        # Lightning's stages are enum members: show their values.
         return f"{self.hook}({', '.join(repr(getattr(value, 'value', value)) for value in self.arguments.values())})"
 
 
 @dataclass(frozen=True)
 class HookResult:
-    """What a call has returned, and what it has changed.
+    """The return value and side effects of a hook call.
 
     Attributes:
-        returned: What it has returned, such as loaders.
-        attributes: The attributes that it has set or changed, as far as they are small.
-        missing: Names of the others, which trainers do not get.
-        random_state: That after the call.
+        returned: The return value, such as loaders.
+        attributes: Small attributes that the hook set or changed.
+        missing: Names of the other attributes that it set or changed, which trainers do not get.
+        random_state: Random state after the call.
     """
 
     returned: Any
@@ -76,7 +76,7 @@ class HookResult:
 
 
 class HookCalls:
-    """The DataModules of rank 0 that this data host has, and the calls of their hooks."""
+    """The DataModules of rank 0 on this data host, and the calls of their hooks."""
 
     def __init__(self) -> None:
         self._datamodules: dict[str, Any] = {}  # by run
@@ -91,7 +91,7 @@ class HookCalls:
             call: The call.
 
         Raises:
-            DataSettingsError: The hook splits the data by rank, or what it returned cannot be pickled.
+            DataSettingsError: The hook splits the data by rank, or its result cannot be pickled or is too large.
         """
         datamodule = call.datamodule
         if datamodule is None:
@@ -115,14 +115,14 @@ class HookCalls:
             HookResult(returned, attributes, missing, states),
             by_name=call.by_name,
             named={str(call): returned},
-            advice=f"The trainers get the loaders, whose datasets stay here, with their samplers. {REMEDIES}",
+            advice=f"Trainers get the loaders and their samplers, but datasets stay on the data hosts. {REMEDIES}",
             parts=parts,
         ).joined()
         if len(pickled) > _MAX_RESULT_BYTES:
             raise DataSettingsError(
-                f"What {call} returns has {len(pickled) / 1e6:.0f} MB without its datasets, and "
-                f"{_MAX_RESULT_BYTES / 1e6:.0f} MB at most go to the trainers. Samplers go there: let them hold less, "
-                "or compute their order in __iter__. Or set data_service.hooks=trainers, if the trainers have the data."
+                f"{call} returns {len(pickled) / 1e6:.0f} MB besides its datasets, but at most "
+                f"{_MAX_RESULT_BYTES / 1e6:.0f} MB can be sent to the trainers. Reduce what the samplers hold, or "
+                "compute their order in __iter__. Or set data_service.hooks=trainers, if the trainers have the data."
             )
         self._datamodules[call.run] = datamodule
         self._runs[name] = call.run
@@ -130,13 +130,13 @@ class HookCalls:
         return CallResult(pickled, compared_fields(str(call), loaders, missing))
 
     def _returned(self, datamodule: Any, call: HookCall) -> Any:
-        """Call the hook, in the world of rank 0."""
+        """Call the hook as rank 0, and return its result."""
         if call.datamodule is None and datamodule.trainer is not None and call.trainer is not None:
-            datamodule.trainer.update(call.trainer)  # what the hooks have made refers to this view
+            datamodule.trainer.update(call.trainer)  # objects from earlier hooks refer to this view
         else:
             datamodule.trainer = call.trainer
         call.random_state.restore()
-        # Lightning makes some loaders again, from the arguments of their classes.
+        # Record the arguments of loaders: Lightning recreates some loaders from them.
         with replace_dunder_methods(DataLoader, "dataset"), replace_dunder_methods(BatchSampler):
             if call.trainer is None:
                 return getattr(datamodule, call.hook)(**call.arguments)
@@ -152,36 +152,36 @@ class HookCalls:
         return returned
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forget all calls but some, and the DataModules that no other needs."""
+        """Forget all calls except these, and the DataModules that none of them needs."""
         kept = set(names)
         for name in self._runs.keys() - kept:
             del self._runs[name], LEFT[name]
         needed = set(self._runs.values())
-        self._datamodules = {run: each for run, each in self._datamodules.items() if run in needed}
+        self._datamodules = {run: module for run, module in self._datamodules.items() if run in needed}
 
 
 def set_attribute(datamodule: Any, name: str, value: Any) -> None:
-    """Set an attribute to what it was changed to in another process.
+    """Set an attribute to the value that it got in another process.
 
-    A list, dict or set is changed in place: a dataset may share it.
+    Change a list, dict or set in place, as a dataset may share it.
     """
-    own = vars(datamodule).get(name)
-    if isinstance(value, list) and type(own) is type(value):
-        own[:] = value
-    elif isinstance(value, (dict, set)) and type(own) is type(value):
-        own.clear()
-        own.update(value)
+    current = vars(datamodule).get(name)
+    if isinstance(value, list) and type(current) is type(value):
+        current[:] = value
+    elif isinstance(value, (dict, set)) and type(current) is type(value):
+        current.clear()
+        current.update(value)
     else:
         setattr(datamodule, name, value)
 
 
 def loaders_in(returned: Any) -> list[DataLoader[Any]]:
-    """Return the loaders in what a hook has returned."""
+    """Return the loaders in the return value of a hook."""
     leaves = returned.flattened if isinstance(returned, CombinedLoader) else tree_leaves(returned)
     return [leaf for leaf in leaves if isinstance(leaf, DataLoader)]
 
 
 def distributed_samplers(loader: DataLoader[Any]) -> list[DistributedSampler[Any]]:
-    """Return the samplers of a loader that split the data by rank, from where Lightning looks for them."""
+    """Return the samplers of a loader that split the data by rank, wherever Lightning would find them."""
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return [sampler for sampler in samplers if isinstance(sampler, DistributedSampler)]

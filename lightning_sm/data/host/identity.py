@@ -17,12 +17,12 @@ from lightning_sm.data.host.parts import length_of
 
 
 def compared_fields(call: str, loaders: Sequence[DataLoader[Any]], missing: Sequence[str]) -> dict[str, str]:
-    """Return texts that are equal on data hosts that have the same data and the same packages.
+    """Return texts by name that are equal on data hosts with the same data and packages.
 
     Args:
-        call: The call of a hook.
-        loaders: The loaders that it has returned.
-        missing: Names of the attributes that it has set, and that trainers do not get.
+        call: The hook call.
+        loaders: The loaders that it returned.
+        missing: Names of the attributes that it set and that trainers do not get.
     """
     fields = {f"attributes after {call}": ", ".join(missing)} if missing else {}
     packages: set[str] = set()
@@ -38,15 +38,15 @@ def compared_fields(call: str, loaders: Sequence[DataLoader[Any]], missing: Sequ
             fields.update({name + part: text for part, text in describe_data(dataset).items()})
             packages.add(type(dataset).__module__.partition(".")[0])
     installed = metadata.packages_distributions() if packages else {}
-    return fields | {f"package {one}": metadata.version(installed[one][0]) for one in packages & installed.keys()}
+    return fields | {f"package {name}": metadata.version(installed[name][0]) for name in packages & installed.keys()}
 
 
 def describe_data(dataset: Any) -> dict[str, str]:
-    """Return texts that are equal for the same data, by the part of the dataset.
+    """Describe the parts of a dataset, with texts that are equal for the same data.
 
-    They are of its class, and its ``fingerprint()``, if it has one; else of its lists of names or numbers, such as the
-    indices that a ``Subset`` selects: hosts that split the data differently would train on each other's validation
-    samples.
+    The parts are its class and its ``fingerprint()``. Without that method, they are its class and its lists of names or
+    numbers, such as the indices of a ``Subset``: hosts that split the data differently would train on each other's
+    validation samples.
     """
     cls = type(dataset)
     texts = {"": f"{cls.__module__}.{cls.__qualname__}"}
@@ -75,16 +75,16 @@ def _walk(dataset: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the items of a container of datasets, such as that in a ``ConcatDataset``; else the value itself."""
+    """Return the items of a container of datasets, such as the one in a ``ConcatDataset``; else the value itself."""
     if isinstance(value, (list, tuple, dict)):
         items = list(value.values()) if isinstance(value, dict) else value
-        # Look only at the first item: it may be a list of a million files.
+        # Check only the first item: this may be a list of a million files.
         return list(items) if items and isinstance(items[0], Dataset) else []
     return [value]
 
 
 def _has_names(value: Any) -> bool:
-    """Return whether a value is a list of names, numbers or tuples of these, as far as its first item shows."""
+    """Return whether a value is a list of names, numbers, or tuples of these, judging by its first item."""
     if not isinstance(value, (list, tuple)) or not value:
         return False
     first = value[0] if isinstance(value[0], tuple) else value[:1]
@@ -94,7 +94,7 @@ def _has_names(value: Any) -> bool:
 def _digest(values: Any) -> str:
     try:
         text = json.dumps(values, default=_plain)
-    except (TypeError, ValueError):  # of the user's own classes: repr() may show addresses, which differ between hosts
+    except (TypeError, ValueError):  # items of user classes: repr() may show addresses, which differ between hosts
         return f"{len(values)} items"
     return f"{len(values)} items ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
 

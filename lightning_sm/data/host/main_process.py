@@ -1,7 +1,7 @@
-"""The main process of a data host: it has the sources of the trainers, the workers and the process of the gRPC server.
+"""The main process of a data host, which has the trainers' sources, the workers, and the server process (gRPC).
 
-It has no threads and never loads gRPC, so that it can fork its workers. It restarts every child that dies; its children
-die when it does.
+It has no threads and never loads gRPC, so that it can fork its workers. It restarts every child that dies, and its
+children die with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 # A worker fills one slot while the other is sent.
 _SLOTS_PER_WORKER = 2
 
-# Pauses before a worker is started that could not start before. Without them, one that cannot start takes a whole CPU.
+# Pauses before a worker that could not start is replaced. Without them, such a worker would take up a whole CPU.
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 
@@ -50,7 +50,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class _Terminated(BaseException):
-    """The interruption of a user's hook. Not an Exception, which the hook's own ``except Exception`` would catch."""
+    """An interruption of a user's hook. Not an Exception, as ``except Exception`` in the hook would catch it."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class _WorkerProcess:
     """A worker.
 
     Attributes:
-        pid: Its process.
-        opening: What it is for.
+        pid: Its process id.
+        opening: The opening that it serves.
         number: Its number on the host.
         notes: Its notes.
-        pause_s: Seconds until another is started, if this one cannot start.
+        pause_s: Seconds to wait before replacing it if it cannot start.
     """
 
     pid: int
@@ -78,16 +78,16 @@ def _exit_status(pid: int) -> int:
 
 
 def _kill(pidfd: int) -> None:
-    """Kill a child, unless it is gone: multiprocessing reaps workers that have exited when it spawns another."""
+    """Kill a child, unless multiprocessing has reaped it, as it does with exited workers when it spawns another."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 class MainProcess:
-    """The data host: serves the trainers from the current process until the trainers have finished.
+    """A data host that serves trainers from the current process until they have finished.
 
     Args:
-        settings: Address, workers, limits, credentials.
+        settings: Address, workers, limits and credentials.
         listening: Called with the address once trainers can connect.
     """
 
@@ -95,7 +95,7 @@ class MainProcess:
         self._settings = settings
         self._listening = listening
         self._selector = selectors.DefaultSelector()
-        # Of all children, by process id: its descriptor, and what waits for it to exit and returns its status.
+        # All children, by process id: the pidfd, and a function that waits for the exit and returns the status.
         self._children: dict[int, tuple[int, Callable[[], int]]] = {}
         self._workers: dict[int, _WorkerProcess] = {}  # by worker id
         self._num_workers_started = 0
@@ -103,7 +103,7 @@ class MainProcess:
         self._sources = Sources()
         self._scheduler = sched.scheduler(time.monotonic)
         self._server: MessageSocket  # of the newest server process
-        self._has_listened = False  # a server process
+        self._has_listened = False  # whether any server process has
         self._outcome: host_messages.Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
@@ -115,7 +115,7 @@ class MainProcess:
             until: The socket, if any.
 
         Raises:
-            DataServiceError: The host cannot serve: its address is taken, or no trainer connected.
+            DataServiceError: The host cannot serve: its address is in use, or no trainer connected.
         """
         show_world_of_one()
         if until is not None:
@@ -124,7 +124,7 @@ class MainProcess:
         wakeup, waker = socket.socketpair()
         waker.setblocking(False)
         self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._on_wakeup(wakeup))
-        # Set before the handlers. Python resumes an interrupted wait if the handler only sets a flag: this wakes it.
+        # Set this before the handlers. If one only sets a flag, Python resumes the interrupted wait: this wakes it.
         signal.set_wakeup_fd(waker.fileno())
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(GENTLE_SIGNAL, self._on_gentle_signal)
@@ -137,8 +137,8 @@ class MainProcess:
             outcome = self._outcome or host_messages.Finished("the job was stopped before it served anything")
         finally:
             self._close()
-            # Ignored until the process is gone. The interpreter takes a second to exit, and restores default handlers:
-            # a signal of the ending job in this second must not change the exit code.
+            # Ignore signals until the process has exited. The interpreter takes a second to exit, and restores default
+            # handlers: a signal from the ending job in this second must not change the exit code.
             for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_IGN)
             signal.set_wakeup_fd(-1)
@@ -150,7 +150,7 @@ class MainProcess:
 
     def _wait_for_outcome(self) -> host_messages.Finished:
         while True:
-            next_s = self._scheduler.run(blocking=False)  # of what is not due yet; None: there is nothing
+            next_s = self._scheduler.run(blocking=False)  # until the next event; None if there is none
             for key, _ in self._selector.select(next_s):
                 key.data()
                 if self._outcome is not None:
@@ -160,7 +160,7 @@ class MainProcess:
         self._outcome = host_messages.Finished("its owner closed it")
 
     def _on_sigterm(self, *_: object) -> None:
-        """Exit as soon as possible. Interrupt the user's hook, which may download for hours."""
+        """Exit as soon as possible. Interrupt the user's hook, which may be downloading for hours."""
         self._outcome = host_messages.Finished("it was terminated (SIGTERM)")
         if self._in_hook:
             raise _Terminated
@@ -172,7 +172,7 @@ class MainProcess:
             raise _Terminated
 
     def _on_wakeup(self, wakeup: socket.socket) -> None:
-        """Tell the server process that the job ends, if the handler of the gentle signal has noted it."""
+        """Tell the server process that the job is ending, if the gentle signal has arrived."""
         wakeup.recv(4096)
         if self._job_is_ending:
             self._send(host_messages.JobEnds())
@@ -183,7 +183,7 @@ class MainProcess:
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, process.wait, self._on_server_exit)
         self._server.send(host_messages.Serve(self._settings, snapshots=list(self._sources.snapshots)))
-        self._sources.keep(())  # trainers open them again
+        self._sources.keep(())  # trainers will reopen them
         if self._job_is_ending:
             self._server.send(host_messages.JobEnds())
         self._selector.register(self._server, selectors.EVENT_READ, self._on_server_messages)
@@ -242,14 +242,14 @@ class MainProcess:
         try:
             self._server.send(message)
         except OSError:
-            logger.debug("The server process is gone; it will be restarted.")
+            logger.debug("The server process has exited and will be restarted.")
             return False
         return True
 
     # Workers
 
     def _start_workers(self, opening: Opening) -> None:
-        """Start workers, of which one of each number works at a time. Those of other openings keep caches and files."""
+        """Start workers for an opening. One worker per number works at a time; the others keep caches and files."""
         numbers = [*range(self._settings.workers)]
         if opening.stream is not None:
             self._num_streams += 1
@@ -295,7 +295,7 @@ class MainProcess:
             for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_DFL)
             self._server.close()
-            ours.close()  # with a copy of the other end, a worker would never see it closed
+            ours.close()  # with a copy of this end, the worker would never see it close
             run_worker(theirs, ring, partial(builder_of, source, opening.stream, place), notes)
 
         pid = fork(run)
@@ -309,9 +309,9 @@ class MainProcess:
         if has_started:
             how += f" at {at}" if at else ""
         else:
-            how += f" in {at}" if at else " while it started"
+            how += f" in {at}" if at else " while starting"
         was_sent = self._send(host_messages.WorkerLost(worker_id, how))
-        # Do not replace a worker that exits on purpose: its source was closed, or its server process died.
+        # Do not replace a worker that exited on purpose: its source was closed, or its server process died.
         if self._outcome is not None or not was_sent or not self._is_needed(worker):
             return
         if has_started:
@@ -322,7 +322,7 @@ class MainProcess:
         self._scheduler.enter(worker.pause_s, 0, self._start_again, (worker,))
 
     def _is_needed(self, worker: _WorkerProcess) -> bool:
-        """Return whether what a worker is for is still open: if it is open again, it has other workers."""
+        """Return whether a worker's opening is still open. A source that was reopened has other workers."""
         return self._sources.openings.get(worker.opening.name) is worker.opening
 
     def _start_again(self, worker: _WorkerProcess) -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins on the trainers for what ``hooks: data`` leaves on the data hosts: datasets, and functions of loaders."""
+"""Stand-ins on the trainers for datasets and loader functions that ``hooks: data`` keeps on the data hosts."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from lightning_sm.data.host.trainer_view import TrainerView
 from lightning_sm.errors import DataSettingsError
 
 REMEDIES = (
-    "Read it in setup() or in the hook, and keep it in an attribute of the DataModule or of the sampler, which "
-    "trainers get; or set data_service.hooks=trainers, if the trainers have the data."
+    "Read it in setup() or in the hook, and store it in an attribute of the DataModule or the sampler, which "
+    "trainers get. Or set data_service.hooks=trainers, if the trainers have the data."
 )
 
-# On a data host: what was left there, by the name of the call of the hook, and its number in it.
+# On a data host: the parts that stay there, by the name of the hook call and their number in it.
 LEFT: dict[str, list[Any]] = {}
 
 
 def part_of(call: str, number: int) -> Any:
-    """Return what a call has left on this data host; a stand-in is pickled as a call of this function.
+    """Return a part that a hook call has left on this data host. Stand-ins are pickled as calls of this function.
 
     Raises:
-        DataSettingsError: The call has not run here.
+        DataSettingsError: The hook call has not run here.
     """
     try:
         return LEFT[call][number]
     except KeyError as error:
         raise DataSettingsError(
-            f"This data host has no datasets of the call {call} of a hook, which a loader of the trainers needs. If "
-            "the hook failed here, see the log lines above."
+            f"A loader of the trainers needs a dataset from the hook call {call}, which has not run on this data host. "
+            "If the hook failed here, see the log lines above."
         ) from error
 
 
 class PartStandIn:
-    """Something that is on the data hosts: a dataset or a function.
+    """A stand-in for a dataset or function on the data hosts.
 
     Args:
-        call: The call of the hook that made it.
+        call: Name of the hook call that created it.
         number: Its number in the call.
-        name: Name of its class, or of the function.
-        length: Length of the dataset; None: it has none.
-        sees_trainer: Whether it can reach the view of the Trainer.
+        name: Name of the dataset's class, or of the function.
+        length: Length of the dataset, or None if it has no length.
+        sees_trainer: Whether it refers to the view of the Trainer, directly or indirectly.
     """
 
     def __init__(self, call: str, number: int, name: str, length: int | None, sees_trainer: bool) -> None:
@@ -54,11 +54,11 @@ class PartStandIn:
         self.sees_trainer = sees_trainer
 
     def __reduce__(self) -> Any:
-        """Pickle it as what it stands for."""
+        """Pickle the stand-in as a reference to the part."""
         return part_of, (self._call, self._number)
 
     def __getattr__(self, name: str) -> Any:
-        """Say that a trainer has no more than the length."""
+        """Raise an error that explains that trainers have only the length."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
@@ -71,12 +71,12 @@ class PartStandIn:
         raise AttributeError(f"{self._name} is on the data hosts, and cannot be called on a trainer. {REMEDIES}")
 
     def __repr__(self) -> str:
-        """Return what it stands for."""
+        """Name the part that it stands for."""
         return f"<{self._name} on the data hosts>"
 
 
 class DatasetStandIn(PartStandIn, Dataset[Any]):
-    """A dataset that is indexed."""
+    """A stand-in for an indexed dataset."""
 
     def __getitem__(self, index: Any) -> Any:
         """Refuse to read."""
@@ -86,7 +86,7 @@ class DatasetStandIn(PartStandIn, Dataset[Any]):
         """Return the length.
 
         Raises:
-            TypeError: It has none.
+            TypeError: The dataset has no length.
         """
         if self._length is None:
             raise TypeError(f"{self._name} has no length")
@@ -94,39 +94,39 @@ class DatasetStandIn(PartStandIn, Dataset[Any]):
 
 
 class StreamStandIn(DatasetStandIn, IterableDataset[Any]):
-    """An iterable dataset."""
+    """A stand-in for an iterable dataset."""
 
     def __iter__(self) -> Any:
         """Refuse to read."""
         return self[0]
 
 
-# By the first field of what pickle writes in place of something.
+# By the first field of a persistent id.
 _KINDS: dict[str, type[PartStandIn]] = {"dataset": DatasetStandIn, "stream": StreamStandIn, "function": PartStandIn}
 
 
 class Parts:
-    """The parts of a call's result that stay on this data host, as they are found.
+    """The parts of a call's result that stay on this data host, collected while it is pickled.
 
     Args:
-        others: What trainers have themselves, such as the DataModule, by name.
-        by_id: Tell parts of several pickles apart, rather than count those of one.
+        others: Objects that trainers have themselves, such as the DataModule, by name.
+        by_id: Number parts by ``id()``, which tells parts of several pickles apart, rather than counting them.
     """
 
     def __init__(self, others: Mapping[str, Any], *, by_id: bool = False) -> None:
         self.found: list[Any] = []
-        self._numbers: dict[int, int] = {}  # by id; ``found`` keeps it alive
+        self._numbers: dict[int, int] = {}  # by id; ``found`` keeps the parts alive
         self._others = {id(value): name for name, value in others.items() if value is not None}
         self._by_id = by_id
         self._functions: set[int] = set()
 
     def leave_function(self, function: Any) -> None:
-        """Leave a function of a loader here, unless it is torch's own."""
+        """Keep a loader's function here, unless it belongs to torch."""
         if function is not None and not getattr(function, "__module__", "").startswith("torch."):
             self._functions.add(id(function))
 
     def persistent_id(self, value: Any) -> Any:
-        """Return what pickle writes in place of an object; None: the object itself."""
+        """Return the id that pickle writes in place of an object, or None to pickle the object itself."""
         if id(value) in self._others:
             return (self._others[id(value)],)
         is_dataset = isinstance(value, Dataset) and not isinstance(value, type)
@@ -143,23 +143,23 @@ class Parts:
 
 
 class ResultUnpickler(pickle.Unpickler):
-    """Rebuilds the result of a call on a trainer.
+    """An unpickler that rebuilds the result of a hook call on a trainer.
 
     Args:
-        data: The pickle, as ``PickledObject.joined`` returned it.
+        data: The pickle, as returned by ``PickledObject.joined``.
         call: Name of the call.
-        others: What trainers have themselves, by name.
+        others: Objects that trainers have themselves, by name.
     """
 
     def __init__(self, data: bytes, call: str, others: Mapping[str, Any]) -> None:
-        # Users' code may write to arrays.
+        # Copy the data to writable memory, as user code may write to arrays.
         first, *buffers = parts_in(memoryview(bytearray(data)))
         super().__init__(io.BytesIO(first), buffers=buffers)
         self._call, self._others = call, others
         self._known: dict[int, PartStandIn] = {}
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what stands for a part."""
+        """Return the stand-in for a part, or the trainer's object of that name."""
         kind, *rest = pid
         if not rest:
             return self._others[kind]
@@ -170,7 +170,7 @@ class ResultUnpickler(pickle.Unpickler):
 
 
 def length_of(value: Any) -> int | None:
-    """Return the length of a dataset or loader; None: it has none."""
+    """Return the length of a dataset or loader, or None if it has no length."""
     size: Callable[[Any], int] = len
     try:
         return size(value)

@@ -29,11 +29,11 @@ from lightning_sm.errors import DataSettingsError
 
 logger = logging.getLogger(__name__)
 
-# Smaller pieces of memory are part of the pickle: 50,000 small arrays out of band would be 50,000 entries in the head.
+# Smaller buffers stay in the pickle: 50,000 small arrays out of band would take 50,000 entries in the header.
 _MIN_OUT_OF_BAND_BYTES = 1 << 14
-# Attributes whose pickles are larger are data, rather than numbers and names.
+# Attributes with larger pickles are data, rather than numbers and names.
 _MAX_SMALL_BYTES = 1 << 16
-# Paths to what cannot be pickled have at most so many steps.
+# Limits of the search for what cannot be pickled: steps of a path, and parts of an object.
 _MAX_DEPTH = 8
 _MAX_PARTS = 10_000
 
@@ -41,19 +41,19 @@ _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRan
 
 _ABSENT = object()
 
-# Of what pickle gets of an object whose class leaves it to Python: function, arguments, state, list and dict items.
+# Length of Python's default reduced value: function, arguments, state, list items, dict items.
 _LEN_BY_DEFAULT = 5
 
 
 class PickledObject:
-    """A pickled object, whose arrays and tensors are not copied before it is written.
+    """A pickled object, whose arrays and tensors are not copied until it is written.
 
     Args:
         parts: The pickle, and the memory of arrays and tensors.
 
     Attributes:
-        digest: Equal for equal contents, 32 hexadecimal digits.
-        num_bytes: Its size as a snapshot.
+        digest: Hash of the contents, as 32 hexadecimal digits.
+        num_bytes: Size of its snapshot.
     """
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
@@ -62,18 +62,18 @@ class PickledObject:
         self._parts = [memoryview(head)]
         end = len(head)
         for part in parts:
-            # Padding is a part, too: the digest is that of all bytes.
+            # Padding counts as a part, so that the digest covers all bytes.
             self._parts += [memoryview(bytes(-end % ALIGNMENT)), part]
             end += -end % ALIGNMENT + part.nbytes
         self._measure()
 
     @classmethod
     def of_snapshot(cls, snapshot: bytes) -> PickledObject:
-        """Return the object whose snapshot another process has joined."""
-        own = object.__new__(cls)
-        own._parts = [memoryview(snapshot)]
-        own._measure()
-        return own
+        """Wrap a snapshot that another process has joined."""
+        pickled = object.__new__(cls)
+        pickled._parts = [memoryview(snapshot)]
+        pickled._measure()
+        return pickled
 
     def _measure(self) -> None:
         self.num_bytes = sum(part.nbytes for part in self._parts)
@@ -87,7 +87,7 @@ class PickledObject:
         return b"".join(self._parts)
 
     def write(self) -> int:
-        """Write the snapshot to memory without a name, and return the descriptor, which the caller closes."""
+        """Write the snapshot to anonymous memory, and return the descriptor, which the caller must close."""
         fd = os.memfd_create("lightning_sm_snapshot", os.MFD_CLOEXEC)
         try:
             for part in self._parts:
@@ -107,14 +107,14 @@ def pickle_object(
 
     Args:
         value: The object.
-        by_name: Whether the recipients have run this script: its classes and functions are then theirs, so that
-            ``isinstance`` and ``globals()`` see what they see here. Otherwise, they travel by value.
-        named: Parts of the object by the names under which its user knows them, for the error.
+        by_name: Whether the recipients have run this script. Its classes and functions are then pickled by name, so
+            that ``isinstance`` and ``globals()`` work as they do here; otherwise, they are pickled by value.
+        named: Parts of the object by the names that the user knows, for the error.
         advice: End of the error: who gets the object, and what to do.
-        parts: What is not pickled.
+        parts: Parts that are not pickled.
 
     Raises:
-        DataSettingsError: Something in it cannot be pickled.
+        DataSettingsError: Part of the object cannot be pickled.
     """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
@@ -131,23 +131,23 @@ def pickle_object(
 
 
 class Attributes(dict[str, tuple[Any, bytes | None]]):
-    """The attributes of a DataModule, with the pickles of those that are small: up to 64 KB, without large arrays.
+    """The attributes of a DataModule, with pickles of the small ones (up to 64 KB, without large arrays).
 
     Args:
         owner: The DataModule.
-        left_out: Names of attributes that are left out.
+        left_out: Names of attributes to leave out.
         by_name: See ``pickle_object``.
     """
 
     def __init__(self, owner: Any, left_out: Sequence[str], *, by_name: bool) -> None:
-        self._parts = Parts({"owner": owner, "trainer": owner.trainer}, by_id=True)  # it keeps what it tells apart
-        own = {name: value for name, value in vars(owner).items() if name not in left_out}
+        self._parts = Parts({"owner": owner, "trainer": owner.trainer}, by_id=True)  # keeps the ids valid
+        kept = {name: value for name, value in vars(owner).items() if name not in left_out}
         super().__init__(
-            {name: (value, _small_pickle(value, self._parts, by_name=by_name)) for name, value in own.items()}
+            {name: (value, _small_pickle(value, self._parts, by_name=by_name)) for name, value in kept.items()}
         )
 
     def changed(self, before: Attributes) -> dict[str, tuple[Any, bytes | None]]:
-        """Return those that are new, have another value, or were changed."""
+        """Return the attributes that are new, were replaced, or were modified in place."""
 
         def is_same(name: str) -> bool:
             (old, old_pickle), (new, new_pickle) = before.get(name, (_ABSENT, None)), self[name]
@@ -161,13 +161,13 @@ def _small_pickle(value: Any, parts: Parts, *, by_name: bool) -> bytes | None:
     pickler = _PartsPickler(parts, file, buffers, by_name=by_name)
     try:
         pickler.dump(value)
-    except Exception:  # noqa: BLE001  # what the user's classes raise
+    except Exception:  # noqa: BLE001  # user classes may raise anything
         return None
     return None if buffers else file.getvalue()
 
 
 class _LimitedFile(io.BytesIO):
-    """A file that takes a small pickle: that of a large value ends early."""
+    """A file that accepts only small pickles, so that pickling a large value stops early."""
 
     def write(self, data: Any) -> int:
         if self.tell() + memoryview(data).nbytes > _MAX_SMALL_BYTES:
@@ -178,9 +178,9 @@ class _LimitedFile(io.BytesIO):
 @cache
 def _warn_of_shared_memory() -> None:
     logger.warning(
-        "The dataset of a loader has a tensor in shared memory (share_memory_()), which other machines do not see: "
-        "data hosts get a copy with each iterator. What is written to it here arrives with the next iterator, and what "
-        "workers write stays there."
+        "The dataset of a loader has a tensor in shared memory (share_memory_()), which other machines cannot see: "
+        "data hosts get a copy with each iterator. Your changes reach them with the next iterator, and changes by "
+        "workers never come back."
     )
 
 
@@ -189,10 +189,10 @@ def _reduce_module(module: ModuleType) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
-    """A pickler that leaves large memory out of band, and the Trainer at home."""
+    """A pickler that keeps large buffers out of band, and replaces the Trainer with a view."""
 
-    # Where a function says "self.classes", cloudpickle takes it for a use of the module torch.classes, whose class it
-    # does not know.
+    # If a function uses "self.classes", cloudpickle mistakes it for the module torch.classes, whose class it cannot
+    # pickle.
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({type(torch.classes): _reduce_module})
 
     def __init__(
@@ -214,44 +214,44 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._keeps_arguments = keeps_arguments
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object that is not built in is pickled."""
+        """Return the reduced value of an object that is not a builtin."""
         if isinstance(obj, Trainer):
             return _itself, (TrainerView.of(obj),)
-        # cloudpickle would read what is left of a file that is open for reading, into a text in memory.
+        # cloudpickle would read the rest of a file that is open for reading into memory.
         if isinstance(obj, _FILES) and obj not in (sys.stdout, sys.stderr):
             raise pickle.PicklingError("it is an open file")
         if isinstance(obj, SynchronizedBase):
             raise pickle.PicklingError(
-                "it is in shared memory, which other machines do not see; with a plain attribute, data hosts get the "
-                "value that it has when an iterator begins"
+                "it is in shared memory, which other machines cannot see; use a plain attribute, whose value data "
+                "hosts get when an iterator starts"
             )
         if isinstance(obj, torch.Tensor) and (reduced := self._reduce_tensor(obj)) is not None:
             return reduced
         if self._is_by_name and isinstance(obj, (type, FunctionType)) and _main_name(obj):
             return _main_name(obj)
         if isinstance(obj, DataLoader):
-            # An iterator, of a loader with persistent workers, belongs to this process. Lightning keeps it a second
-            # time, to make the loader again, if it watches loaders at that moment: within the hooks for loaders, and
-            # for ever once one of them has raised (_replace_dunder_methods).
+            # Leave out the iterator of persistent workers, which belongs to this process. Lightning keeps a second
+            # reference, for recreating the loader, if it watches loaders at that moment: within loader hooks, and
+            # forever once one of them has raised (_replace_dunder_methods).
             kept = {
                 name: value
                 for name, value in vars(obj).items()
                 if self._keeps_arguments or not name.startswith("__pl_")
             }
             state = {**kept, "_iterator": None}
-            # A loader with workers on data hosts has a class of ours, with what belongs to this process, too.
+            # Loaders with workers on data hosts have a class of ours, which also holds state of this process.
             return object.__new__, (getattr(obj, "users_class", type(obj)),), state
         if isinstance(obj, LightningModule) and _is_attached(obj):
-            # A collate function of the model brings it along.
+            # A collate function that is a method of the model brings the model along.
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if len(reduced) == _LEN_BY_DEFAULT:
                 return *reduced, partial(_restore_attached, TrainerView.of(obj.trainer))
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        """Return how a tensor is pickled; None: as torch does it."""
+        """Return the reduced value of a tensor, or None to leave it to torch."""
         if tensor.device.type not in ("cpu", "meta"):
-            # Of a model that the strategy has moved to the GPU, for example: data hosts build batches on the CPU.
+            # It may belong to a model that the strategy has moved to the GPU. Data hosts build batches on the CPU.
             return _on_cpu(tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
         if tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
             _warn_of_shared_memory()
@@ -261,17 +261,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 class _PartsPickler(_Pickler):
-    """A pickler that leaves parts where they are."""
+    """A pickler that leaves parts on this host."""
 
     def __init__(
         self, parts: Parts, file: io.BytesIO, buffers: list[pickle.PickleBuffer], *args: Any, **kwargs: Any
     ) -> None:
-        # The trainers' Lightning makes some loaders again, from the arguments that it has recorded.
+        # Keep the arguments that Lightning has recorded: on the trainers, it recreates some loaders from them.
         super().__init__(file, buffers, *args, keeps_arguments=True, **kwargs)
         self._parts = parts
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return what stands in place of a part."""
+        """Return the id that pickle writes in place of a part."""
         return self._parts.persistent_id(obj)
 
 
@@ -279,7 +279,7 @@ _NewPickler: TypeAlias = Callable[..., _Pickler]
 
 
 def _is_attached(model: LightningModule) -> bool:
-    """Return whether a model knows the Trainer, here or on a data host."""
+    """Return whether a model is attached to a Trainer, or to its view on a data host."""
     try:
         return isinstance(model.trainer, (Trainer, TrainerView))
     except RuntimeError:  # "not attached to a Trainer"
@@ -291,11 +291,11 @@ def _itself(value: Any) -> Any:
 
 
 def _restore_attached(trainer: Any, model: Any, state: Any) -> None:
-    """Set the state of a model, and its Trainer, which Lightning leaves out of the state: its epoch would be 0."""
+    """Set a model's state and its Trainer, which Lightning leaves out of the state: the epoch would be 0."""
     model.__setstate__(state)
     model.trainer = trainer
     if model.device.type not in ("cpu", "meta"):
-        model.to("cpu")  # its tensors are there; what it says of its device must not differ
+        model.to("cpu")  # its tensors are there, and ``model.device`` must agree
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,7 +310,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether NumPy can express everything about a tensor."""
+    """Return whether a NumPy array can represent everything about a tensor."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
@@ -322,17 +322,17 @@ def _is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 
 def _main_name(obj: Any) -> str | None:
-    """Return the name of a class or function of the script, if the script has it under that name."""
+    """Return the qualified name of a class or function of the script, or None if the name leads elsewhere."""
     if obj.__module__ != "__main__":
         return None
-    found: Any = sys.modules["__main__"]
+    target: Any = sys.modules["__main__"]
     for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return obj.__qualname__ if found is obj else None
+        target = getattr(target, part, None)
+    return obj.__qualname__ if target is obj else None
 
 
 class _Search:
-    """The search for what cannot be pickled, by trying out the parts of objects."""
+    """A search for what cannot be pickled, which tries the parts of objects."""
 
     def __init__(self, new: _NewPickler) -> None:
         self._new = new
@@ -341,7 +341,7 @@ class _Search:
         """Return the path to the innermost part that cannot be pickled, the part, and why.
 
         Args:
-            roots: Where to begin, by path.
+            roots: Objects to start from, by path.
             error: What the pickler raised for all of them together.
         """
         path, culprit = "", None
@@ -361,12 +361,12 @@ class _Search:
     def _problem_of(self, part: Any) -> Exception | None:
         try:
             self._new(file=io.BytesIO(), buffers=[]).dump(part)
-        except Exception as problem:  # noqa: BLE001  # what the user's classes raise
+        except Exception as problem:  # noqa: BLE001  # user classes may raise anything
             return problem
         return None
 
     def _parts_of(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the parts of an object that its pickle has, and how code reaches them."""
+        """Yield the parts of an object that its pickle includes, each after the code that reaches it."""
         if isinstance(value, SynchronizedBase):
             return
         if isinstance(value, Mapping):

@@ -15,23 +15,23 @@ from lightning_sm.errors import DataSettingsError
 _RANKS = ("global_rank", "local_rank", "node_rank")
 _SIZES = ("world_size", "num_devices", "num_nodes")
 
-# What asks torch for its rank, and is not the user's code: the samplers of torch, which trainers give their own rank.
+# Libraries whose reads of the rank do not count: torch's samplers read it, but get the right one on the trainers.
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_sm")
 
 
 class RanksRead:
-    """The ranks and sizes that code has read, and where: it splits the data by rank with both together."""
+    """The ranks and world sizes that code has read, and where. Code that splits the data by rank reads both."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, str] = {}
         self._sizes: dict[str, str] = {}
 
     def note(self, name: str, value: Any, frame: FrameType) -> None:
-        """Note that an attribute of the Trainer was read.
+        """Record a read of an attribute of the Trainer.
 
         Args:
             name: The attribute.
-            value: Its value; a world of one leaves nothing to split.
+            value: Its value. A size of 1 is ignored, as it leaves nothing to split.
             frame: The code that read it.
         """
         if name in _RANKS:
@@ -41,23 +41,23 @@ class RanksRead:
 
     @contextmanager
     def noting_torch(self) -> Iterator[None]:
-        """Note the user's calls of ``torch.distributed.get_rank()`` and ``get_world_size()``, too."""
+        """Also record the user's calls of ``torch.distributed.get_rank()`` and ``get_world_size()``."""
         if not torch.distributed.is_available():
             yield
             return
-        own = torch.distributed.get_rank, torch.distributed.get_world_size
-        torch.distributed.get_rank = self._noted(own[0], self._ranks, "torch.distributed.get_rank()", least=0)
+        real = torch.distributed.get_rank, torch.distributed.get_world_size
+        torch.distributed.get_rank = self._noted(real[0], self._ranks, "torch.distributed.get_rank()", least=0)
         torch.distributed.get_world_size = self._noted(
-            own[1], self._sizes, "torch.distributed.get_world_size()", least=2
+            real[1], self._sizes, "torch.distributed.get_world_size()", least=2
         )
         try:
             yield
         finally:
-            torch.distributed.get_rank, torch.distributed.get_world_size = own
+            torch.distributed.get_rank, torch.distributed.get_world_size = real
 
-    def _noted(self, own: Callable[..., int], places: dict[str, str], name: str, *, least: int) -> Callable[..., int]:
+    def _noted(self, real: Callable[..., int], places: dict[str, str], name: str, *, least: int) -> Callable[..., int]:
         def noted(*args: Any, **kwargs: Any) -> int:
-            value = own(*args, **kwargs)
+            value = real(*args, **kwargs)
             reader = sys._getframe(1)
             if value >= least and reader.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
                 places.setdefault(name, _place(reader))
@@ -66,13 +66,13 @@ class RanksRead:
         return noted
 
     def check(self, hook: str) -> None:
-        """Check that the code leaves the split over the ranks to samplers.
+        """Check that a hook leaves it to samplers to split the data by rank.
 
         Args:
-            hook: The code.
+            hook: The hook call, for the error.
 
         Raises:
-            DataSettingsError: It has read both a rank and a size.
+            DataSettingsError: The hook has read both a rank and a world size.
         """
         if not self._ranks or not self._sizes:
             return
@@ -80,8 +80,8 @@ class RanksRead:
         size, size_place = next(iter(self._sizes.items()))
         raise DataSettingsError(
             f"{hook} reads {rank} ({rank_place}) and {size} ({size_place}), as if to split the data by rank. But with "
-            "data_service.hooks=data it runs on a data host, once for all ranks: the parts of all ranks but 0 would be "
-            "lost. Let it return loaders over all of the data, which Lightning splits, or with a DistributedSampler. "
+            "data_service.hooks=data it runs on a data host, once for all ranks: the data of all ranks but 0 would be "
+            "lost. Return loaders over all of the data, which Lightning splits, or loaders with a DistributedSampler. "
             "Or set data_service.hooks=trainers, if the trainers have the data."
         )
 

@@ -1,4 +1,4 @@
-"""Snapshots: an object as bytes, from which another process rebuilds it."""
+"""Snapshots: objects as bytes, from which other processes rebuild them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ALIGNMENT = 64
 
 
 def load_from_trainers(fd: int, what: str) -> Any:
-    """Rebuild an object of the trainers.
+    """Rebuild an object that trainers have sent.
 
     Args:
-        fd: The descriptor of the memory of its snapshot; it may be closed afterwards.
-        what: The object, for the error.
+        fd: Descriptor of the snapshot's memory; the caller may close it afterwards.
+        what: Description of the object, for the error.
 
     Raises:
-        DataSettingsError: This process lacks something of it.
+        DataSettingsError: This process lacks a module, class or function that the object needs.
     """
     try:
         # Its arrays and tensors alias the memory, which all processes share until one of them writes to it.
@@ -31,14 +31,14 @@ def load_from_trainers(fd: int, what: str) -> Any:
         return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job
     except (AttributeError, ImportError) as error:
         raise DataSettingsError(
-            f"This data host cannot rebuild {what}: {error}. A data host runs the script up to its first fit() (or "
-            "SageMakerCLI), and needs the same packages: define classes and functions, and import modules, before that "
-            "line, and not only on trainers."
+            f"This data host cannot rebuild {what}: {error}. Data hosts run the script up to its first fit() (or "
+            "SageMakerCLI): define classes and functions, and import modules, before that line, and not only on "
+            "trainers. Data hosts also need the same packages."
         ) from error
 
 
 def parts_in(memory: memoryview) -> list[memoryview]:
-    """Return the parts of a snapshot: its pickle, and the memory of arrays and tensors.
+    """Return the parts of a snapshot: its pickle, then the memory of arrays and tensors.
 
     Args:
         memory: The snapshot.

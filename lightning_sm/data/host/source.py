@@ -1,4 +1,4 @@
-"""What a data host gets of a user's ``DataLoader``: what torch gives to a spawned worker."""
+"""The parts of a user's ``DataLoader`` that a data host gets, as a spawned worker of torch would."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lightning_sm.data.host.parts import PartStandIn
 
 @dataclass(frozen=True)
 class WorkerSource:
-    """The parts of a loader from which workers make batches.
+    """The parts of a loader from which workers build batches.
 
     Attributes:
-        name: The loader, for messages.
+        name: Name of the loader, for messages.
         dataset: The dataset.
         collate_fn: Makes a batch of samples.
-        worker_init_fn: Called in each worker with its number; None: nothing is.
-        has_ranks: Whether ``worker_init_fn`` takes the rank, too, as Lightning's own does.
+        worker_init_fn: Called in each worker with its number, if any.
+        has_ranks: Whether ``worker_init_fn`` also accepts the rank, like Lightning's.
         is_stream: Whether the dataset is iterable, rather than indexed.
         is_batched: Whether samples are collated into batches; if not, each sample is a batch.
-        batch_size: Samples of a batch of an iterable dataset.
+        batch_size: Samples per batch of an iterable dataset.
         drop_last: Whether an iterable dataset's last batch is dropped if it is incomplete.
         is_spawned: Whether workers are spawned, as with ``multiprocessing_context="spawn"``. Loaders that hooks have
-            made on the data hosts have forked ones.
-        trainer: The Trainer, as a dataset sees it that is there.
+            created on the data hosts always fork.
+        trainer: The Trainer, if parts on the data hosts refer to it.
     """
 
     name: str
@@ -51,23 +51,23 @@ class WorkerSource:
 
         Args:
             loader: The loader.
-            name: What messages call it.
-            trainer: The Trainer; None if there is none.
+            name: Name of the loader in messages.
+            trainer: The Trainer, if any.
         """
         private: Any = loader
         init = loader.worker_init_fn
-        # Lightning gives each rank a function of its own. One for all ranks keeps their sources equal, so that a data
-        # host gets the dataset once.
-        own = init.func if isinstance(init, partial) and _is_lightnings(init.func) else None
-        parts = (loader.dataset, loader.collate_fn, own or init)
+        # Lightning's function is bound to a rank. Unbind it, so that all ranks have equal sources, and a data host gets
+        # the dataset once.
+        unbound = init.func if isinstance(init, partial) and _is_lightnings(init.func) else None
+        parts = (loader.dataset, loader.collate_fn, unbound or init)
         stand_ins = [part for part in parts if isinstance(part, PartStandIn)]
         context: Any = loader.multiprocessing_context or multiprocessing
         return cls(
             name=name,
             dataset=loader.dataset,
             collate_fn=loader.collate_fn,
-            worker_init_fn=own or init,
-            has_ranks=own is not None,
+            worker_init_fn=unbound or init,
+            has_ranks=unbound is not None,
             is_stream=private._dataset_kind == _DatasetKind.Iterable,
             is_batched=private._auto_collation,
             batch_size=loader.batch_size,
@@ -77,7 +77,7 @@ class WorkerSource:
         )
 
     def parts(self) -> dict[str, Any]:
-        """Return what the user has given to the loader, by name."""
+        """Return the objects that the user has passed to the loader, by name."""
         return {name: getattr(self, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
 
     def init_worker(self, number: int, rank: int) -> None:
@@ -93,6 +93,6 @@ class WorkerSource:
 
 
 def _is_lightnings(function: Any) -> bool:
-    """Return whether a function is the ``worker_init_fn`` that ``seed_everything(workers=True)`` asks for."""
+    """Return whether a function is the ``worker_init_fn`` of ``seed_everything(workers=True)``."""
     module, name = (getattr(function, of, "") for of in ("__module__", "__name__"))
     return name == "pl_worker_init_function" and module.partition(".")[0] in ("lightning", "lightning_fabric")

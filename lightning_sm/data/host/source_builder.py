@@ -1,4 +1,4 @@
-"""Builds the batches of a source in a worker: as a worker of ``DataLoader`` does."""
+"""Builds the batches of a source in a worker, as a ``DataLoader`` worker does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_sm.data.protocol.frames import EncodedBatch
 from lightning_sm.data.protocol.openings import StreamWorker
 from lightning_sm.data.protocol.spec import StreamEnd
 
-# A longer list of indices is described by its ends.
+# Longer lists of indices are shown by their first and last items.
 _MAX_SHOWN = 2
 
 _BATCH_KEY = struct.Struct("<qqq")
@@ -53,12 +53,12 @@ class WorkerPlace(NamedTuple):
 
 
 def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerPlace) -> Builder:
-    """Return what builds batches in a worker.
+    """Return the builder of batches for a worker.
 
     Args:
         source: The source.
-        stream: The worker of a stream that it is; None if the dataset is indexed.
-        place: The worker.
+        stream: Worker of the stream to act as; None if the dataset is indexed.
+        place: Place of the worker.
     """
     if source.trainer is not None:
         for part in reachable(*source.parts().values()):
@@ -70,17 +70,17 @@ def builder_of(source: WorkerSource, stream: StreamWorker | None, place: WorkerP
 
 
 class IndexedBuilder:
-    """Builds any batch of a dataset that is indexed: its random numbers follow from the number of the batch alone.
+    """A builder of any batch of an indexed dataset. Random numbers depend on the batch, not on the worker.
 
     Args:
         source: The source.
-        place: The worker.
+        place: Place of the worker.
     """
 
     def __init__(self, source: WorkerSource, place: WorkerPlace) -> None:
         self._source = source
         self._number = place.number
-        # Another one on each worker of each host.
+        # Different on each worker of each host.
         seed = _hash(f"{place.host}/{place.number}/{source.name}".encode()) % (1 << 31)
         self._info = _worker_info(place.number, place.num_workers, seed, source.dataset)
         self._world = RankWorld()
@@ -93,7 +93,7 @@ class IndexedBuilder:
         # Lightning's worker_init_fn only seeds, which is done for each batch.
         if not self._source.has_ranks:
             notes.set_text("worker_init_fn")
-            # A generator that it makes from torch.initial_seed() differs between workers, as in a DataLoader.
+            # Generators that it creates from torch.initial_seed() must differ between workers, as in a DataLoader.
             seed_all(self._info.seed)
             self._source.init_worker(self._number, 0)
         self._held = HeldGenerators(self._source.dataset, self._source.collate_fn)
@@ -106,17 +106,17 @@ class IndexedBuilder:
         Args:
             encoded_spec: The request.
             memory: The slot for the batches.
-            notes: The notes of this process, which say at which sample it is.
+            notes: The notes of this process, which name its current sample.
 
         Raises:
-            BatchTypeError: A batch cannot be sent.
+            BatchTypeError: A batch cannot be pickled.
             BatchTooLargeError: The slot is too small.
         """
         spec = FetchSpec.decode(encoded_spec)
         self._world.show(spec.rank, spec.world_size)
         builds = (partial(self._batch, spec, number, notes) for number in range(spec.num_batches))
         batches = _encode_batches(memory, builds)
-        if not self._has_searched_again:  # code may make its generators when it first needs them
+        if not self._has_searched_again:  # code may create its generators on first use
             self._held.search_again()
             self._has_searched_again = True
         return batches
@@ -124,8 +124,8 @@ class IndexedBuilder:
     def _batch(self, spec: FetchSpec, number: int, notes: WorkerNotes, arena: Arena) -> Any:
         source = self._source
         notes.set_text("unpickling what the sampler yielded")
-        index = pickle.loads(spec.indices[number])  # noqa: S301  # of a trainer that has proved the token
-        # Of the rank, too: the ranks of a job often have the same base.
+        index = pickle.loads(spec.indices[number])  # noqa: S301  # from a trainer that has proved the token
+        # Include the rank: the ranks of a job often have the same base.
         seed = _hash(_BATCH_KEY.pack(spec.seed, spec.rank, spec.first + number))
         seed_all(seed)
         self._held.seed(seed)
@@ -134,7 +134,7 @@ class IndexedBuilder:
         return collate_into(source.collate_fn, samples, arena) if source.is_batched else source.collate_fn(samples)
 
     def _samples(self, index: Any, notes: WorkerNotes) -> Any:
-        """Return what is collated, as torch's ``_MapDatasetFetcher`` fetches it."""
+        """Fetch the samples to collate, as torch's ``_MapDatasetFetcher`` does."""
         dataset = self._source.dataset
         notes.set_text(_shown(index))
         if not self._source.is_batched:
@@ -152,11 +152,11 @@ class IndexedBuilder:
 
 
 class StreamBuilder:
-    """A worker of a ``DataLoader`` over an iterable dataset, with the random numbers that it has in torch.
+    """A builder that acts as a ``DataLoader`` worker over an iterable dataset, with the same random numbers.
 
     Args:
         source: The source.
-        stream: Which worker it is.
+        stream: Worker of the stream to act as.
     """
 
     def __init__(self, source: WorkerSource, stream: StreamWorker) -> None:
@@ -175,8 +175,8 @@ class StreamBuilder:
         seed = stream.seed + stream.number
         random.seed(seed)
         torch.manual_seed(seed)
-        torchs: Any = _utils.worker
-        np.random.seed(torchs._generate_state(stream.seed, stream.number))
+        torch_worker: Any = _utils.worker
+        np.random.seed(torch_worker._generate_state(stream.seed, stream.number))
         _show_worker_info(_worker_info(stream.number, stream.num_workers, seed, source.dataset))
         notes.set_text("worker_init_fn")
         source.init_worker(stream.number, stream.rank)
@@ -194,14 +194,14 @@ class StreamBuilder:
     def build(
         self, encoded_spec: bytes, memory: npt.NDArray[np.uint8], notes: WorkerNotes
     ) -> list[EncodedBatch] | StreamEnd:
-        """Build the next batches, after those before them, if this process has not built these."""
+        """Build the batches of a request, after skipping earlier ones that this process has not built."""
         spec = FetchSpec.decode(encoded_spec)
         if (spec.seed, spec.first) < (self._pass, self._num_built):
-            # A batch was lost on its way, and a stream cannot go back: let a new process begin, which skips the others.
+            # A batch was lost in transit, and a stream cannot go back. Exit: a new process starts over and skips ahead.
             notes.set_text(f"the rewind of a stream to its batch {spec.first}")
             os._exit(0)
-        # The iterator of persistent workers begins again. A process that takes the place of another one does not know
-        # how much of the earlier passes was read: it reads none of them, so that its random numbers are others.
+        # Persistent workers start a new pass. A process that replaces another does not know how much of earlier passes
+        # was read, so it reads none of them, and its random numbers differ.
         while self._pass < spec.seed:
             self._pass += 1
             self._open(notes)
@@ -226,14 +226,14 @@ class StreamBuilder:
 def _encode_batches(
     memory: npt.NDArray[np.uint8], batches: Iterable[Callable[[Arena], Any]]
 ) -> list[EncodedBatch] | StreamEnd:
-    """Build batches in a slot, one behind the other.
+    """Build batches in a slot, one after the other.
 
     Args:
         memory: The slot.
-        batches: Each builds a batch, perhaps in an arena, or returns a ``StreamEnd``, after which there is none.
+        batches: Functions that each build a batch, perhaps in the arena, or return a ``StreamEnd``, which is the last.
 
     Returns:
-        The batches, fewer than requested where a stream ends; its end if there are none.
+        The batches, fewer than requested if the stream ends, or its end if there are none.
     """
     encoded: list[EncodedBatch] = []
     used = 0
@@ -250,19 +250,19 @@ def _encode_batches(
 
 
 def _hash(key: bytes) -> int:
-    """Return an unsigned 64-bit number."""
+    """Return an unsigned 64-bit hash."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 def _worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
-    """Return what ``torch.utils.data.get_worker_info()`` returns in a worker of ``DataLoader``."""
-    torchs: Any = _utils.worker
-    return torchs.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+    """Return the result of ``torch.utils.data.get_worker_info()`` in a ``DataLoader`` worker."""
+    torch_worker: Any = _utils.worker
+    return torch_worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
 
 
 def _show_worker_info(info: Any) -> None:
-    torchs: Any = _utils.worker
-    torchs._worker_info = info
+    torch_worker: Any = _utils.worker
+    torch_worker._worker_info = info
 
 
 def _shown(index: Any) -> str:

@@ -1,4 +1,4 @@
-"""The sources that trainers have sent to a data host, and what its workers are for."""
+"""The sources that trainers have sent to a data host, and the openings that its workers serve."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_sm.data.protocol.openings import CallResult, Opening
 
 
 class Sources:
-    """The sources in the main process: workers are its forks, and share the memory of their dataset.
+    """The sources in the main process, whose forked workers share the memory of the datasets.
 
     Attributes:
-        openings: What workers are for, by name.
+        openings: The openings that workers serve, by name.
         snapshots: Descriptors of the pickled sources, by digest, the newest last.
-        unpickled: Those that are open for forks, by digest.
+        unpickled: Sources that are unpickled for forked workers, by digest.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Sources:
         self._calls = HookCalls()
 
     def take(self, digest: str, fd: int, kept: Sequence[str]) -> None:
-        """Take a pickled source.
+        """Add a pickled source, and drop the ones that are no longer needed.
 
         Args:
             digest: Its digest.
-            fd: Its memory.
-            kept: Digests of those that may still be requested.
+            fd: Descriptor of its memory.
+            kept: Digests of sources that may still be requested.
         """
         for old in [digest, *(self.snapshots.keys() - set(kept))]:
             if old in self.snapshots:
@@ -41,10 +41,10 @@ class Sources:
         self.snapshots[digest] = fd
 
     def open(self, opening: Opening) -> Failure | CallResult | None:
-        """Rebuild the source of an opening for forks, unless it is there; run the hook if it is the call of one.
+        """Unpickle the source of an opening for forked workers, unless it is there, or run its hook call.
 
         Returns:
-            Why that is not possible, if so; else the result of the call, if it is one.
+            The failure, if any, or the result of the hook call.
         """
         result = None
         where = "unpickling the dataset"
@@ -57,13 +57,13 @@ class Sources:
             elif not opening.is_spawned and opening.source not in self.unpickled:
                 memory = self.snapshots[opening.source]
                 self.unpickled[opening.source] = load_from_trainers(memory, "a dataset of the trainers")
-        except Exception as error:  # noqa: BLE001  # of the user's code: sent to the trainers
+        except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainers
             return Failure.of(error, where)
         self.openings[opening.name] = opening
         return result
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forget all openings but some, and the sources that no other needs."""
+        """Forget all openings except these, and the sources that none of them needs."""
         kept = set(names)
         self.openings = {name: opening for name, opening in self.openings.items() if name in kept}
         self._calls.keep(self.openings)

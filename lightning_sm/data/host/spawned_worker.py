@@ -1,7 +1,7 @@
 """Spawned workers, for loaders with ``multiprocessing_context="spawn"`` or ``"forkserver"``.
 
-multiprocessing starts them: each is a new interpreter, imports the user's script as ``__mp_main__`` and unpickles the
-source itself. So threads that a library starts while either is loaded run in the worker, too; a fork has none of them.
+multiprocessing starts each one as a new interpreter, which imports the user's script as ``__mp_main__`` and unpickles
+the source. Threads that libraries start in doing so therefore run in the worker too; a fork would have none of them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from lightning_sm.data.protocol.openings import StreamWorker
 def spawn_worker(
     snapshot: int, stream: StreamWorker | None, place: WorkerPlace, ring: Ring, notes: WorkerNotes
 ) -> tuple[int, Callable[[], int], MessageSocket]:
-    """Start a worker; return its process id, what waits for it and returns its exit status, and the connection to it.
+    """Start a worker, and return its process id, a function that waits for its exit status, and the connection to it.
 
     Args:
-        snapshot: The descriptor of the source's memory.
-        stream: The worker of a stream that it is; None: the dataset is indexed.
-        place: The worker.
+        snapshot: Descriptor of the source's memory.
+        stream: Worker of the stream to act as; None if the dataset is indexed.
+        place: Place of the worker.
         ring: Its ring.
         notes: Its notes.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         load = partial(_load, InheritedDescriptor(snapshot), stream, place)
-        # A daemon, as a worker of DataLoader: multiprocessing starts no processes in it.
+        # A daemon, like a DataLoader worker: multiprocessing refuses to start processes in it.
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=_run, args=(theirs, ring, load, notes), daemon=True)
         process.start()
 
     def wait_for() -> int:
-        process.join()  # not waitpid: multiprocessing may have reaped it, as it started another
+        process.join()  # not waitpid: multiprocessing may have reaped it while starting another
         return cast(int, process.exitcode)
 
     return cast(int, process.pid), wait_for, MessageSocket(ours)

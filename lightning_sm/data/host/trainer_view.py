@@ -1,4 +1,4 @@
-"""What user code on a data host sees of the Trainer: plain values, as they were when an iterator or a hook began."""
+"""The Trainer that user code on a data host sees: plain values, as of the start of an iterator or hook."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _RANKS = ("global_rank", "local_rank", "node_rank", "is_global_zero")
 
 
 class TrainerView:
-    """Stands in for the ``Trainer`` from which a dataset or a DataModule on a data host can be reached.
+    """A stand-in for the ``Trainer`` that a dataset or a DataModule on a data host refers to.
 
-    Its rank is the one for which this process works just now, see ``RankWorld``: views are equal on all ranks.
+    Its rank is the one that this process currently works for (see ``RankWorld``), so views are equal on all ranks.
 
     Args:
         values: Values of the Trainer, by name.
@@ -29,7 +29,7 @@ class TrainerView:
 
     @classmethod
     def of(cls, trainer: Any) -> TrainerView:
-        """Return the view of a Trainer as it is now.
+        """Return a view of the current values of a Trainer.
 
         Args:
             trainer: The Trainer.
@@ -42,7 +42,7 @@ class TrainerView:
 
     @contextmanager
     def noting_reads(self) -> Iterator[RanksRead]:
-        """Note which ranks and sizes are read, here and from torch."""
+        """Record which ranks and world sizes are read from this view and from torch."""
         self._reads = RanksRead()
         try:
             with self._reads.noting_torch():
@@ -51,7 +51,7 @@ class TrainerView:
             self._reads = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return a value, or explain that there is none."""
+        """Return a value, or raise an error that lists the available ones."""
         if name.startswith("_"):
             raise AttributeError(name)
         if name in _RANKS:

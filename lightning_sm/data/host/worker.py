@@ -1,8 +1,8 @@
-"""A worker of a data host: runs the user's dataset, transforms and collate function, one batch after the other.
+"""A worker of a data host, which runs the user's dataset, transforms and collate function, one batch after the other.
 
-Workers are forked from the data host's main process, as ``DataLoader`` forks its own. That never loads gRPC and has no
-threads of its own, so forking it is safe. Forks share the dataset's memory and start within milliseconds. Others: see
-``spawned_worker``.
+Workers are forked from the data host's main process, as ``DataLoader`` forks its workers. The main process never loads
+gRPC and has no threads, so forking it is safe. Forks share the dataset's memory and start within milliseconds. For
+other workers, see ``spawned_worker``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import StreamEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
-# A worker that hangs writes the stacks of its threads to the log of the data host: after so many seconds on a request,
-# and after this many times the longest one before. Native code may hang, too: faulthandler needs no Python to run.
+# A worker logs the stacks of its threads when a request takes this many seconds, and this many times as long as any
+# before it. faulthandler does so even if native code hangs.
 _LONG_S = 30.0
 _LONG_FACTOR = 2.0
 
@@ -38,8 +38,8 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     Args:
         requests: Connection to the server process.
         ring: The slots for finished batches.
-        load: Returns what builds the batches.
-        notes: Its notes for its parent.
+        load: Returns the builder of the batches.
+        notes: The worker's notes for its parent.
     """
     kill_with_parent()
     # Ctrl-C and the launcher's SIGTERM go to the whole process group, but workers exit only when their socket closes.
@@ -58,7 +58,7 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
     notes.clear()
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
-        notes.note_start()  # not before: one whose connection is lost is started again after a pause
+        notes.note_start()  # only now: a worker that loses its connection first is replaced after a pause
         while (request := requests.receive()) is not None:
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
@@ -75,7 +75,7 @@ def run_worker(requests: MessageSocket, ring: Ring, load: Callable[[], Builder],
 
 
 def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNotes) -> BuiltRange | Failure | StreamEnd:
-    """Return the outcome of a request."""
+    """Build the batches of a request, and return the outcome."""
     started = time.perf_counter()
     memory = ring.slot(request.slot)
     try:
@@ -86,5 +86,5 @@ def _build_range(request: Build, ring: Ring, builder: Builder, notes: WorkerNote
         return Failure(type(error).__name__, str(error))
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         return Failure.of(error, notes.place())
-    used = max((one.start + one.num_bytes for one in built), default=0)
+    used = max((batch.start + batch.num_bytes for batch in built), default=0)
     return BuiltRange(used, time.perf_counter() - started, built)

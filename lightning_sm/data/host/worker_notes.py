@@ -1,7 +1,7 @@
-"""What a worker notes for its parent, which can read it even when the worker no longer runs Python code.
+"""Notes of a worker for its parent, which can read them even when the worker no longer runs Python code.
 
-An exception of the user's code names its sample. After SIGSEGV in an image decoder, or SIGKILL for lack of memory, only
-the note of the sample is left.
+If the user's code raises, the error names the sample. After SIGSEGV in an image decoder, or SIGKILL for lack of memory,
+only the note of the sample is left.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 _MAX_TEXT_BYTES = 200
-# The head begins with one of these, or with the number of bytes of the text that follows.
+# The header starts with one of these, or with the size in bytes of the text that follows.
 _NOTHING, _INDEX = 0xFFFE, 0xFFFF
 _HEAD = struct.Struct("<Hq")
-# Behind the text: whether the worker has started.
+# After the text: whether the worker has started.
 _STARTED_AT = _HEAD.size + _MAX_TEXT_BYTES
 _END = _STARTED_AT + 1
 
 
 class WorkerNotes:
-    """Memory that a worker shares with its parent, which makes it before the worker starts."""
+    """Memory that a worker shares with its parent, which allocates it before the worker starts."""
 
     def __init__(self) -> None:
         self._memory: Any = RawArray(ctypes.c_char, _END)
         self.clear()
 
     def set_index(self, index: int) -> None:
-        """Note a sample of the dataset by its index, an int64: 0.2 us, as small samples take a few us each."""
+        """Record a sample by its index, an int64. This takes only 0.2 us: small samples take a few us each."""
         _HEAD.pack_into(self._memory, 0, _INDEX, index)
 
     def set_text(self, where: str) -> None:
-        """Note another place in the user's code."""
+        """Record another place in the user's code."""
         text = where.encode(errors="replace")[:_MAX_TEXT_BYTES]
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
         _HEAD.pack_into(self._memory, 0, len(text), 0)
 
     def clear(self) -> None:
-        """Note that the worker is not in the user's code."""
+        """Record that the worker is not in the user's code."""
         _HEAD.pack_into(self._memory, 0, _NOTHING, 0)
 
     def note_start(self) -> None:
-        """Note that the worker has started: what happens from now on is not the fault of its start."""
+        """Record that the worker has started: later failures do not count as failures to start."""
         self._memory[_STARTED_AT] = b"1"
         self.clear()
 

@@ -1,4 +1,4 @@
-"""The world that user code sees on a data host: that of the rank for which it works; before, a world of one process."""
+"""The distributed world that user code sees on a data host: one process at first, then the rank that it works for."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _VARIABLES = {
 
 
 def show_world_of_one() -> None:
-    """Make ``torch.distributed`` and torchrun's variables show a world of one, here and in forks.
+    """Make ``torch.distributed`` and torchrun's variables show a world of one process, here and in forks.
 
-    Keep a process group that the user's script has made.
+    If the user's script has created a process group, keep it.
     """
     os.environ.update(_VARIABLES)
-    # Creating a process group replaces sys.excepthook for good, and errors of a data host would be marked as rank 0's.
+    # Creating a process group replaces sys.excepthook for good. Restore it, or errors would be marked as rank 0's.
     excepthook = sys.excepthook
     if torch.distributed.is_available() and not torch.distributed.is_initialized():
         _init_group()
@@ -34,11 +34,11 @@ def show_world_of_one() -> None:
 
 
 def _init_group(rank: int = 0, world_size: int = 1) -> bool:
-    """Make a process group of one process without threads, if this version of torch has one.
+    """Create a process group without threads, and return whether this version of torch has one.
 
     Gloo's groups start three threads, but this process forks. Torch's "fake" group for tests starts none, and in a
     world of one its collectives do what Gloo's do (checked with torch 2.14). The module is private: if a later torch
-    lacks it, only DataModules that need a group fail, with torch's own error.
+    lacks it, only DataModules that need a group fail, with torch's error.
     """
     with suppress(ImportError):
         from torch.testing._internal.distributed import fake_pg  # registers the backend  # noqa: F401, PLC0415
@@ -50,9 +50,9 @@ def _init_group(rank: int = 0, world_size: int = 1) -> bool:
 
 
 class RankWorld:
-    """What a process of a data host shows of the rank for which it works: its number, and how many ranks there are.
+    """The rank and world size that a process of a data host shows to user code.
 
-    Its collectives are those of torch's "fake" group, which exchange nothing.
+    Collectives use torch's "fake" group, which exchanges nothing.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class RankWorld:
         if not torch.distributed.is_available():
             return
         if self._shown not in self._groups:
-            # A group has its rank for ever, and making one takes 0.2 ms: make one for each, and show one of them.
+            # The rank of a group is fixed, and creating a group takes 0.2 ms: create one per rank, and switch.
             distributed_c10d._world.default_pg = None
             self._groups[self._shown] = _init_group(rank, world_size) and distributed_c10d._world.default_pg
         distributed_c10d._world.default_pg = self._groups[self._shown] or None

@@ -20,9 +20,9 @@ class Configure(Message, frozen=True):
 
     Attributes:
         addresses: Addresses of the data hosts.
-        credentials: Credentials for them.
-        client: The heartbeat of this rank, without figures.
-        is_quiet: Whether another rank of this host logs what all of them would.
+        credentials: Credentials for the data hosts.
+        client: This rank's heartbeat, without figures.
+        is_quiet: Whether to leave messages common to all ranks to another rank of this host.
     """
 
     addresses: list[str]
@@ -32,7 +32,7 @@ class Configure(Message, frozen=True):
 
 
 class ShareSnapshot(Message, frozen=True):
-    """A source for the data hosts, of which ``fds`` has the memory."""
+    """A source for the data hosts, with the descriptor of its memory in ``fds``."""
 
     digest: str
     num_bytes: int
@@ -40,7 +40,7 @@ class ShareSnapshot(Message, frozen=True):
 
 
 class ShareRing(Message, frozen=True):
-    """Memory for the batches of a loader: ring ``number``, of which ``fds`` has the descriptor."""
+    """Memory for the batches of a loader: ring ``number``, with its descriptor in ``fds``."""
 
     number: int
     num_slots: int
@@ -49,7 +49,7 @@ class ShareRing(Message, frozen=True):
 
 
 class OpenSource(Message, frozen=True):
-    """A source that data hosts are to open; answered by ``SourceOpened``. A ``ShareSnapshot`` with it came before."""
+    """A source for data hosts to open, after its ``ShareSnapshot``; answered by ``SourceOpened``."""
 
     opening: Opening
 
@@ -61,24 +61,24 @@ class CloseSource(Message, frozen=True):
 
 
 class StartIterator(Message, frozen=True):
-    """An iterator over a loader, or over one of the workers of a stream.
+    """An iterator over a loader, or over one worker of a stream.
 
     It is answered by ``DeliveredRange``, ``EndOfPass`` and ``Failed``.
 
     Attributes:
-        pass_id: Its number; each has its own.
-        loader: The loader, for messages.
+        pass_id: Its unique number.
+        loader: Name of the loader, for messages.
         opening: Name of the opening of its source.
         source: Digest of its source.
-        is_stream: Whether it is a worker of a stream.
-        first: Number of its first batch: those before it were read by an earlier run.
+        is_stream: Whether it iterates over a worker of a stream.
+        first: Number of its first batch. An earlier run has read the batches before it.
         rank: This rank.
         world_size: Number of ranks.
-        seed: Its base of random states.
+        seed: Base of its random states.
         ring: Number of the ring for the batches.
-        window_batches: Limit of requests in flight or buffered.
-        is_window_fixed: Whether it limits the batches, too, although one request may ask for several small ones.
-        window_bytes: Limit of their bytes.
+        window_batches: Limit on requests in flight or buffered.
+        is_window_fixed: Whether ``window_batches`` also limits batches, of which a request may ask for several.
+        window_bytes: Limit on bytes in flight or buffered.
     """
 
     pass_id: int
@@ -97,7 +97,7 @@ class StartIterator(Message, frozen=True):
 
 
 class SupplyIndices(Message, frozen=True):
-    """What the sampler yielded for the next batches of an iterator, pickled, and whether it has ended with them."""
+    """Pickled indices of an iterator's next batches, as the sampler yielded them, and whether they are the last."""
 
     pass_id: int
     indices: list[bytes]
@@ -127,8 +127,8 @@ class SourceOpened(Message, frozen=True):
     Attributes:
         name: Name of the opening.
         error: Name of an error in ``lightning_sm.errors``, or empty.
-        text: Its text.
-        result: What trainers get of a call of a hook.
+        text: Text of the error.
+        result: Pickled result of a hook call.
     """
 
     name: str
@@ -137,7 +137,7 @@ class SourceOpened(Message, frozen=True):
     result: bytes = b""
 
     def exception(self) -> DataServiceError:
-        """Return what the training process raises."""
+        """Return the error that the training process raises."""
         return error_class(self.error)(self.text)
 
 
@@ -151,9 +151,9 @@ class DeliveredRange(Message, frozen=True):
         first_step: Step of the first batch.
         num_steps: Number of batches.
         num_bytes: Bytes of all batches.
-        figures: What one batch of it took, on average.
-        batches: Where they lie, and how they are rebuilt.
-        wanted_until: The batch before which the indices of all are wanted now.
+        figures: Mean figures of a batch.
+        batches: Where the batches are, and how to rebuild them.
+        wanted_until: The batch up to which the feeder now wants indices, exclusive.
     """
 
     pass_id: int
@@ -168,7 +168,7 @@ class DeliveredRange(Message, frozen=True):
 
 
 class EndOfPass(Message, frozen=True):
-    """Everything up to the end of the pass was delivered.
+    """The end of a pass, all of whose batches have been delivered.
 
     Attributes:
         pass_id: Number of the pass.
@@ -185,16 +185,16 @@ class Failed(Message, frozen=True):
     text: str
 
     def exception(self) -> DataServiceError:
-        """Return what the training process raises."""
+        """Return the error that the training process raises."""
         return error_class(self.error)(self.text)
 
 
 class HostSnapshot(HostFigures, frozen=True):
-    """A data host: what it did since the start, and what it does now.
+    """The totals of a data host since the start, and its current state.
 
     Attributes:
         in_flight: Requests of this rank that it has not answered.
-        busy: Workers that build batches.
+        busy: Workers that are building batches.
     """
 
     in_flight: int = 0
@@ -202,13 +202,13 @@ class HostSnapshot(HostFigures, frozen=True):
 
 
 class PassSnapshot(Struct, frozen=True):
-    """A pass.
+    """The current state of a pass.
 
     Attributes:
-        waiting_for: The step that is next.
-        requested: The data hosts that it was requested from, and how many seconds ago.
+        waiting_for: The step that the consumer needs next.
+        requested: The data hosts from which that step was requested, and how many seconds ago.
         ready: Number of buffered batches.
-        in_flight: Number of batches that are requested.
+        in_flight: Number of batches in flight.
     """
 
     waiting_for: int
@@ -221,7 +221,7 @@ class FeederSnapshot(Message, frozen=True):
     """The feeder's view of hosts and passes.
 
     Attributes:
-        ranks: The figures of each rank that a data host has, by the name of the rank.
+        ranks: Figures that data hosts have of each rank, by the name of the rank.
     """
 
     hosts: list[HostSnapshot]

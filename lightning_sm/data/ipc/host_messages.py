@@ -14,11 +14,11 @@ from lightning_sm.data.settings import HostSettings
 
 
 class Serve(Message, frozen=True):
-    """To a process that has started: what it serves.
+    """To a new process: what to serve.
 
     Attributes:
         settings: How to serve.
-        imports: Modules that will be needed.
+        imports: Modules to import in advance.
         snapshots: Digests of the sources that the main process has, the newest last.
     """
 
@@ -55,7 +55,7 @@ class Finished(Message, frozen=True):
 
 
 class NewSnapshot(Message, frozen=True):
-    """To the main process: a source, of which ``fds`` has the memory, and which sources to keep."""
+    """To the main process: a source, with its memory in ``fds``, and the digests of the sources to keep."""
 
     digest: str
     kept: list[str]
@@ -69,7 +69,7 @@ class StartWorkers(Message, frozen=True):
 
 
 class StartedWorkers(Message, frozen=True):
-    """The workers of an opening were started, or the call of a hook has ended with a result; or why not."""
+    """The workers of an opening were started, or its hook call has returned a result, or it failed."""
 
     name: str
     outcome: Failure | CallResult | None = None
@@ -87,7 +87,7 @@ class NewWorker(Message, frozen=True):
     Attributes:
         worker: Its id.
         number: Its number on the host.
-        opening: Name of the opening that it works for.
+        opening: Name of the opening that it serves.
         num_slots: Slots of its ring.
         slot_bytes: Capacity of a slot.
         fds: The connection to it, and its ring.
@@ -102,14 +102,14 @@ class NewWorker(Message, frozen=True):
 
 
 class WorkerLost(Message, frozen=True):
-    """A worker has exited; ``why`` says how."""
+    """A worker has exited, as ``why`` describes."""
 
     worker: int
     why: str
 
 
 class KillWorker(Message, frozen=True):
-    """To the main process: a worker hangs."""
+    """To the main process: kill a worker that hangs."""
 
     worker: int
 
@@ -126,7 +126,7 @@ class Ready(Message, frozen=True):
 
 
 class Build(Message, frozen=True):
-    """To a worker: what to build, an encoded ``FetchSpec``, and in which slot."""
+    """To a worker: build the batches of an encoded ``FetchSpec`` in a slot."""
 
     slot: int
     encoded_spec: bytes
@@ -136,9 +136,9 @@ class BuiltRange(Struct, frozen=True, tag=True):
     """The batches of a step range in a worker's slot.
 
     Attributes:
-        num_bytes: How many bytes of the slot are batches.
+        num_bytes: Bytes of the slot that the batches take up.
         produce_s: Seconds that the worker took.
-        batches: Where they lie, and how they are rebuilt.
+        batches: Where the batches are, and how to rebuild them.
     """
 
     num_bytes: int
@@ -150,7 +150,7 @@ class BuildAnswer(Message, frozen=True):
     """The answer to a ``Build``.
 
     Attributes:
-        slot: Its slot.
+        slot: Slot of the request.
         outcome: The batches, or why there are none.
     """
 

@@ -20,16 +20,16 @@ from lightning_sm._structs import Struct, decoder, encode
 
 logger = logging.getLogger(__name__)
 
-# Bytes of the message, and descriptors that belong to it.
+# Size of the message in bytes, and number of its descriptors.
 _HEAD = struct.Struct("<II")
 _MAX_FDS = 8
 
 
 class Message(Struct, frozen=True, tag=True):
-    """Base of the messages, whose encoding (MessagePack) names their kind.
+    """Base class of messages, whose encoding (MessagePack) names their kind.
 
-    Descriptors in a field ``fds`` stay open in the sender; the receiver owns its copies. If it has no descriptor left
-    for one of them, it gets none of the message's, and logs an error.
+    Descriptors in a field ``fds`` stay open in the sender, and the receiver owns its copies. A receiver that runs out
+    of descriptors gets none of the message's, and logs an error.
     """
 
     _kinds: ClassVar[dict[str, type[Message]]] = {}
@@ -56,7 +56,7 @@ class MessageSocket:
         self._socket = sock
         self._sending = threading.Lock()
         self._received = bytearray()
-        self._fds: deque[list[int]] = deque()  # by message that has descriptors
+        self._fds: deque[list[int]] = deque()  # of each message with descriptors
         self._is_at_end = False
 
     def fileno(self) -> int:
@@ -81,7 +81,7 @@ class MessageSocket:
         """Wait for the next message.
 
         Args:
-            timeout_s: Seconds to wait; None: until the other end is closed.
+            timeout_s: Seconds to wait; if None, wait until the other end is closed.
 
         Raises:
             NothingReceivedError: No message arrived in time.
@@ -119,7 +119,7 @@ class MessageSocket:
         self._socket.close()
 
     def _is_readable(self, timeout_s: float) -> bool:
-        poll = select.poll()  # select() takes no descriptor above 1023
+        poll = select.poll()  # select() rejects descriptors above 1023
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
@@ -129,7 +129,7 @@ class MessageSocket:
         except ConnectionError:
             data, fds, flags = b"", [], 0
         self._received += data
-        # The kernel ends a read with the data to which descriptors belong: they are all of one message.
+        # The kernel ends a read after data with descriptors, so all of them belong to one message.
         if flags & socket.MSG_CTRUNC:
             logger.error(
                 "This process has run out of file descriptors (limit: %d). Raise the limit with ulimit -n.",
@@ -150,10 +150,10 @@ class MessageSocket:
         if len(self._received) < end:
             return None
         with memoryview(self._received) as view:
-            # Of more kinds when another module of messages has been imported.
+            # Pass the kinds each time, as modules that define more of them may have been imported.
             message: Message = decoder(msgspec.msgpack.Decoder, *Message._kinds.values()).decode(view[_HEAD.size : end])
         if num_fds:
-            force_setattr(message, "fds", tuple(self._fds.popleft()))  # in place of the sender's
+            force_setattr(message, "fds", tuple(self._fds.popleft()))  # replaces the sender's
         del self._received[:end]
         return message
 

@@ -1,4 +1,4 @@
-"""Helpers for the Python processes of the data service: how they start, fork and exit."""
+"""Helpers that start, fork and exit the Python processes of the data service."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.errors import DataServiceError
 from lightning_sm.job.hash_seed import hash_seed
 
-# malloc.h: M_MMAP_THRESHOLD, of which glibc takes no more than 32 MiB; M_TRIM_THRESHOLD; M_TOP_PAD.
+# malloc.h: M_MMAP_THRESHOLD (glibc accepts at most 32 MiB), M_TRIM_THRESHOLD, M_TOP_PAD.
 _MALLOPT = ((-3, 32 << 20), (-1, 128 << 20), (-2, 16 << 20))
 
 
 def start_module(module: str, *fds: int) -> tuple[subprocess.Popen[bytes], MessageSocket]:
     """Run a module in a new process, and return the process and the connection to it.
 
-    The arguments of the module are numbers of descriptors that it inherits: its end of the connection, and ``fds``.
+    The module's arguments are the numbers of the descriptors that it inherits: its end of the connection, then ``fds``.
 
     Raises:
         NeedsLinuxError: This system is not Linux.
         DataServiceError: A process that multiprocessing has spawned is importing the user's script.
     """
-    # The flag by which multiprocessing refuses to start processes itself.
+    # multiprocessing refuses to start processes if this flag is set.
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         raise DataServiceError(
-            "The script starts a training or a data host while a spawned worker imports it. Put what starts "
-            'anything under `if __name__ == "__main__":`, as multiprocessing_context="spawn" needs it everywhere.'
+            "Your script starts training or a data host while a spawned worker imports it. Put that code under "
+            '`if __name__ == "__main__":`, as multiprocessing_context="spawn" always requires.'
         )
-    # For memory without a name, and for handles of processes (memfd, pidfd).
-    require_linux("The data service", "Pass the DataModule to the Trainer itself, or run in a Linux container.")
+    # Only Linux has anonymous memory files and handles of processes (memfd, pidfd).
+    require_linux("The data service", "Pass the DataModule directly to the Trainer, or run in a Linux container.")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     # The new interpreter must find the same modules as this one.
     python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -68,7 +68,7 @@ def connection_to_parent() -> MessageSocket:
 
 
 def keep_freed_memory() -> None:
-    """Make the allocator keep freed memory; no effect where the C library has no ``mallopt``.
+    """Make the allocator keep freed memory, if the C library has ``mallopt``.
 
     glibc returns large blocks to the system as soon as they are freed. The next batch then needs new ones, whose page
     faults cost more than the copy: without this, receiving takes 1.6 times as long and collating 3 times.
@@ -80,7 +80,7 @@ def keep_freed_memory() -> None:
 
 
 class InheritedDescriptor(int):
-    """A descriptor that a process inherits which multiprocessing spawns with it, as its own int."""
+    """A descriptor that is inherited by a process that multiprocessing spawns, and unpickled there as an int."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return methodcaller("detach"), (DupFd(int(self)),)
@@ -116,7 +116,7 @@ def fork(target: Callable[[], None]) -> int:
 
 
 def exit_when_a_thread_fails() -> None:
-    """Exit when any thread raises: the parent notices a process that has exited, but not one that lacks a thread."""
+    """Exit when any thread raises: the parent notices that a process has exited, but not that a thread has."""
 
     def exit_process(failed: Any) -> None:
         if failed.exc_type is not SystemExit:

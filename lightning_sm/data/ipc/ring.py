@@ -1,8 +1,8 @@
 """Slots of anonymous shared memory that two processes of one host hand to each other.
 
-The memory is a ``memfd``: it has no name, so that nothing is left behind whichever process is killed, and it is not
-bound by the 64 MB that many containers have in ``/dev/shm``. It is sparse: a slot may be declared as large as the
-largest batch that is allowed, and takes memory only as far as it was ever written.
+The memory is a ``memfd``. It has no name, so nothing is left behind if a process is killed, and it is not limited to
+the 64 MB that many containers have in ``/dev/shm``. It is sparse: a slot may be as large as the largest allowed batch,
+but uses memory only as far as it was ever written.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PAGE = mmap.PAGESIZE
 
 
 class Ring:
-    """Equal slots in one shared mapping; who may write to which slot is agreed on elsewhere, by messages.
+    """Equal slots in one shared mapping. Processes exchange messages to agree on who may write to which slot.
 
     Args:
-        fd: The memory, from ``Ring.create`` or received from another process. The ring takes it over.
+        fd: Descriptor of the memory, from ``Ring.create`` or another process. The ring takes ownership of it.
         num_slots: Number of slots.
         slot_bytes: Capacity of a slot; a multiple of the page size.
     """
@@ -35,11 +35,11 @@ class Ring:
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> Ring:
-        """Make a new ring.
+        """Create a ring.
 
         Args:
             num_slots: Number of slots.
-            slot_bytes: Least capacity of a slot; rounded up to whole pages.
+            slot_bytes: Minimum capacity of a slot; rounded up to whole pages.
         """
         slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
         fd = os.memfd_create("lightning_sm", os.MFD_CLOEXEC)
@@ -58,7 +58,7 @@ class Ring:
         return np.frombuffer(self._map, np.uint8, self.slot_bytes, index * self.slot_bytes)
 
     def close(self) -> None:
-        """Close the descriptor, which else goes with the ring. The mapping goes with the last array over it."""
+        """Close the descriptor before the ring is deleted. The mapping lives as long as the arrays over it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

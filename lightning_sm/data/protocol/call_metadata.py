@@ -1,9 +1,9 @@
-"""What every call from a trainer to a data host begins with: its method, who calls, and proofs of the token by both.
+"""Metadata of every call from a trainer to a data host: method, caller, and mutual proofs of the token.
 
-The token never crosses the network. With each call, a trainer sends a random number and a proof of the token, and the
-data host begins its answer with a random number and a proof over both numbers. Nothing of an answer is read before.
-Calls that bring pickles have a third part: their first request is a proof over both numbers, too, so that who has
-recorded such a call cannot repeat it. No gRPC library.
+The token never crosses the network. With each call, a trainer sends a random number and a proof of the token. The data
+host begins its answer with its own random number and a proof over both numbers; the trainer reads nothing before it.
+Calls that carry pickles need a third proof: their first request also proves the token over both numbers, so that a
+recorded call cannot be replayed. No gRPC library.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lightning_sm.job.variables import JOB_SECRET
 PROTOCOL_VERSION = "2"
 SERVICE = "lightning_sm.DataHost"
 
-# Data hosts unpickle what these calls bring, a dataset or a DataModule and what samplers have yielded, so both sides
-# must have proved the token first.
+# Data hosts unpickle the payload of these calls (datasets, DataModules, sampler output), so both sides must prove the
+# token first.
 CONFIRMED = ("Load", "Fetch")
 
 VERSION_KEY = "lightning-sm-protocol"
@@ -37,16 +37,16 @@ def proof(credentials: Credentials, label: Literal["trainer", "data host", "conf
 
     Args:
         credentials: The token.
-        label: What it proves. Otherwise one side could send back the proof of the other.
-        parts: For a trainer, the full name of the method and its random number; else the random numbers of trainer and
-            data host.
+        label: Who proves it, so that neither side can send back the other's proof.
+        parts: For a trainer, the full name of the method and its random number; otherwise the random numbers of trainer
+            and data host.
     """
     text = "\0".join((label, *parts))
     return hmac.new(credentials.token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def metadata(credentials: Credentials, name: str, nonce: str) -> list[tuple[str, str]]:
-    """Return what a trainer sends with a call: protocol version, a random number and a proof of the token."""
+    """Return a trainer's metadata for a call: protocol version, random number, and proof of the token."""
     return [
         (VERSION_KEY, PROTOCOL_VERSION),
         (NONCE_KEY, nonce),
@@ -55,15 +55,15 @@ def metadata(credentials: Credentials, name: str, nonce: str) -> list[tuple[str,
 
 
 def refused_token(credentials: Credentials) -> str:
-    """Return advice about a token that a data host refuses; the data host itself tells strangers nothing."""
+    """Return advice about a token that a data host refused; the data host itself tells strangers nothing."""
     return f"the data host refused the token of {_this_trainer(credentials)}"
 
 
 def unproved(credentials: Credentials) -> str:
     """Return advice about a server that does not prove the token."""
     return (
-        f"what answers there is not a data host of this job: it did not prove that it has the token of "
-        f"{_this_trainer(credentials)}. If both have the same token, another process has taken the port: set "
+        f"the server at this address is not a data host of this job: it did not prove that it has the token of "
+        f"{_this_trainer(credentials)}. If the tokens are the same, another process uses the port: set "
         "data_service.port to a free one"
     )
 
@@ -72,7 +72,7 @@ def _this_trainer(credentials: Credentials) -> str:
     name = JOB_SECRET.name
     return (
         f"this trainer, which belongs to job {credentials.job!r} and has its token from {credentials.token_source}. "
-        f"Compare both hosts: they must be of the same job, and have the same {name}, or none, and the same version of "
-        "lightning_sm. A DataHost makes a secret for its own process if there is none: to train in another one, set "
+        f"Compare both hosts: they must belong to the same job, and have the same version of lightning_sm and the same "
+        f"{name}, or none. Without one, a DataHost makes a secret for its process: to train in another process, set "
         f"the same {name} in both"
     )

@@ -1,4 +1,4 @@
-"""The short calls between trainers and data hosts: what they carry is checked before anything uses it. Pure rules."""
+"""The short calls between trainers and data hosts, with messages that are checked before use. Pure rules."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from lightning_sm._structs import Struct
 from lightning_sm.data.protocol.codec import Name, Natural, NumPlaces, Real, decode
 from lightning_sm.data.protocol.figures import RankFigures
 
-# Names, numbers, and what a rank wants open.
+# Requests hold names, numbers, and the openings that a rank wants.
 _MAX_REQUEST_BYTES = 1 << 20
 
 
 class Request(Struct, frozen=True):
-    """Base of what a trainer sends to a data host."""
+    """Base class of the requests of a trainer to a data host."""
 
     NAME: ClassVar[str]  # of the gRPC method
 
     @classmethod
     def parse(cls: type[_Request], data: bytes) -> _Request:
-        """Rebuild a request.
+        """Decode a request.
 
         Raises:
-            WireError: It is malformed.
+            WireError: The request is malformed.
         """
         return decode(cls, data, f"{cls.NAME} request", _MAX_REQUEST_BYTES)
 
@@ -33,11 +33,11 @@ _Request = TypeVar("_Request", bound=Request)
 
 
 class LoadRequest(Request, frozen=True):
-    """The head of a snapshot of a source that a rank sends; its bytes follow.
+    """The head of a source's snapshot that a rank sends; the snapshot's bytes follow.
 
     Attributes:
-        digest: Its digest.
-        num_bytes: Its size.
+        digest: Digest of the snapshot.
+        num_bytes: Size of the snapshot.
     """
 
     NAME = "Load"
@@ -47,13 +47,13 @@ class LoadRequest(Request, frozen=True):
 
 
 class HeartbeatRequest(Request, frozen=True):
-    """A sign of life of a rank; answered by ``HostReport``.
+    """The heartbeat of a rank; the answer is a ``HostReport``.
 
     Attributes:
-        client: The rank.
-        world_size: Number of ranks of its training.
-        figures: What the rank has measured, once it trains.
-        wants_figures: Whether the answer is to have the figures of all ranks.
+        client: Name of the rank.
+        world_size: Number of ranks in its run.
+        figures: The rank's measurements, once it trains.
+        wants_figures: Whether to include the figures of all ranks in the answer.
     """
 
     NAME = "Heartbeat"
@@ -65,7 +65,7 @@ class HeartbeatRequest(Request, frozen=True):
 
 
 class FinishRequest(Request, frozen=True):
-    """The last message of a rank: its training has ended.
+    """The last message of a rank: its training has finished.
 
     Attributes:
         client: Name of the rank.
@@ -77,19 +77,19 @@ class FinishRequest(Request, frozen=True):
 
 
 class HostReport(Struct, frozen=True):
-    """The answer to Heartbeat and Status: how a data host is.
+    """The state of a data host: the answer to Heartbeat and Status.
 
     Attributes:
-        name: Its name.
-        workers: Its workers.
-        busy: Workers that build batches.
-        queued: Requests that wait for a worker.
-        busy_s: Seconds that workers worked while trainers had more to request, of all workers together.
+        name: Name of the data host.
+        workers: Number of its workers.
+        busy: Number of workers that are building batches.
+        queued: Number of requests that wait for a worker.
+        busy_s: Seconds, summed over all workers, that they worked while trainers had more to request.
         capacity_s: Seconds that they could have worked in this time.
-        built: Requests that they have done.
-        built_s: Seconds that these took.
-        figures: The figures of each rank, by its name, if they are wanted.
-        channels: Names of its input channels; in answers to Status only.
+        built: Number of requests that they have completed.
+        built_s: Seconds that these requests took.
+        figures: Figures of each rank, by name, if requested.
+        channels: Names of its input channels; only in answers to Status.
     """
 
     name: str
@@ -105,9 +105,9 @@ class HostReport(Struct, frozen=True):
 
     @classmethod
     def parse(cls, data: bytes) -> HostReport:
-        """Rebuild an answer.
+        """Decode an answer.
 
         Raises:
-            WireError: It is malformed.
+            WireError: The answer is malformed.
         """
         return decode(cls, data, "answer to Heartbeat")

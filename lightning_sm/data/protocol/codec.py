@@ -1,7 +1,7 @@
-"""The codec of all messages of the data service: typed structs, which are checked when they are decoded.
+"""The codec of the data service's messages: typed structs, which are validated on decoding.
 
-Between hosts they travel as JSON, and may be anything: only what the types say is accepted. Both ends have the same
-version, so unknown fields and values are errors.
+Messages from other hosts arrive as JSON and cannot be trusted, so only values of the declared types are accepted. Both
+ends run the same version, so unknown fields and values are errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Meta
 from lightning_sm._structs import Struct, decoder
 from lightning_sm.errors import WireError
 
-# The result of a hook has what its samplers hold. A list takes 20 times its bytes once it is parsed.
+# The result of a hook includes the contents of its samplers. A parsed list takes 20 times its size in JSON.
 _MAX_BYTES = 32 << 20
 _MAX_CONTAINERS = 1 << 18
 _MAX_INT = 2**63 - 1
@@ -23,11 +23,11 @@ _MAX_FLOAT = 2.0**62
 AnyInt = Annotated[int, Meta(ge=-_MAX_INT - 1, le=_MAX_INT)]
 # A count, size or number of something.
 Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
-# Figures that sums and quotients of many of them leave finite.
+# Bounded so that sums and quotients of many figures stay finite.
 Real = Annotated[float, Meta(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
-# Of a rank, host, request or class.
+# The name of a rank, host, request or class.
 Name = Annotated[str, Meta(max_length=512)]
-# The number of things of a kind.
+# A number of ranks or workers.
 NumPlaces = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
@@ -35,16 +35,16 @@ _Struct = TypeVar("_Struct", bound=Struct)
 
 
 def decode(kind: type[_Struct], data: bytes, what: str, max_bytes: int = _MAX_BYTES) -> _Struct:
-    """Rebuild a message.
+    """Decode a message.
 
     Args:
-        kind: What it must be, perhaps a union.
+        kind: The expected type, or a union of types.
         data: The message as JSON.
-        what: What it is and where it is from, for the error.
-        max_bytes: How many bytes there may be.
+        what: What the message is and where it comes from, for the error.
+        max_bytes: Maximum size of the message.
 
     Raises:
-        WireError: It is too long, no JSON, or not what the types say.
+        WireError: The message is too long, is not JSON, or does not match the type.
     """
     num_containers = data.count(b"[") + data.count(b"{")
     if len(data) > max_bytes or num_containers > _MAX_CONTAINERS:

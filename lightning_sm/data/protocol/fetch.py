@@ -1,4 +1,4 @@
-"""Requests for the batches of a source: what a worker of ``DataLoader`` is told, for several batches at once."""
+"""Requests for the batches of a source: the instructions that ``DataLoader`` gives a worker, for several batches."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _Indices = Annotated[list[bytes], Meta(max_length=MAX_RANGE_LENGTH)]
 
 
 class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A request for consecutive batches of one iterator, which travel together: small ones cost less than a message.
+    """A request for consecutive batches of one iterator, sent together because a message costs more than a small batch.
 
     Attributes:
-        opening: Name of the opening whose workers build them.
+        opening: Name of the opening whose workers build the batches.
         rank: Rank of the iterator.
         world_size: Number of ranks.
-        seed: The iterator's own base of random states; for a stream, whose worker has it, the number of the pass.
+        seed: The iterator's base seed. For a stream, whose worker already has the base seed, the number of the pass.
         first: Number of the first batch in the iterator.
         num_batches: Number of batches.
-        indices: What the sampler yielded for each batch, pickled; empty for a stream, which is not indexed.
+        indices: The sampler's output for each batch, pickled; empty for a stream, which is not indexed.
     """
 
     opening: Name
@@ -42,10 +42,10 @@ class FetchSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, data: bytes) -> FetchSpec:
-        """Rebuild a request.
+        """Decode a request.
 
         Raises:
-            WireError: It is malformed.
+            WireError: The request is malformed.
         """
         try:
             spec = _DECODER.decode(data)

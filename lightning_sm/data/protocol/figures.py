@@ -1,6 +1,7 @@
-"""Measurements of trainer ranks and data hosts. Rank 0 gets those of the other ranks with the data hosts' heartbeats.
+"""Measurements of trainer ranks and data hosts.
 
-A collective call would have to come at the same moment on all ranks, between the user's own calls, and could hang.
+Data hosts pass the other ranks' measurements to rank 0, in their answers to its heartbeats. A collective call would
+have to fall at the same point between the user's collective calls on every rank, and could hang.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from msgspec.structs import asdict, replace
 from lightning_sm._structs import Struct
 from lightning_sm.data.protocol.codec import Natural, Real
 
-# Digits after the point: a tenth of a millisecond.
+# Round to a tenth of a millisecond.
 _DIGITS = 4
-# Sums that start again together: of the data host's process, of a rank's requests, and of its connection.
+# Each group of sums restarts at zero together: with the data host's process, the rank's requests, or its connection.
 _HOST_SUMS = (
     ("busy_s", "capacity_s", "num_built", "built_s"),
     ("num_received", "transfer_s", "num_retries"),
@@ -27,11 +28,11 @@ class BatchFigures(Struct, frozen=True):
     """The time and memory of one batch.
 
     Attributes:
-        num_bytes: Its bytes.
+        num_bytes: Size of the batch.
         queue_s: Seconds that its request waited for a worker.
-        produce_s: Seconds that the worker took for it.
-        transfer_s: Seconds from request to delivery, without these two.
-        num_ready: Batches that were buffered behind it.
+        produce_s: Seconds that the worker took to build it.
+        transfer_s: Seconds from request to delivery, without ``queue_s`` and ``produce_s``.
+        num_ready: Number of batches buffered behind it.
     """
 
     num_bytes: Natural
@@ -42,21 +43,21 @@ class BatchFigures(Struct, frozen=True):
 
     @property
     def in_transit(self) -> float:
-        """Share of the time from request to delivery in which it was in transit."""
+        """Share of the time from request to delivery that the batch was in transit."""
         return self.transfer_s / max(1e-9, self.queue_s + self.produce_s + self.transfer_s)
 
 
 class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
-    """Measurements of a rank's training loaders, summed up since its process started.
+    """Measurements of a rank's training loaders, summed since its process started.
 
     Attributes:
-        num_batches: Number of batches, of all training loaders.
+        num_batches: Number of batches of all training loaders.
         num_steps: Number of batches of the first training loader.
-        num_timed: Number of steps that the clock of steps has timed: all but the first one of a run.
-        num_bytes: Bytes of the batches.
+        num_timed: Number of steps that the step clock has timed: all but the first of a run.
+        num_bytes: Total size of the batches.
         wait_s: Seconds that the timed steps waited for their batches.
         transfer_wait_s: The part of ``wait_s`` in which batches were in transit from a data host.
-        busy_s: Seconds that the timed steps took besides.
+        busy_s: Seconds of the timed steps without ``wait_s``.
         sync_s: The part of ``busy_s`` in the backward pass and the optimizer, where ranks wait for each other.
         queue_s: Total seconds that requests waited for a worker.
         produce_s: Total seconds that workers spent on the batches.
@@ -79,8 +80,8 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
         """Add a batch, without the time of its step.
 
         Args:
-            batch: What it took.
-            is_step: Whether it is a batch of the first training loader.
+            batch: Figures of the batch.
+            is_step: Whether the batch is from the first training loader.
         """
         self.num_batches += 1
         self.num_bytes += batch.num_bytes
@@ -90,14 +91,15 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
         self.num_steps += is_step
 
     def plus(self, other: RankFigures) -> RankFigures:
-        """Return the sums of both."""
+        """Return the sums of these and other figures."""
         return RankFigures(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def since(self, before: RankFigures | None) -> RankFigures:
         """Return what was added since an earlier moment.
 
         Args:
-            before: The figures at that moment; None, or figures of a process that has been replaced: everything.
+            before: The figures at that moment. If None, or if they come from a process that has been replaced,
+                everything is returned.
         """
         if before is None or before.num_batches > self.num_batches:
             return self
@@ -105,41 +107,41 @@ class RankFigures(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the timed steps."""
+        """Seconds that the timed steps took."""
         return self.wait_s + self.busy_s
 
     @property
     def wait_fraction(self) -> float:
-        """Fraction of these seconds that they waited; 0 before the first timed step."""
+        """Fraction of ``seconds`` that the steps waited; 0 before the first timed step."""
         return self.wait_s / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def own_s(self) -> float:
-        """Seconds that the rank worked by itself: no other rank can have made it wait."""
+        """Seconds of work in which the rank did not depend on other ranks."""
         return self.busy_s - self.sync_s
 
     def rounded(self) -> RankFigures:
-        """Return the figures as they travel."""
+        """Return the figures rounded, as they are sent."""
         return RankFigures(**{name: round(value, _DIGITS) for name, value in asdict(self).items()})
 
 
 class HostFigures(Struct, frozen=True):
-    """The work of a data host, summed up since the start of its process, or between two moments.
+    """The work of a data host, summed since its process started, or between two moments.
 
     Attributes:
-        name: Its name, with its address.
+        name: Name of the data host, with its address.
         state: "up", "suspect" or "down", at the end.
-        why: Why it is not up.
-        workers: Its number of workers; 0: it was never reached.
-        busy_s: Seconds that its workers worked while trainers had more to request, of all workers together.
+        why: Why the host is not up.
+        workers: Number of its workers; 0 if it was never reached.
+        busy_s: Seconds, summed over all workers, that they worked while trainers had more to request.
         capacity_s: Seconds that they could have worked in this time.
         num_built: Number of batches that they built, for all ranks.
-        built_s: Seconds that these took.
-        num_received: Number of batches that this rank got from it.
-        transfer_s: Seconds that these were in transit.
-        num_retries: Number of this rank's requests that had to be sent again, to this host or to another.
+        built_s: Seconds that these batches took.
+        num_received: Number of batches that this rank received from the host.
+        transfer_s: Seconds that the received batches were in transit.
+        num_retries: Number of this rank's requests that were sent again, to this host or to another.
         num_lost: How often this rank lost the connection.
-        num_hedges: Number of this rank's requests to it that were late, and were also sent to another host.
+        num_hedges: Number of this rank's requests to the host that were late and were also sent to another.
     """
 
     name: str
@@ -157,7 +159,7 @@ class HostFigures(Struct, frozen=True):
     num_hedges: Natural = 0
 
     def since(self, before: HostFigures | None) -> HostFigures:
-        """Return what was added since an earlier moment; None: since the start. A restarted host counts from zero."""
+        """Return what was added since an earlier moment, or everything if ``before`` is None or the host restarted."""
         values = {name: getattr(self, name) for name in HostFigures.__struct_fields__}
         for names in _HOST_SUMS if before is not None else ():
             added = {name: values[name] - getattr(before, name) for name in names}
@@ -166,5 +168,5 @@ class HostFigures(Struct, frozen=True):
         return HostFigures(**values)
 
     def plus(self, later: HostFigures) -> HostFigures:
-        """Return the sums of both, and what else the later ones say."""
+        """Return the sums of both, with all other fields of the later figures."""
         return replace(later, **{name: getattr(self, name) + getattr(later, name) for name in chain(*_HOST_SUMS)})

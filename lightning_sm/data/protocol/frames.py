@@ -1,4 +1,4 @@
-"""Frames, in which requests and batches travel over the stream between a trainer rank and a data host. No gRPC."""
+"""The frames that carry requests and batches on the stream between a trainer rank and a data host. No gRPC."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import MAX_RANGE_LENGTH
 from lightning_sm.errors import WireError
 
-# A header has a place for each large tensor or array of its batches.
+# A header describes each large tensor or array of its batches.
 MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
 FRAME_BYTES = _FRAME.size
 
-# Where bytes go that nobody wants.
+# Unwanted bytes are read in parts of this size and dropped.
 _SCRATCH_BYTES = 256 << 10
 
-# A traceback of a million characters, each of which JSON may write as \\u1234.
+# Enough for a traceback of a million characters, each of which JSON may write as \\u1234.
 _MAX_FAILURE_BYTES = 8 << 20
 
 
@@ -32,15 +32,15 @@ class FrameKind(IntEnum):
     """The kinds of frames."""
 
     FETCH = 1  # an encoded FetchSpec
-    CANCEL = 2  # nothing: the trainer no longer wants the answer
+    CANCEL = 2  # empty: the trainer no longer wants the answer
     HEADER = 3  # total bytes, timings, structure of the batches
     DATA = 4  # bytes of the batches; the value is their offset
     FAILURE = 5  # JSON: why there are no batches
-    ENDED = 6  # the stream has no such batch; the value is how many it has
+    ENDED = 6  # the stream has no such batch; the value is its number of batches
 
 
 def frame(request_id: int, kind: FrameKind, size: int = 0, value: int = 0) -> bytes:
-    """Return the head of a frame, which its payload of ``size`` bytes follows; ``value`` depends on the kind."""
+    """Return the head of a frame with a payload of ``size`` bytes; the meaning of ``value`` depends on the kind."""
     return _FRAME.pack(request_id, kind, value, size, 0)
 
 
@@ -71,19 +71,19 @@ class Destination(Protocol):
 
     @property
     def memory(self) -> memoryview | None:
-        """Where the payload goes; None: it is no longer wanted."""
+        """Where the payload goes; None if it is no longer wanted."""
 
     def end(self, is_complete: bool, /) -> None:
-        """Note, once, whether the payload has arrived; if not, nothing more is written to the memory."""
+        """Note whether the payload arrived in full; called once, and the memory is not written to afterwards."""
 
 
 class FrameReader:
-    """Frames whose bytes arrive in parts: it says where each part goes.
+    """A parser of frames whose bytes arrive in parts; it chooses the memory for each part.
 
     Args:
-        take: Takes a frame of any kind but DATA: its request, kind, value and payload.
-        place: Returns where the payload of a DATA frame goes: of its request, kind and value, with so
-            many bytes; None: nowhere.
+        take: Called with request id, kind, value and payload of each frame that is not DATA.
+        place: Called with request id, kind, value and size of each DATA frame; returns where the payload goes, or None
+            to drop it.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class FrameReader:
         self._fields = (0, 0, 0)  # request, kind, value
         self._payload = memoryview(b"")
         self._destination: Destination | None = None
-        self._rest = memoryview(self._head)  # where bytes go; empty: nowhere
-        self._num_skipped = 0  # bytes of the payload that go nowhere
+        self._rest = memoryview(self._head)  # where the next bytes go
+        self._num_skipped = 0  # remaining bytes of the payload to drop
 
     def begin(self, num_bytes: int) -> None:
         """Prepare for a message.
 
         Raises:
-            WireError: It ends within the head of a frame.
+            WireError: The message ends inside the head of a frame.
         """
         self._num_left = num_bytes
         self._expect_head()
@@ -119,10 +119,10 @@ class FrameReader:
         return memoryview(bytearray(min(self._num_skipped, _SCRATCH_BYTES))) if self._num_skipped else self._rest
 
     def advance(self, num_bytes: int) -> None:
-        """Note that so many bytes were written to the start of ``memory``.
+        """Note that ``num_bytes`` were written to the start of ``memory``.
 
         Raises:
-            WireError: The message ends within a frame. ``take`` and ``place`` may raise errors, too.
+            WireError: The message ends inside a frame. ``take`` and ``place`` may raise other errors.
         """
         self._num_left -= num_bytes
         if self._num_skipped:
@@ -139,7 +139,7 @@ class FrameReader:
             self._end_payload()
 
     def close(self) -> None:
-        """Give back the memory for a payload of which no more arrives."""
+        """Give back the memory of an incomplete payload."""
         if self._destination is not None:
             destination, self._destination = self._destination, None
             destination.end(False)
@@ -182,12 +182,12 @@ class FrameReader:
 
 
 class EncodedBatch(NamedTuple):
-    """A batch among the bytes of a step range.
+    """The place and structure of a batch within the bytes of a step range.
 
     Attributes:
-        start: Where its bytes begin.
-        num_bytes: How many they are.
-        structure: What ``pickle_batch`` returned.
+        start: Offset of its first byte.
+        num_bytes: Size of the batch.
+        structure: The result of ``pickle_batch``.
     """
 
     start: Natural
@@ -199,10 +199,10 @@ class StepRangeHeader(msgspec.Struct, frozen=True, array_like=True):
     """The header of an answer, which precedes the bytes of a step range.
 
     Attributes:
-        num_bytes: Bytes that follow in DATA frames.
+        num_bytes: Number of bytes that follow in DATA frames.
         queue_s: Seconds that the request waited for a worker.
         produce_s: Seconds that the worker took.
-        batches: The batches: fewer than requested if a stream ends with them.
+        batches: The batches; fewer than requested if the stream ends with them.
     """
 
     num_bytes: Natural
@@ -219,7 +219,7 @@ class StepRangeHeader(msgspec.Struct, frozen=True, array_like=True):
         """Parse the payload of a HEADER frame.
 
         Raises:
-            WireError: It is malformed or too long, or a batch lies elsewhere than in the bytes.
+            WireError: The header is malformed or too long, or a batch extends past the end of the bytes.
         """
         if len(payload) > MAX_HEADER_BYTES:
             raise WireError(f"The header of batches has {len(payload)} bytes; {MAX_HEADER_BYTES} are allowed.")
@@ -227,7 +227,7 @@ class StepRangeHeader(msgspec.Struct, frozen=True, array_like=True):
             header = _DECODER.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise WireError(f"The header of batches is malformed: {error}.") from error
-        stop = max(one.start + one.num_bytes for one in header.batches)
+        stop = max(batch.start + batch.num_bytes for batch in header.batches)
         if stop > header.num_bytes:
             raise WireError(f"A batch of {header.num_bytes} bytes ends at byte {stop}.")
         return header
@@ -241,7 +241,7 @@ def parse_failure(payload: memoryview) -> Failure:
     """Parse the payload of a FAILURE frame.
 
     Raises:
-        WireError: It is malformed, or too long.
+        WireError: The payload is malformed or too long.
     """
     what = "failure that a data host reported"
     return decode(Failure, bytes(payload), what, _MAX_FAILURE_BYTES)

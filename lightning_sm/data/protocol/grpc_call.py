@@ -1,6 +1,6 @@
-"""A call of gRPC: its requests as bytes to send, and the messages in the bytes that arrive. No I/O.
+"""A gRPC call: encodes requests to bytes, and finds messages in the bytes that arrive. No I/O.
 
-The rules are those of ``doc/PROTOCOL-HTTP2.md`` of github.com/grpc/grpc ("gRPC over HTTP/2").
+It follows ``doc/PROTOCOL-HTTP2.md`` of github.com/grpc/grpc ("gRPC over HTTP/2").
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from lightning_sm.errors import WireError
 if TYPE_CHECKING:
     from lightning_sm.data.protocol.h2_connection import Http2Connection
 
-# Room for the largest header and the first piece, and for small answers that are sent in the same message.
+# Allow for the largest header, the first piece, and small answers in the same message.
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + CHUNK_BYTES + (1 << 20)
 
-_PREFIX = struct.Struct(">BI")  # "Length-Prefixed-Message": whether it is compressed, and its length
+_PREFIX = struct.Struct(">BI")  # "Length-Prefixed-Message": compressed flag and length
 
 
 class MessageReceiver(Protocol):
-    """The receiver of a call's messages; all methods are called in the thread of the connection.
+    """The receiver of a call's messages; all methods are called in the connection's thread.
 
-    What its methods raise ends the call, and is handed to ``end``.
+    An exception from a method ends the call and is passed to ``end``.
     """
 
     def begin(self, num_bytes: int) -> None:
-        """Prepare for a message of so many bytes, which may be none."""
+        """Prepare for a message of ``num_bytes``, which may be 0."""
 
     def memory(self) -> memoryview:
-        """Return where the next bytes of the message go, at least one; it may be filled in part."""
+        """Return the memory for at least the next byte of the message; it may be filled only in part."""
 
     def advance(self, num_bytes: int) -> None:
-        """Note that so many bytes were written to the start of ``memory``."""
+        """Note that ``num_bytes`` were written to the start of ``memory``."""
 
     def end(self, error: Exception | None) -> None:
-        """Note that the call has ended, with status OK if ``error`` is None, and that memory is no longer used."""
+        """Note that the call has ended, successfully if ``error`` is None, and that memory is no longer used."""
 
 
 class Call:
-    """A call, on one stream of HTTP/2.
+    """A call on one HTTP/2 stream.
 
     Args:
-        headers: Its headers.
+        headers: Headers of the call.
         receiver: Receives the messages of the answer.
-        requests: All requests; None: they come one by one, by ``send``.
-        confirm: Checks the headers of the answer, and returns the request that confirms the call; raises CallError if
+        requests: All requests; None if ``send`` adds them one by one.
+        confirm: Checks the headers of the answer and returns the request that confirms the call; raises CallError if
             the server has not proved the token.
-        waits: Whether the server gets this request first, and no other before it has proved the token.
+        waits: Whether to send the confirming request first, and nothing before the server has proved the token.
 
     Attributes:
-        transport: The connection; None: not started.
-        stream_id: Number of the stream; 0: it is not open yet.
-        has_sent_all: Whether all requests are sent.
+        transport: The connection; None until the call is started.
+        stream_id: Number of the stream; 0 until it is open.
+        has_sent_all: Whether all requests have been sent.
         has_received: Whether a part of the answer has arrived.
         trailers: The last headers that have arrived.
-        num_unreturned: Bytes that the window of the stream has not got back.
+        num_unreturned: Received bytes that have not been returned to the stream's window.
     """
 
     def __init__(
@@ -83,32 +83,32 @@ class Call:
         self._requests: Iterator[bytes] | None = None if requests is None else iter(requests)
         self._confirm = confirm
         self._waits = waits
-        self._is_proved = False  # the server has the token
+        self._is_proved = False  # the server has proved the token
         self._outgoing: deque[memoryview] = deque()
         self._prefix = bytearray(_PREFIX.size)
         self._num_prefix = 0  # bytes of the prefix that have arrived
-        self._num_left = 0  # bytes of the message that have not
+        self._num_left = 0  # bytes of the message that are missing
 
     # From any thread
 
     def send(self, message: bytes) -> None:
-        """Send a request, soon. If the call has ended, it is lost."""
+        """Queue a request for sending; it is dropped if the call has ended."""
         if self.transport is not None:
             self.transport.send(self, message)
 
     def cancel(self) -> None:
-        """End the call on both sides. The receiver learns of it in the thread of the connection."""
+        """End the call on both sides. The connection's thread notifies the receiver."""
         if self.transport is not None:
             self.transport.cancel(self)
 
     def add_request(self, message: bytes) -> None:
-        """Add a request to those that wait for room."""
+        """Add a request to the queue of outgoing data."""
         self._outgoing.append(_framed(message))
 
     # In the thread of the connection
 
     def begin(self, headers: Mapping[bytes, bytes]) -> CallError | None:
-        """Take the headers with which the answer begins; return an error if the server has not proved the token."""
+        """Check the initial headers of the answer; return an error if the server has not proved the token."""
         try:
             confirmation = self._confirm(headers)
         except CallError as error:
@@ -120,7 +120,7 @@ class Call:
         return None
 
     def take_outgoing(self, room: int) -> bytes | None:
-        """Return the next bytes to send, at most ``room``, which may be none for now; None: all requests are sent."""
+        """Return up to ``room`` bytes to send, perhaps none for now, or None once all requests have been sent."""
         if self._waits:
             return b""
         if not self._outgoing and self._requests is not None:
@@ -147,7 +147,7 @@ class Call:
         """Note that bytes have arrived.
 
         Raises:
-            WireError: The message is compressed, or too long. The receiver may raise errors, too.
+            WireError: The message is compressed or too long. The receiver may raise other errors.
         """
         if self._num_prefix == _PREFIX.size:
             self._num_left -= num_bytes
@@ -157,7 +157,7 @@ class Call:
             if self._num_prefix < _PREFIX.size:
                 return
             is_compressed, self._num_left = _PREFIX.unpack(self._prefix)
-            if is_compressed:  # "Compressed-Flag": only with a grpc-encoding, and this end accepts none
+            if is_compressed:  # "Compressed-Flag" needs a grpc-encoding, and this client offers none
                 raise WireError("a compressed message arrived, which was not agreed upon")
             if self._num_left > MAX_MESSAGE_BYTES:
                 raise WireError(f"a message of {self._num_left} bytes arrived; {MAX_MESSAGE_BYTES} are allowed")
@@ -166,7 +166,7 @@ class Call:
             self._num_prefix = 0
 
     def outcome(self) -> CallError | None:
-        """Return the error of a call whose last frame has arrived."""
+        """Return the error of a completed call, or None if it succeeded."""
         error = error_in(self.trailers)
         if error is None and not self._is_proved:
             return self.begin({})

@@ -1,4 +1,4 @@
-"""The trainer's end of gRPC: calls to a data host."""
+"""The trainer's gRPC client, which calls a data host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_sm.data.settings import Credentials
 
 
 class _AnswerBuffer:
-    """The one message of an answer, in memory."""
+    """A buffer for an answer of one message."""
 
     def __init__(self) -> None:
         self.message: bytearray | None = None
@@ -47,23 +47,23 @@ class _AnswerBuffer:
         return self._rest
 
     def advance(self, num_bytes: int) -> None:
-        """Go on behind the bytes that were written."""
+        """Skip the bytes that were written."""
         self._rest = self._rest[num_bytes:]
 
     def end(self, error: Exception | None) -> None:
-        """Wake up who waits."""
+        """Wake the waiting thread."""
         self.error = error
         self.ended.set()
 
 
 class GrpcChannel:
-    """The connection to a data host: made at the first call, and again at the next one after it was lost.
+    """A channel to a data host, which connects at the first call, and again at the first call after a loss.
 
     Args:
         address: ``host:port``.
-        credentials: Job, token and TLS files. The certificate of the data host must be for the name or address in
-            ``address`` (a SubjectAlternativeName).
-        context: What another channel has read from the TLS files; None: read them.
+        credentials: Job, token and TLS files. The data host's certificate must be valid for the name or address in
+            ``address`` (SubjectAlternativeName).
+        context: TLS settings of another channel; if None, they are read from the TLS files.
 
     Raises:
         DataSettingsError: A TLS file is invalid.
@@ -85,7 +85,7 @@ class GrpcChannel:
         Args:
             name: Name of the method.
             receiver: Receives the answers.
-            requests: All requests; None: they come by ``send``.
+            requests: All requests; None if ``send`` adds them.
             timeout_s: Seconds after which the server cancels the call.
 
         Raises:
@@ -105,13 +105,13 @@ class GrpcChannel:
         """Make a call with one request and one answer.
 
         Raises:
-            CallError: It failed, or took too long.
+            CallError: The call failed or took too long.
             WireError: The answer is malformed.
         """
         return self.stream_unary(name, [request], timeout_s)
 
     def stream_unary(self, name: str, requests: Iterable[bytes], timeout_s: float) -> bytes:
-        """Make a call with any number of requests and one answer; errors are those of ``unary``."""
+        """Make a call with any number of requests and one answer; raises the errors of ``unary``."""
         answer = _AnswerBuffer()
         call = self.open(name, answer, requests, timeout_s)
         if not answer.ended.wait(timeout_s):
@@ -126,7 +126,7 @@ class GrpcChannel:
         return bytes(answer.message)
 
     def close(self) -> None:
-        """End all calls, and the connection."""
+        """End all calls and close the connection."""
         with self._lock:
             self._is_closed = True
         if self._connection is not None:
@@ -143,14 +143,14 @@ class GrpcChannel:
 
 
 def _confirm(credentials: Credentials, nonce: str, headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the proof that confirms a call, once the headers of the answer prove that the data host has the token.
+    """Check the data host's proof in the headers of the answer, and return the proof that confirms the call.
 
     Raises:
-        CallError: They do not.
+        CallError: The headers do not prove that the data host has the token.
     """
     challenge = headers.get(NONCE_KEY.encode(), b"").decode("latin-1")
     expected = proof(credentials, "data host", nonce, challenge).encode()
     if not hmac.compare_digest(headers.get(PROOF_KEY.encode(), b""), expected):
-        # Not UNAUTHENTICATED, with which data hosts refuse the trainer.
+        # Not UNAUTHENTICATED: data hosts use it to refuse a trainer's token.
         raise CallError(CallStatus.PERMISSION_DENIED, unproved(credentials))
     return proof(credentials, "confirmation", nonce, challenge).encode()

@@ -1,4 +1,4 @@
-"""How calls end: the status codes of gRPC. No gRPC library."""
+"""Outcomes of calls, as gRPC status codes. No gRPC library."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _FINAL = (
 class CallError(Exception):
     """The error of a call that did not end with status OK.
 
-    Its cause, if any, is the error that ended the connection.
+    ``__cause__``, if set, is the error that ended the connection.
 
     Args:
         code: The status.
-        details: Text for people.
+        details: The reason, for messages.
     """
 
     def __init__(self, code: CallStatus, details: str) -> None:
@@ -54,15 +54,15 @@ class CallError(Exception):
 
     @property
     def is_final(self) -> bool:
-        """Whether another try cannot succeed."""
+        """Whether a retry cannot succeed."""
         return self.code in _FINAL
 
 
 def response_error(headers: Mapping[bytes, bytes]) -> CallError | None:
-    """Return why the headers of a response are not those of gRPC (``PROTOCOL-HTTP2.md``, "Responses"); None: they are.
+    """Return an error if the headers are not a gRPC response (``PROTOCOL-HTTP2.md``, "Responses").
 
     Args:
-        headers: The headers.
+        headers: Headers of the response.
     """
     status = headers.get(b":status", b"")
     kind = headers.get(b"content-type", b"")
@@ -73,11 +73,11 @@ def response_error(headers: Mapping[bytes, bytes]) -> CallError | None:
 
 
 def error_in(trailers: Mapping[bytes, bytes]) -> CallError | None:
-    """Return the error that trailers state; None: the call has succeeded."""
+    """Return the error in the trailers, or None if the call succeeded."""
     try:
         code = CallStatus(int(trailers.get(b"grpc-status", b"")))
     except ValueError:
         return CallError(CallStatus.UNKNOWN, f"the answer ends with status {trailers.get(b'grpc-status')!r}")
-    # PROTOCOL-HTTP2.md: Status-Message is percent-encoded, and decoding it must not fail.
+    # Status-Message is percent-encoded, and decoding it must not fail (PROTOCOL-HTTP2.md).
     details = unquote(trailers.get(b"grpc-message", b"").decode("latin-1"), errors="replace")
     return None if code is CallStatus.OK else CallError(code, details)

@@ -1,8 +1,8 @@
-"""The gRPC server of a data host: options, credentials.
+"""The gRPC server of a data host: options and credentials.
 
-gRPC carries raw bytes without protobuf, which is three times slower. Batches travel as frames on one two-way stream
-per trainer rank and data host. The trainer sends requests ahead; the data host answers in the order in which batches
-are finished, in pieces of 2 MiB, which were measured to be the fastest and keep messages small.
+gRPC carries raw bytes, because protobuf is three times slower. Batches travel as frames on one bidirectional stream per
+trainer rank and data host. The trainer sends requests ahead, and the data host answers in the order in which batches
+are finished, in pieces of 2 MiB, which measured fastest and keep messages small.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 # A request for a batch has 8 bytes per sample, and all requests for the batches of a window may share a message.
 MAX_REQUESTS_BYTES = 64 << 20
 
-# Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. More calls
-# would wait for a thread without end: they are refused, and the trainer tries again.
+# Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. Further
+# calls could wait forever for a thread, so they are refused, and the trainer retries.
 _MAX_THREADS = 2048
 
-# A trainer rank has one stream for batches, and a few short calls beside it.
+# A trainer rank has one stream for batches and a few short calls.
 _MAX_STREAMS = 16
-# A trainer sends a heartbeat at least every 10 s.
+# A trainer sends a heartbeat at least every 10 s, so its connection is never idle for this long.
 _IDLE_TIMEOUT_MS = 60_000
 _HANDSHAKE_TIMEOUT_MS = 10_000
 
@@ -51,10 +51,10 @@ _MAX_LOGGED = 20
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type information
-    """The guard of a server: refuses calls without a proof of the token, or of another version, unread.
+    """An interceptor that refuses, unread, calls without a proof of the token or from another version.
 
-    Who does not prove the token is told nothing else: the default token follows from the job's name. All others get the
-    server's own proof first.
+    A caller without the token learns nothing else, because the default token is derived from the job's name. Other
+    callers first receive the server's proof.
 
     Args:
         credentials: Job and token.
@@ -73,19 +73,19 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
         if refusal is None:
             handler = continuation(details)
             return handler and self._proving(handler, details.method, sent.get(NONCE_KEY, ""))
-        # For every method, also one that does not exist here. A handler of a single request would read that first.
+        # Refuse every method this way, even unknown ones: a handler for a single request would read the request first.
         return grpc.stream_stream_rpc_method_handler(lambda _, context: self._refuse(context, *refusal))
 
     def _proving(self, handler: Any, path: str, nonce: str) -> Any:
-        """Return a handler that first proves the token and, for calls that bring pickles, has the caller confirm it."""
+        """Return a handler that first proves the token and, for calls with pickles, demands the caller's proof."""
         kind = f"{_kind(handler.request_streaming)}_{_kind(handler.response_streaming)}"
         serve = getattr(handler, kind)
         is_confirmed = path in map(method, CONFIRMED)
 
         def prove(request: Any, context: Any) -> Any:
             challenge = token_hex(16)
-            own = proof(self._credentials, "data host", nonce, challenge)
-            context.send_initial_metadata(((NONCE_KEY, challenge), (PROOF_KEY, own)))
+            host_proof = proof(self._credentials, "data host", nonce, challenge)
+            context.send_initial_metadata(((NONCE_KEY, challenge), (PROOF_KEY, host_proof)))
             if is_confirmed:
                 expected = proof(self._credentials, "confirmation", nonce, challenge)
                 if not hmac.compare_digest(next(request, b""), expected.encode()):
@@ -110,7 +110,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
         context.abort(code, why)
 
     def _refusal(self, path: str, sent: dict[str, Any]) -> tuple[Any, str] | None:
-        # Compared in constant time: how long it takes must not reveal anything about the right one.
+        # Compare in constant time, so that the duration reveals nothing about the expected proof.
         expected = proof(self._credentials, "trainer", path, sent.get(NONCE_KEY, ""))
         if not hmac.compare_digest(sent.get(PROOF_KEY, "").encode(), expected.encode()):
             return _WRONG_TOKEN
@@ -131,7 +131,7 @@ def server_options(max_connections: int = 1024, *, shares_port: bool = False) ->
     """Return the options of a data host's server.
 
     Args:
-        max_connections: How many connections may be open; gRPC closes any more.
+        max_connections: How many connections may be open; gRPC closes further ones.
         shares_port: Whether another socket of this process listens on the same port.
     """
     return [
@@ -140,13 +140,13 @@ def server_options(max_connections: int = 1024, *, shares_port: bool = False) ->
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_frame_size", 16777215),
         ("grpc.http2.bdp_probe", 0),
-        # Strangers share the threads with trainers: a few streams of each connection wait for one at a time.
+        # Strangers share the threads with trainers, so limit how many each connection can occupy.
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_connection_idle_ms", _IDLE_TIMEOUT_MS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_receive_message_length", MAX_REQUESTS_BYTES),
-        # What arrives of a request before anybody reads it, such as that of a stranger.
+        # Limit how much of a request is received before a handler reads it: a stranger's is never read.
         ("grpc.http2.lookahead_bytes", 1 << 20),
         ("grpc.so_reuseport", int(shares_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -160,7 +160,7 @@ def make_server(
     """Return a gRPC server that has not started.
 
     Args:
-        handlers: By name of the method.
+        handlers: The handlers by method name.
         credentials: Job and token.
         name: Name of the host, for messages.
         max_connections: How many connections may be open.
@@ -187,7 +187,7 @@ def bind(server: Any, address: str, credentials: Credentials) -> str:
         DataSettingsError: The server cannot listen on the address, or a TLS file is invalid.
 
     Returns:
-        The address with the port that was taken.
+        The address with the actual port.
     """
     files = read_tls(credentials)
     try:

@@ -1,10 +1,10 @@
-"""A connection of a trainer to a data host, by h2 and a socket: messages go straight to the memory of their receiver.
+"""A trainer's HTTP/2 connection to a data host, which receives messages straight into the memory of their receiver.
 
-h2 has the rules of HTTP/2 (RFC 9113, whose sections are named below) for all frames but DATA, which it would copy
-several times: here ``recv_into`` takes their bodies, and h2 sees only the first and the last one of each stream,
+h2 implements HTTP/2 (RFC 9113; comments name its sections) for all frames but DATA, which it would copy several times.
+``recv_into`` reads the bodies of DATA frames instead. h2 sees only the first and last DATA frame of each stream,
 without their bodies, to check that the stream is open.
 
-A connection has a thread, which alone uses the socket and h2. Other threads give it functions to call.
+Only the connection's thread uses the socket and h2. Other threads submit functions for it to call.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from lightning_sm.data.protocol.grpc_call import Call
 from lightning_sm.data.protocol.grpc_status import CallError, CallStatus, response_error
 from lightning_sm.data.protocol.wire import Wire
 
-_HEAD = struct.Struct(">BHBBI")  # 4.1: length in 24 bits, type, flags, stream
-_UPDATE = struct.Struct(">BHBBII")  # 6.9: the same head, and the increment of the window
+_HEAD = struct.Struct(">BHBBI")  # 4.1: 24-bit length, type, flags, stream
+_UPDATE = struct.Struct(">BHBBII")  # 6.9: the same head and the window increment
 _DATA, _SETTINGS, _WINDOW_UPDATE = 0, 4, 8
-_OF_BLOCKS = (1, 5, 9)  # HEADERS, PUSH_PROMISE, CONTINUATION: between these, no other frame may be (6.10)
+_OF_BLOCKS = (1, 5, 9)  # HEADERS, PUSH_PROMISE, CONTINUATION: no other frame may come between these (6.10)
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
-# The largest frames (4.2), so that a piece has one head; the largest windows (6.9.1), as the receiver takes all bytes
-# before more are read, and TCP holds the sender back.
+# Use the largest frames (4.2), so that a piece needs one head, and the largest windows (6.9.1): the receiver consumes
+# all bytes before more are read, so TCP already limits the sender.
 _MAX_FRAME_BYTES = (1 << 24) - 1
 _WINDOW_BYTES, _DEFAULT_WINDOW_BYTES = (1 << 31) - 1, (1 << 16) - 1
 _WINDOW_STEP_BYTES = 64 << 20
-# Other frames than DATA are small. Of one block of headers (6.10) h2 keeps up to 64.
+# Frames other than DATA are small. h2 keeps up to 64 of one header block (6.10).
 _MAX_OTHER_BYTES = 64 << 10
-# Reading waits while this much is not sent: a server that sends without reading cannot fill this process's memory.
+# Stop reading while this much is unsent, so that a server that sends without reading cannot fill our memory.
 _MAX_OUTBOX_BYTES = 4 << 20
-# A connection that is silent for this time gets a PING (6.7), and is lost after as much more silence.
+# Send a PING (6.7) after this much silence; after as much again, the connection is lost.
 _SILENT_S = 10.0
 
 
@@ -56,12 +56,12 @@ class Http2Connection:
 
     Args:
         address: ``host:port``.
-        context: TLS; None: without.
+        context: TLS settings; None for no TLS.
         call: The first call.
 
     Attributes:
         accepts_calls: Whether ``start`` may succeed.
-        num_unreturned: Bytes that the window of the connection has not got back.
+        num_unreturned: Received bytes that have not been returned to the connection's window.
     """
 
     def __init__(self, address: str, context: ssl.SSLContext | None, call: Call) -> None:
@@ -75,7 +75,7 @@ class Http2Connection:
         self._calls: dict[int, Call] = {}
         self._wire = Wire(address, context)
         self._is_ready = False  # the server's settings have arrived
-        self._is_in_block = False  # of headers
+        self._is_in_block = False  # inside a header block
         self._is_pinged = False
         self._heard_at = time.monotonic()
         self._h2 = H2Connection(H2Configuration(client_side=True, header_encoding=None))
@@ -104,7 +104,7 @@ class Http2Connection:
         return True
 
     def send(self, call: Call, message: bytes) -> None:
-        """Send a request of a call. If the call has ended, it is lost."""
+        """Send a request of a call; it is dropped if the call has ended."""
         call.add_request(message)
         self._submit(partial(self._send_requests, call))
 
@@ -113,7 +113,7 @@ class Http2Connection:
         self._submit(partial(self._cancel, call))
 
     def close(self) -> None:
-        """End all calls, and the thread."""
+        """End all calls and the thread."""
         self._submit(self._close)
 
     def _submit(self, function: Callable[[], None]) -> None:
@@ -211,7 +211,7 @@ class Http2Connection:
                 if not received:
                     self._wait(num_left)
             num_left -= received
-        while num_left:  # nobody wants it
+        while num_left:  # drop the rest: the call has ended
             scratch = bytearray(min(num_left, _MAX_OTHER_BYTES))
             self._wire.fill(scratch, self._wait)
             num_left -= len(scratch)
@@ -220,7 +220,7 @@ class Http2Connection:
             self._handle(self._h2.receive_data(_HEAD.pack(0, 0, _DATA, _END_STREAM, stream_id)))
 
     def _return_window(self, num_bytes: int, stream_id: int) -> None:
-        """Give bytes back to the windows of connection and stream (6.9), in large steps."""
+        """Return bytes to the windows of connection and stream (6.9), in large steps."""
         for owner, number in ((self, 0), (self._calls.get(stream_id), stream_id)):
             if owner is not None:
                 owner.num_unreturned += num_bytes
@@ -229,12 +229,12 @@ class Http2Connection:
                     owner.num_unreturned = 0
 
     def _wait(self, num_bytes: int) -> None:
-        """Wait until some of so many bytes have arrived, sending meanwhile; or just call functions of other threads."""
+        """Wait for some of ``num_bytes``, sending meanwhile; return at once if other threads submitted functions."""
         if self._call_functions():
             return
         self._flush()
         timeout_s = self._heard_at + _SILENT_S - time.monotonic()
-        # A single byte proves that a silent connection is not lost, so wait for one.
+        # After a PING, wait for a single byte: it proves that the connection is not lost.
         if self._wire.wait(min(num_bytes, 1) if self._is_pinged else num_bytes, timeout_s):
             self._heard_at, self._is_pinged = time.monotonic(), False
         elif timeout_s <= 0:
@@ -246,7 +246,7 @@ class Http2Connection:
                 self._is_pinged = True
 
     def _call_functions(self) -> bool:
-        """Call the functions of other threads, and return whether there were any."""
+        """Call the functions that other threads submitted, and return whether there were any."""
         are_any = bool(self._functions)
         while self._functions:
             self._functions.popleft()()
@@ -255,14 +255,14 @@ class Http2Connection:
     # Sending
 
     def _flush(self) -> None:
-        """Send what there is room for."""
+        """Send as much as the socket accepts."""
         self._wire.outbox += self._h2.data_to_send()
         while self._wire.outbox and self._wire.flush():  # now there is room for more
             for call in list(self._calls.values()):
                 self._send_requests(call)
 
     def _send_requests(self, call: Call) -> None:
-        """Send the requests of a call as far as windows and outbox have room (6.9.1)."""
+        """Send a call's requests as far as the windows and the outbox have room (6.9.1)."""
         while call.stream_id in self._calls and not call.has_sent_all and len(self._wire.outbox) < _MAX_OUTBOX_BYTES:
             room = min(self._h2.local_flow_control_window(call.stream_id), self._h2.max_outbound_frame_size)
             part = call.take_outgoing(room)
@@ -275,7 +275,7 @@ class Http2Connection:
             self._wire.outbox += self._h2.data_to_send()
 
     def _start_waiting(self) -> None:
-        """Start calls, as many as the server allows at a time (5.1.2)."""
+        """Start waiting calls, up to the server's limit of concurrent streams (5.1.2)."""
         limit = self._h2.remote_settings.max_concurrent_streams
         while self._is_ready and self._waiting and len(self._calls) < limit:
             call = self._waiting.popleft()
@@ -286,24 +286,24 @@ class Http2Connection:
 
     # Events
 
-    def _handle(self, what: list[events.Event]) -> None:
-        for event in what:
+    def _handle(self, received: list[events.Event]) -> None:
+        for event in received:
             call = self._calls.get(getattr(event, "stream_id", None) or 0)
             match event:
-                case events.RemoteSettingsChanged() | events.WindowUpdated():  # windows have grown, or may have
+                case events.RemoteSettingsChanged() | events.WindowUpdated():  # windows may have grown
                     self._is_ready = True
                     self._start_waiting()
                     for waiting in list(self._calls.values()):
                         self._send_requests(waiting)
                 case events.ResponseReceived(headers=headers) if call is not None:
-                    call.trailers = dict(headers)  # they are, if the stream ends with them ("Trailers-Only")
+                    call.trailers = dict(headers)  # if the stream ends here, these are the trailers ("Trailers-Only")
                     error = response_error(call.trailers)
                     if error is None and event.stream_ended is None:
                         error = call.begin(call.trailers)
                     if error is not None:
                         self._end(call, error, is_open=event.stream_ended is None or not call.has_sent_all)
                     else:
-                        self._send_requests(call)  # they may have waited for the server's proof
+                        self._send_requests(call)  # requests may have waited for the server's proof
                 case events.TrailersReceived(headers=headers) if call is not None:
                     call.trailers = dict(headers)
                 case events.StreamEnded() if call is not None:
@@ -315,7 +315,7 @@ class Http2Connection:
                     raise ConnectionError(f"the server closes the connection, with code {code} of HTTP/2")
 
     def _end(self, call: Call, error: Exception | None, *, is_open: bool = True) -> None:
-        """End a call. Reset its stream if it is open, so that the server frees what it holds for it (5.4.2)."""
+        """End a call, and reset its stream if that is open, so that the server frees its resources (5.4.2)."""
         if self._calls.pop(call.stream_id, None) is None:
             self._waiting.remove(call)
         elif is_open:

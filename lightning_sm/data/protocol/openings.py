@@ -1,4 +1,4 @@
-"""Openings: what trainers ask data hosts to open, datasets and calls of hooks, and how data hosts answer."""
+"""Openings: the datasets and hook calls that trainers ask data hosts to open, and the data hosts' answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_sm.data.protocol.calls import Request
 from lightning_sm.data.protocol.codec import AnyInt, Name, Natural, NumPlaces
 from lightning_sm.data.protocol.failures import Failure
 
-# Of one rank: its loaders, and the workers of its streams.
+# Limit per rank, for its loaders and the workers of its streams.
 _MAX_OPENINGS = 1 << 14
 
 
@@ -22,8 +22,8 @@ class StreamWorker(Struct, frozen=True):
         rank: Rank of the iterator.
         world_size: Number of ranks.
         number: Number of the worker in its loader.
-        num_workers: Workers of the loader.
-        seed: The iterator's base of random states; the worker's own seed is this plus its number.
+        num_workers: Number of workers of the loader.
+        seed: The iterator's base seed; the worker's seed is this plus ``number``.
     """
 
     rank: Natural
@@ -34,16 +34,16 @@ class StreamWorker(Struct, frozen=True):
 
 
 class Opening(Struct, frozen=True):
-    """A source that a data host has open: workers build its batches, or it is a call of a hook that has run.
+    """A source that a data host has open: a dataset whose batches workers build, or a completed hook call.
 
     Attributes:
-        name: Its name. Ranks that open the same source under the same name share its workers.
+        name: Name of the opening. Ranks that open the same source under the same name share its workers.
         source: Digest of the source.
-        stream: The worker, if the source is an iterable dataset; None: the dataset is indexed, so that any worker can
+        stream: The worker, if the source is an iterable dataset. None if the dataset is indexed, so that any worker can
             build any batch.
-        is_call: Whether the source is a call of a hook, and needs no workers.
-        is_alone: Whether one data host opens it for all.
-        is_spawned: Whether workers are spawned, and each unpickles the source.
+        is_call: Whether the source is a hook call, which needs no workers.
+        is_alone: Whether one data host opens the source for all.
+        is_spawned: Whether workers are spawned, in which case each unpickles the source.
     """
 
     name: Name
@@ -55,11 +55,11 @@ class Opening(Struct, frozen=True):
 
 
 class CallResult(Struct, frozen=True, tag=True):
-    """The result of a call of a hook.
+    """The result of a hook call.
 
     Attributes:
-        pickled: What the trainers get.
-        fields: Texts that are equal on data hosts that have the same data, by name.
+        pickled: The result for the trainers, pickled.
+        fields: Texts by name, which are equal on data hosts with the same data.
     """
 
     pickled: bytes
@@ -67,11 +67,11 @@ class CallResult(Struct, frozen=True, tag=True):
 
 
 class OpeningsRequest(Request, frozen=True):
-    """All that a rank wants open on a data host from now on; answered by ``OpeningsReply``.
+    """Everything that a rank wants open on a data host from now on; the answer is an ``OpeningsReply``.
 
     Attributes:
-        client: The rank.
-        openings: The openings. Those that no rank wants any more are closed.
+        client: Name of the rank.
+        openings: The openings. The data host closes openings that no rank wants any more.
         results: Names of the calls whose results the rank lacks.
     """
 
@@ -83,13 +83,13 @@ class OpeningsRequest(Request, frozen=True):
 
 
 class OpeningsReply(Struct, frozen=True):
-    """What is open of that.
+    """The state of the requested openings.
 
     Attributes:
         open: Names of the openings that have workers.
         missing: Digests of the sources that the host needs first.
         problems: Why there are no workers, by name of the opening.
-        results: The result of one of the calls that the rank lacks, by its name: a message has room for one.
+        results: The result of one call that the rank lacks, by name: a message has room for only one.
     """
 
     open: list[str]

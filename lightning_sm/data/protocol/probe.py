@@ -1,7 +1,7 @@
-"""The probe of a trainer whose first connection fails: what does the data host speak, and does it refuse the trainer?
+"""A probe of the data host, for a trainer whose first connection failed: is TLS on, and is the trainer refused?
 
-A connection is just closed, both by a host that requires TLS and by one that is shutting down. The probe connects once
-more, and reports only what it has seen.
+A host that requires TLS and a host that is shutting down both just close the connection. The probe connects once more,
+and reports only what it observes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import ssl
 from lightning_sm.data.protocol.tls import settings_text
 from lightning_sm.data.settings import Credentials
 
-# What a data host sends to an address that it does not trust, before it closes the connection.
+# Sent by a data host to an address that it does not trust, before it closes the connection.
 REFUSED = b"lightning_sm: this address is not trusted\n"
 
 _TIMEOUT_S = 2.0
-# A host without TLS speaks first. One that says nothing for this time may wait for a TLS handshake.
+# A host without TLS sends first. If it sends nothing for this long, it may be waiting for a TLS handshake.
 _SILENCE_S = 1.0
-# HTTP/2 begins with a frame of settings: 3 bytes of length, type 4, flags, stream 0.
+# HTTP/2 begins with a SETTINGS frame: 3 bytes of length, type 4, flags, stream 0.
 _FRAME_HEAD_BYTES = 9
 _SETTINGS_TYPE = 4
 
 
 def diagnose(address: str, credentials: Credentials) -> str:
-    """Return why this trainer cannot connect to a data host, and what to do; "" if no reason was seen.
+    """Return why this trainer cannot connect to a data host, and what to do; "" if the reason is unknown.
 
-    A host that is shutting down may look like one that refuses the trainer's certificate: ask twice, seconds apart.
+    A host that is shutting down may look as if it refused the trainer's certificate, so probe twice, seconds apart.
 
     Args:
         address: ``host:port``.
@@ -36,7 +36,7 @@ def diagnose(address: str, credentials: Credentials) -> str:
         first, own_address = _first_bytes(address)
         if first:
             return _diagnose_plain(first, own_address, credentials)
-        # Trainers show a certificate only if they have an authority.
+        # Trainers present a certificate only if they have an authority.
         shown = credentials.tls_certificate if credentials.tls_authority is not None else None
         answer = _first_bytes_in_tls(address, shown, credentials.tls_key)
     except OSError:
@@ -54,7 +54,7 @@ def diagnose(address: str, credentials: Credentials) -> str:
 
 
 def _diagnose_plain(first: bytes, own_address: str, credentials: Credentials) -> str:
-    """Diagnose a data host that speaks first, which is one without TLS, or one that refuses this machine."""
+    """Diagnose a data host that sends first: it has no TLS, or it refuses this machine."""
     if first.startswith(REFUSED):
         return (
             f"it does not trust the address of this trainer, {own_address}, which is not one of the job's hosts. If it "
@@ -68,10 +68,10 @@ def _diagnose_plain(first: bytes, own_address: str, credentials: Credentials) ->
 
 
 def _first_bytes(address: str) -> tuple[bytes, str]:
-    """Return what the host sends of itself, and this machine's address; nothing if it waits, as for a TLS handshake.
+    """Return the host's first bytes and this machine's address; both empty if the host waits, as for a TLS handshake.
 
     Raises:
-        OSError: It cannot be reached, or closes the connection without a word.
+        OSError: The host cannot be reached, or closes the connection without sending anything.
     """
     with _connect(address) as sock:
         sock.settimeout(_SILENCE_S)
@@ -85,12 +85,12 @@ def _first_bytes(address: str) -> tuple[bytes, str]:
 
 
 def _first_bytes_in_tls(address: str, certificate: str | None, key: str | None) -> bytes:
-    """Return what the host sends after the TLS handshake; nothing if it closes the connection then.
+    """Return the host's first bytes after the TLS handshake; empty if it closes the connection.
 
     Raises:
-        OSError: It cannot be reached, or does not use TLS.
+        OSError: The host cannot be reached, or does not use TLS.
     """
-    # Whether the host's certificate is right is for the connection to say.
+    # Do not verify the host's certificate: the real connection does, and reports a wrong one.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""Read and check the user's TLS files, before anything connects; and what a trainer does with them."""
+"""The user's TLS files, checked before anything connects, and the TLS settings of a trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TlsFiles:
     Attributes:
         certificate: Presented by data hosts and, with an authority, by trainers.
         key: Private key of the certificate.
-        authority: Certificate that signed the other end's certificate; None: trainers trust ``certificate`` itself,
+        authority: Certificate that signed the other end's certificate. If None, trainers trust ``certificate`` itself,
             and data hosts require no certificate from trainers.
     """
 
@@ -38,7 +38,7 @@ class TlsFiles:
 
 
 def read_tls(credentials: Credentials) -> TlsFiles | None:
-    """Read the TLS files; None if TLS is off.
+    """Read the TLS files; return None if TLS is off.
 
     Raises:
         DataSettingsError: A file cannot be read or is not a PEM file of its kind, or key and certificate do not match.
@@ -54,7 +54,7 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
         None if authority is None else _certificates(authority, "tls_authority"),
     )
     try:
-        # With an empty password, OpenSSL does not ask for one on the terminal.
+        # Pass an empty password, or OpenSSL would ask for one on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except OSError as error:
         raise DataSettingsError(
@@ -65,10 +65,10 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
 
 
 def client_context(credentials: Credentials) -> ssl.SSLContext | None:
-    """Return the TLS settings of a trainer; None if TLS is off.
+    """Return the TLS settings of a trainer, or None if TLS is off.
 
     Raises:
-        DataSettingsError: As ``read_tls``.
+        DataSettingsError: As for ``read_tls``.
     """
     files = read_tls(credentials)
     if files is None or credentials.tls_certificate is None:
@@ -76,7 +76,7 @@ def client_context(credentials: Credentials) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2  # RFC 9113, section 9.2
     context.set_alpn_protocols(["h2"])  # section 3.2
-    # A certificate that is trusted itself need not be one that signs others.
+    # Accept a trusted certificate that is not a certificate authority.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=(files.authority or files.certificate).decode("ascii"))
     if files.authority is not None:
@@ -85,14 +85,14 @@ def client_context(credentials: Credentials) -> ssl.SSLContext | None:
 
 
 def certificate_hint(error: BaseException | None) -> str:
-    """Return why a first connection with this error can never succeed; "" if a retry may."""
+    """Return why a connection that failed with this error can never succeed, or "" if a retry may."""
     if not isinstance(error, ssl.SSLCertVerificationError):
         return ""
     return f": {_OTHER_NAME if error.verify_code in _OTHER_NAME_CODES else _NOT_SIGNED}."
 
 
 def settings_text(credentials: Credentials) -> str:
-    """Return which TLS files are set, for messages."""
+    """Return the TLS settings that are set, for messages."""
     if credentials.tls_certificate is None:
         return "no data_service.tls_certificate"
     authority = credentials.tls_authority

@@ -1,4 +1,4 @@
-"""A socket, with TLS or without, for one thread that receives into memory of others, and sends when there is room."""
+"""A socket, with or without TLS, for one thread that receives into others' memory and sends when there is room."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import ssl
 import threading
 from collections.abc import Callable
 
-# Short parts are read ahead, with up to so many bytes of what follows; longer parts go straight to their memory.
+# Reads shorter than this go through a read-ahead buffer of this size; longer ones go straight to their target.
 _READ_AHEAD_BYTES = 4 << 10
-# The thread sleeps until this much has arrived, or what is missing: a wake-up costs as much as reading 30 KB. Not with
-# TLS: OpenSSL may have a part of what is missing, so that no more arrives than the rest.
+# Sleep until this much has arrived, or all that is missing: a wake-up costs as much as reading 30 KB. Not with TLS:
+# OpenSSL may already hold a part of the missing bytes, and the thread would wait for more than the socket gets.
 _WAKEUP_BYTES = 256 << 10
 _SEND_BYTES = 256 << 10
 _CONNECT_TIMEOUT_S = 10.0
@@ -21,14 +21,14 @@ _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Wire:
-    """A connection to a server, which ``connect`` makes.
+    """A connection to a server; call ``connect`` first.
 
     Args:
         address: ``host:port``.
-        context: TLS; None: without.
+        context: TLS settings; None for no TLS.
 
     Attributes:
-        outbox: Bytes that ``flush`` sends.
+        outbox: Bytes to be sent by ``flush``.
     """
 
     def __init__(self, address: str, context: ssl.SSLContext | None) -> None:
@@ -37,7 +37,7 @@ class Wire:
         self._context = context
         self._poll = select.poll()
         self._buffer = memoryview(bytearray(_READ_AHEAD_BYTES))
-        self._ahead = self._buffer[:0]  # bytes that were read ahead
+        self._ahead = self._buffer[:0]  # bytes read ahead
         self._low_water = 1
         self._waking = threading.Lock()
         self._wakeup = os.eventfd(0)
@@ -48,7 +48,7 @@ class Wire:
         """Connect.
 
         Raises:
-            OSError: The server cannot be reached, or its certificate is not right.
+            OSError: The server cannot be reached, or its certificate is not valid.
         """
         name, _, port = self._address.rpartition(":")
         host = name.strip("[]")
@@ -65,7 +65,7 @@ class Wire:
         self._poll.register(self._wakeup, select.POLLIN)
 
     def wake(self) -> None:
-        """End a ``wait`` of the thread; from any thread."""
+        """End the current ``wait``; may be called from any thread."""
         with self._waking:
             if self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
@@ -78,7 +78,7 @@ class Wire:
         self._closing.close()
 
     def receive_into(self, target: memoryview) -> int:
-        """Fill the target as far as bytes have arrived, and return how many; 0: none have.
+        """Copy the bytes that have arrived to the target, and return their number, which may be 0.
 
         Raises:
             OSError: The connection is lost.
@@ -95,7 +95,7 @@ class Wire:
         return received
 
     def _read(self, target: memoryview) -> int:
-        """Read from the socket: all that has arrived, which TLS returns in records of 16 KiB."""
+        """Read everything that has arrived; TLS returns it in records of 16 KiB."""
         total = 0
         try:
             while total < len(target):
@@ -113,8 +113,8 @@ class Wire:
         """Fill the whole target.
 
         Args:
-            target: Where bytes go.
-            wait: Waits until some of so many bytes have arrived.
+            target: Where the bytes go.
+            wait: Waits until some of the given number of bytes have arrived.
 
         Raises:
             OSError: The connection is lost.
@@ -127,7 +127,7 @@ class Wire:
                 wait(len(view))
 
     def flush(self) -> bool:
-        """Send of the outbox what the socket takes now; return whether it is empty.
+        """Send as much of the outbox as the socket accepts now, and return whether the outbox is empty.
 
         Raises:
             OSError: The connection is lost.
@@ -142,14 +142,14 @@ class Wire:
         return True
 
     def wait(self, num_bytes: int, timeout_s: float) -> bool:
-        """Wait until so many bytes have arrived, or many of them; or until there is room to send, or ``wake``.
+        """Wait until many or all of ``num_bytes`` have arrived, there is room to send, or ``wake`` is called.
 
         Args:
-            num_bytes: Bytes that are missing; 0: do not wait for any.
-            timeout_s: Seconds to wait at most.
+            num_bytes: Number of missing bytes; 0 to not wait for any.
+            timeout_s: Maximum wait in seconds.
 
         Returns:
-            Whether there is something to receive, or the connection is lost, which ``receive_into`` raises.
+            Whether bytes can be received, or the connection is lost, in which case ``receive_into`` raises.
         """
         low_water = max(1, min(num_bytes, _WAKEUP_BYTES)) if self._context is None else 1
         if low_water != self._low_water:

@@ -1,1 +1,1 @@
-"""On data hosts: the process of the gRPC server."""
+"""The gRPC server process of a data host."""

@@ -1,8 +1,8 @@
-"""The doorman of a data host's port, to whom the kernel passes the connections of strangers: gRPC never sees them.
+"""The doorman of a data host's port, which receives the connections of strangers in place of gRPC.
 
-gRPC for Python cannot refuse a connection: whoever connects may make its parser and its threads grow. Two sockets
-listen on the port (``SO_REUSEPORT``): the doorman's, and gRPC's. For each new connection, a filter in the kernel reads
-the source address, and gives the connection to gRPC only if the data host trusts it. Data takes no detour. The doorman
+gRPC for Python cannot refuse a connection, so any client could make its parser and its threads grow. Two sockets listen
+on the port (``SO_REUSEPORT``): the doorman's and gRPC's. For each new connection, a kernel filter reads the source
+address, and passes the connection to gRPC only if the data host trusts the address. Data takes no detour. The doorman
 tells a stranger that it is refused, logs its address, and closes the connection.
 """
 
@@ -25,30 +25,30 @@ logger = logging.getLogger(__name__)
 
 # asm-generic/socket.h
 _SO_ATTACH_REUSEPORT_CBPF = 51
-# linux/filter.h: instructions of classic BPF, and the offset that stands for the beginning of the IP header.
+# linux/filter.h: classic BPF instructions, and the offset that refers to the start of the IP header.
 _INSTRUCTION = struct.Struct("HBBI")
 _LOAD_BYTE, _LOAD_WORD, _RIGHT_SHIFT, _AND, _JUMP, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x54, 0x05, 0x15, 0x06
 _IP_HEADER = 0xFFF00000
-_SOURCE = {4: 12, 6: 8}  # offset of the source address, by version of IP
+_SOURCE = {4: 12, 6: 8}  # offset of the source address, by IP version
 _WORD = 0xFFFFFFFF
 
 EVERYONE: list[Network] = [ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0")]
-# The kernel limits instructions to 4096, and the memory for them.
+# The kernel limits a filter to 4096 instructions, and its memory.
 _TOO_LONG = (errno.EINVAL, errno.ENOMEM)
 
-# Place of a socket among those of the port, by which the filter names it: in the order in which they began to listen.
+# The filter returns the index of a socket, in the order in which the port's sockets began to listen.
 _DOORMAN, _GRPC = 0, 1
 
-# A flood of strangers fills the queue of the doorman, and the kernel drops the rest.
+# Keep the queue short: in a flood of strangers, the kernel then drops the rest.
 _BACKLOG = 16
 _PACE_S = 0.01
 _MAX_LOGGED = 20
-# While names do not resolve, they are looked up even if nobody calls.
+# While names do not resolve, look them up again even if nobody connects.
 _LOOKUP_PERIOD_S = 5.0
 
 
 class FilterError(Exception):
-    """The kernel has no filters that choose among the sockets of a port."""
+    """The kernel does not support filters that choose among a port's sockets."""
 
 
 class Doorman:
@@ -56,15 +56,15 @@ class Doorman:
 
     Args:
         host: Numeric address or name to listen on.
-        port: Port; 0: any free one.
+        port: Port; 0 for any free one.
         peers: The trusted machines.
 
     Attributes:
-        address: Where gRPC must listen, too: ``host:port``, with a numeric host.
+        address: The ``host:port`` on which gRPC must listen, too, with a numeric host.
 
     Raises:
-        OSError: The address cannot be listened on.
-        FilterError: The kernel has no such filters.
+        OSError: The doorman cannot listen on the address.
+        FilterError: The kernel does not support the filter.
     """
 
     def __init__(self, host: str, port: int, peers: TrustedPeers) -> None:
@@ -84,7 +84,7 @@ class Doorman:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. Stop gRPC first: without this thread, it would get the connections of strangers."""
+        """Stop listening. Stop gRPC first: otherwise it would receive the connections of strangers."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -102,7 +102,7 @@ class Doorman:
                 self._peers.refresh()
                 continue
             except OSError as error:
-                # Descriptors are short, or the caller has gone. The connection may stay readable: wait before the next.
+                # No descriptors are left, or the caller has gone. The socket may stay readable, so pause, not spin.
                 logger.debug("The doorman cannot accept a connection: %s", error)
             else:
                 with connection:
@@ -110,11 +110,11 @@ class Doorman:
             self._closed.wait(_PACE_S)
 
     def _turn_away(self, connection: socket.socket, caller: str) -> None:
-        """Close a connection. If its address turns out to be trusted, the caller's next one goes to gRPC."""
+        """Close a connection. If a new lookup trusts its address, the caller's next connection goes to gRPC."""
         address = caller.removeprefix("::ffff:")
         if self._peers.admits(address):
             return
-        # Unless that is final, a trainer tries again.
+        # While names are unresolved, send no refusal, which is final: the trainer then retries.
         if not self._peers.unresolved:
             with contextlib.suppress(OSError):
                 connection.settimeout(0)
@@ -124,7 +124,7 @@ class Doorman:
             logger.warning("Refused a connection: %s", self._peers.refusal(address))
 
     def _admit(self, networks: Sequence[Network]) -> None:
-        """Let the kernel pass connections from networks to gRPC, and all others to the doorman."""
+        """Have the kernel pass connections from these networks to gRPC, and all others to the doorman."""
         if list(networks) == self._networks:
             return
         try:
@@ -143,34 +143,34 @@ class Doorman:
 
 
 def program(networks: Sequence[Network]) -> list[tuple[int, int, int, int]]:
-    """Return the filter as instructions of classic BPF: it returns the place of the socket for a connection.
+    """Return the filter in classic BPF instructions; it returns the index of the socket for a connection.
 
     Args:
         networks: The trusted source addresses.
     """
     by_version = {}
     for version in (4, 6):
-        tests = [instruction for one in networks if one.version == version for instruction in _test(one)]
+        tests = [instruction for net in networks if net.version == version for instruction in _test(net)]
         by_version[version] = [*tests, (_RETURN, 0, 0, _DOORMAN)]
     return [
         (_LOAD_BYTE, 0, 0, _IP_HEADER),
         (_RIGHT_SHIFT, 0, 0, 4),
         (_JUMP_IF_EQUAL, 0, 1, 6),
-        (_JUMP, 0, 0, len(by_version[4])),  # conditional jumps reach only 255 instructions
+        (_JUMP, 0, 0, len(by_version[4])),  # a conditional jump reaches at most 255 instructions
         *by_version[4],
         *by_version[6],
     ]
 
 
 def _test(network: Network) -> list[tuple[int, int, int, int]]:
-    """Return instructions that end the program if the source address is in a network."""
+    """Return instructions that choose gRPC's socket if the source address is in a network."""
     num_words = network.max_prefixlen // 32
     code: list[tuple[int, int, int, int]] = [(_RETURN, 0, 0, _GRPC)]
-    for place in reversed(range(num_words)):
-        shift = 32 * (num_words - 1 - place)
+    for word in reversed(range(num_words)):
+        shift = 32 * (num_words - 1 - word)
         value, mask = (int(each) >> shift & _WORD for each in (network.network_address, network.netmask))
         if mask:
-            load = (_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE[network.version] + 4 * place)
+            load = (_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE[network.version] + 4 * word)
             compare = [(_AND, 0, 0, mask)] if mask != _WORD else []
             code = [load, *compare, (_JUMP_IF_EQUAL, 0, len(code), value), *code]
     return code
@@ -184,12 +184,13 @@ def _attach(sock: socket.socket, code: Sequence[tuple[int, int, int, int]]) -> N
 
 
 def _like_grpc(host: str, port: int) -> socket.socket:
-    """Return a bound socket of the kind that gRPC makes: one for both versions of IP, where the system has IPv6.
+    """Return a bound socket of the kind that gRPC makes: a dual-stack socket where the system has IPv6.
 
-    Only sockets of the same kind share a port. This one is bound alone, so that a port that is taken is an error.
+    Only sockets of the same kind can share a port. This one sets SO_REUSEPORT after binding, so that a port in use is
+    an error.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
     name = str(address[0])
     if family == socket.AF_INET and _has_ipv6():
         is_any = ipaddress.ip_address(name).is_unspecified
@@ -208,14 +209,14 @@ def _like_grpc(host: str, port: int) -> socket.socket:
 
 
 def _numeric(sock: socket.socket) -> str:
-    """Return the address of a socket, with the host as gRPC reads it."""
+    """Return the address of a socket in gRPC's notation."""
     host, port, *_ = sock.getsockname()
     host = host.removeprefix("::ffff:")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _has_ipv6() -> bool:
-    """Return whether gRPC uses IPv6: it tries whether the loopback address can be bound."""
+    """Return whether gRPC uses IPv6, which it does if it can bind the loopback address."""
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.bind(("::1", 0))

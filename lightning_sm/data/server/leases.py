@@ -1,4 +1,4 @@
-"""The leases of trainers, which decide when a data host may exit. Pure rules over a given time."""
+"""The leases of trainers, which decide when a data host may exit. Pure rules; callers pass the time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightning_sm._text import listed
 from lightning_sm.data.ipc.host_messages import Finished
 from lightning_sm.errors import DataHostMismatchError
 
-# Without leases, a trainer that was killed must not keep others out for ever.
+# Without leases, a killed trainer would keep others out forever.
 _SILENT_S = 60.0
 _MAX_NAMES = 4
 
@@ -15,12 +15,12 @@ class Leases:
     """The trainers that need this data host.
 
     Args:
-        lease_s: Seconds without a heartbeat after which a trainer counts as lost; None: this host never exits by
-            itself.
-        startup_timeout_s: Seconds until the first trainer must have connected; None: no limit.
-        now: Time at the start.
-        may_restart: Whether trainers that have ended may start again, in the same time as the first ones. How they
-            ended does not matter: a rank whose script calls ``sys.exit(1)`` reports the regular end of its process.
+        lease_s: Seconds without a heartbeat after which a trainer is considered lost. If None, this host never exits
+            by itself.
+        startup_timeout_s: Seconds within which the first trainer must connect; None for no limit.
+        now: The current time.
+        may_restart: Whether to wait ``startup_timeout_s`` for trainers to restart after all have finished, however they
+            exited: a rank whose script calls ``sys.exit(1)`` still reports a regular end.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class Leases:
         self._last_event = now
 
     def heartbeat(self, client: str, world_size: int, now: float) -> None:
-        """Renew a lease, or grant one to a trainer of the same training as the others.
+        """Renew a lease, or grant one to a new trainer of the same run.
 
         Args:
             client: Name of the trainer rank.
-            world_size: Ranks of the training, all of which this host waits for.
-            now: Time.
+            world_size: Number of ranks in the run; this host waits for all of them.
+            now: The current time.
 
         Raises:
-            DataHostMismatchError: The trainer is new, and the others belong to a training of another size, or that
-                training has all of its ranks already.
+            DataHostMismatchError: The trainer is new, and the connected ranks have another world size or are already
+                complete.
         """
         running = self.running(now)
         if client not in running:
@@ -60,7 +60,7 @@ class Leases:
 
         Args:
             client: Name of the trainer rank, for which ``has`` is true.
-            now: Time.
+            now: The current time.
         """
         self._finished.add(client)
         self._last_event = now
@@ -70,14 +70,14 @@ class Leases:
         return client in self._last_seen
 
     def expect_no_more(self) -> None:
-        """Note that the job is ending: this host serves the connected trainers, and does not wait for others."""
+        """Note that the job is ending: this host serves the connected trainers, but waits for no others."""
         self._job_is_ending = True
 
     def outcome(self, now: float) -> Finished | None:
         """Return why the host may exit, or None while it is needed.
 
         Args:
-            now: Time.
+            now: The current time.
         """
         if not self._last_seen:
             return self._outcome_without_trainers(now)
@@ -88,18 +88,18 @@ class Leases:
         if len(done) < len(self._last_seen):
             return None
         if not self._job_is_ending:
-            # The launcher, which knows whether the job is over, ends this host earlier.
+            # Wait for restarts. If the job is over, the launcher stops this host earlier.
             silent_s = now - self._last_event
             if silent_s < self._restart_s:
                 return None
-            # A rank that has not connected yet may still be starting, but not for longer than a lease.
+            # A rank that has not connected may still be starting. Wait for it, but no longer than a lease.
             if len(done) < max(self._world_sizes.values()) and silent_s < self._lease_s:
                 return None
         ranks = {1: "the only rank has", 2: "both ranks have"}.get(len(done), f"all {len(done)} ranks have")
         return Finished(f"{ranks} finished" + (" (lost connection)" if len(done) > len(self._finished) else ""))
 
     def running(self, now: float) -> list[str]:
-        """Return the trainers that have neither finished nor fallen silent."""
+        """Return the trainers that have not finished and whose leases have not expired."""
         silent_s = _SILENT_S if self._lease_s is None else self._lease_s
         return [
             client for client, seen in self._last_seen.items() if client not in self._finished and now - seen < silent_s
@@ -115,11 +115,11 @@ class Leases:
 
 
 def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> None:
-    """Check that a trainer can belong to the training of those that hold leases, given with their world sizes."""
+    """Check that a trainer can belong to the same run as the connected ones, given with their world sizes."""
     if not others or (world_size in others.values() and len(others) < world_size):
         return
     connected = listed([f"{other} (world size {size})" for other, size in sorted(others.items())], _MAX_NAMES)
     raise DataHostMismatchError(
         f"{client} (world size {world_size}) is one too many; already connected: {connected}. A data host serves one "
-        "run at a time: wait until the others have ended, or start data hosts for each run, with a secret of its own."
+        "run at a time: wait until the others have exited, or start data hosts with another secret for each run."
     )

@@ -1,4 +1,4 @@
-"""The port of a data host's process: gRPC, with the doorman in front of it."""
+"""The port of a data host: the gRPC server, protected by the doorman."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_sm.data.settings import HostSettings
 
 logger = logging.getLogger(__name__)
 
-# Each worker has a connection and a ring, for each of the openings.
+# Each worker needs descriptors for a connection and a ring, per opening.
 _RESERVED_DESCRIPTORS = 1024
 
 
@@ -23,19 +23,19 @@ class Listener:
     """A gRPC server that accepts connections only from trusted machines.
 
     Args:
-        handlers: By name of the method.
+        handlers: The handlers by method name.
         settings: Address, credentials, trusted machines.
         peers: The trusted machines.
 
     Attributes:
-        address: The address with the port that was taken.
+        address: The address with the actual port.
 
     Raises:
-        DataSettingsError: The address cannot be listened on, or a TLS file is invalid.
+        DataSettingsError: The server cannot listen on the address, or a TLS file is invalid.
     """
 
     def __init__(self, handlers: Mapping[str, Any], settings: HostSettings, peers: TrustedPeers) -> None:
-        # Strangers would fill the log: gRPC has a line for each connection that makes no sense.
+        # gRPC logs a line for every malformed connection, so strangers could fill the log.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         self._doorman = None if peers.trainers_show_certificates else _doorman(settings.address, peers)
         max_connections = _max_connections(_raise_descriptor_limit())
@@ -52,18 +52,18 @@ class Listener:
         self._server.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Finish calls for at most this long, in seconds, and stop listening."""
-        # None, not 0: for any time gRPC starts a thread, which may outlast this call.
+        """Give calls at most ``timeout_s`` to finish, and stop listening."""
+        # None, not 0: for any number gRPC starts a thread, which may outlast this call.
         self._server.stop(timeout_s or None).wait()
         if self._doorman is not None:
             self._doorman.close()
 
 
 def _doorman(address: str, peers: TrustedPeers) -> Doorman | None:
-    """Return the doorman of an address; None where the kernel has no filters for it.
+    """Return the doorman of an address, or None if the kernel does not support its filter.
 
     Raises:
-        DataSettingsError: The address cannot be listened on.
+        DataSettingsError: The doorman cannot listen on the address.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -80,12 +80,12 @@ def _doorman(address: str, peers: TrustedPeers) -> Doorman | None:
 
 
 def _raise_descriptor_limit() -> int:
-    """Raise the limit of open descriptors to the highest that this process may set, and return it."""
+    """Raise the limit of open descriptors to the hard limit, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def _max_connections(num_descriptors: int) -> int:
-    """Return how many connections may be open: workers need descriptors as well."""
+    """Return how many connections may be open, which leaves descriptors for the workers."""
     return num_descriptors - min(num_descriptors // 2, _RESERVED_DESCRIPTORS)

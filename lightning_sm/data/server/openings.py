@@ -1,4 +1,4 @@
-"""What the ranks want open on this data host, as its server process knows it."""
+"""The openings that ranks want on this data host, as tracked by its server process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_sm.data.protocol.openings import CallResult, Opening, OpeningsRep
 
 
 class Openings:
-    """The openings of all ranks. The main process starts workers for them; those that no rank wants are closed.
+    """The openings of all ranks; the main process starts their workers, and openings that no rank wants are closed.
 
     Args:
         send: Sends a message to the main process.
-        has_source: Returns whether the main process has a source, by its digest.
-        changed: Called when other openings are live.
+        has_source: Returns whether the main process has the source with a digest.
+        changed: Called when ``live`` has changed.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Openings:
 
     @property
     def live(self) -> Collection[str]:
-        """Names of the openings that have workers, or will have."""
+        """Names of the openings that have workers or will get them."""
         with self._condition:
             opened = {name for name, outcome in self._opened.items() if not isinstance(outcome, Failure)}
             return self._running | opened
@@ -43,17 +43,17 @@ class Openings:
     def sources(self) -> set[str]:
         """Digests of the sources that ranks want."""
         with self._condition:
-            return {opening.source for own in self._wanted.values() for opening in own.values()}
+            return {opening.source for by_name in self._wanted.values() for opening in by_name.values()}
 
     def open(self, request: OpeningsRequest, timeout_s: float) -> OpeningsReply:
-        """Have everything opened that a rank wants.
+        """Open everything that a rank wants.
 
         Args:
-            request: What it wants from now on.
-            timeout_s: How long to wait for the main process.
+            request: The openings that the rank wants from now on.
+            timeout_s: Maximum wait for the main process.
 
         Returns:
-            What is open by then. A problem is told once: when the rank asks again, the host tries again.
+            The state of the openings. A problem is reported once; if the rank asks again, the host retries.
         """
         wanted = {opening.name: opening for opening in request.openings}
         with self._condition:
@@ -79,17 +79,17 @@ class Openings:
             return OpeningsReply(list(outcomes), sorted(set(missing)), problems, dict(islice(results.items(), 1)))
 
     def take(self, message: StartedWorkers) -> None:
-        """Take the answer of the main process."""
+        """Record the main process's answer for an opening."""
         with self._condition:
             self._running.discard(message.name)
             self._opened[message.name] = message.outcome
             self._condition.notify_all()
         if isinstance(message.outcome, Failure):
             self._changed()
-        self._close_unwanted()  # the rank may have left meanwhile
+        self._close_unwanted()  # the rank may have exited meanwhile
 
     def keep(self, clients: Collection[str]) -> None:
-        """Forget all ranks but some: those that have finished, and those whose leases have expired."""
+        """Forget all other ranks: they have finished, or their leases have expired."""
         with self._condition:
             gone = self._wanted.keys() - clients
             for client in gone:

@@ -1,4 +1,4 @@
-"""The machines that a data host trusts by their address: its own, those of the job, and those of the user's setting."""
+"""The addresses that a data host trusts: its machine's, the job's hosts', and those in the user's settings."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lightning_sm.data.settings import HostSettings
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Lookups take at most a twentieth of the time, and are at least this far apart, however many strangers call.
+# However many strangers connect, lookups are at least this far apart and take at most this share of the time.
 _LEAST_PERIOD_S = 1.0
 _SHARE_OF_TIME = 0.05
-# A name that the resolver does not know may take 10 s: names are looked up at the same time.
+# Look up names concurrently: an unknown name may take the resolver 10 s.
 _NUM_LOOKUPS = 16
 
 
 class TrustedPeers:
     """The machines that may connect to a data host.
 
-    Names are looked up again when an unknown address calls: hosts of a job start at different times, and a host that
-    is replaced has another address.
+    Names are looked up again when an unknown address connects, because a job's hosts start at different times, and a
+    replacement host has another address.
 
     Args:
-        settings: Names, addresses and networks that the data host trusts, its name and its credentials.
+        settings: Names, addresses and networks that the data host trusts, and its name and credentials.
     """
 
     def __init__(self, settings: HostSettings) -> None:
@@ -41,21 +41,21 @@ class TrustedPeers:
         self._found: dict[str, list[Network]] = {}
         self._own = [_network(address) for address in _own_addresses()]
         self._next_refresh = 0.0
-        #: Whether a certificate makes a trainer trusted, in place of its address.
+        #: Whether trainers are trusted by certificate rather than by address.
         self.trainers_show_certificates = settings.credentials.tls_authority is not None
 
     @property
     def networks(self) -> list[Network]:
-        """All trusted addresses that are known now."""
+        """All trusted addresses known so far."""
         return [*self._own, *(network for found in self._found.values() for network in found)]
 
     @property
     def unresolved(self) -> list[str]:
-        """Names that have not resolved yet."""
+        """Names that have not resolved so far."""
         return [entry for entry in self._trusted if entry not in self._found]
 
     def refresh(self) -> None:
-        """Look up all names, unless that has just been done. A name that does not resolve now keeps its addresses."""
+        """Look up all names, unless that was done recently. A name that fails to resolve keeps its old addresses."""
         with self._lock:
             began = time.monotonic()
             if began < self._next_refresh:
@@ -92,7 +92,7 @@ class TrustedPeers:
         try:
             return [ipaddress.ip_network(entry)]
         except ValueError:
-            pass  # it is a name
+            pass  # a name, not an address
         try:
             return [_network(address) for address in _look_up(entry)]
         except OSError:
@@ -100,7 +100,7 @@ class TrustedPeers:
 
 
 def _address(text: str) -> Address:
-    """Parse an address. On a socket for both versions of IP, that of an IPv4 client looks like one of IPv6."""
+    """Parse an address; a dual-stack socket reports an IPv4 client with an IPv4-mapped IPv6 address."""
     address = ipaddress.ip_address(text.partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address
 
@@ -110,8 +110,8 @@ def _network(address: str) -> Network:
 
 
 def _look_up(name: str) -> list[str]:
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in infos))
 
 
 def _own_addresses() -> list[str]:

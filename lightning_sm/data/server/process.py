@@ -1,4 +1,4 @@
-"""The gRPC server's process of a data host: moves bytes between workers and trainers, and runs no code of the user."""
+"""The server process of a data host, which moves bytes between workers and trainers, and runs no user code."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 _Parsed = TypeVar("_Parsed")
 
-# A call that waits for the user's setup() answers "not yet" after this time, so that the trainer can log it.
+# A call that waits for the user's setup() answers after this time that nothing is open, so that the trainer can log it.
 _CALL_TIMEOUT_S = 5.0
 
-# The main process keeps this many sources that no rank wants now: it may want them again.
+# The main process keeps this many sources that no rank wants now, in case a rank wants them again.
 _NUM_SPARE = 3
 
-# Stopping takes at most this long, in which trainers are notified that this host exits.
+# Maximum time in which trainers are notified that this host exits.
 _STOP_TIMEOUT_S = 1.0
 
 
@@ -51,7 +51,7 @@ class ServerProcess:
     Args:
         main: Connection to the main process of the data host.
         settings: Address, limits, credentials.
-        snapshots: Digests of the sources that the main process has, the newest last.
+        snapshots: Digests of the sources that the main process has, newest last.
     """
 
     def __init__(self, main: MessageSocket, settings: HostSettings, snapshots: list[str]) -> None:
@@ -117,11 +117,11 @@ class ServerProcess:
                 with self._leasing:
                     self._leases.expect_no_more()
             case host_messages.StartedWorkers():
-                self._keep_workers()  # before ranks are told that they may send requests
+                self._keep_workers()  # first: then ranks learn that the opening is open, and send requests
                 self._openings.take(message)
 
     def _keep_workers(self) -> None:
-        with self._keeping:  # what is live now must not be replaced by what was
+        with self._keeping:  # so that an older set never replaces a newer one
             self._pool.keep(self._openings.live)
 
     def _send(self, message: Message) -> None:
@@ -140,7 +140,7 @@ class ServerProcess:
         return self._openings.open(wanted, _CALL_TIMEOUT_S).encode()
 
     def _load(self, requests: Iterator[bytes], context: Any) -> bytes:
-        """Take a pickled source, and give it to the main process, which runs code of it."""
+        """Receive a pickled source, and pass it to the main process, which unpickles it."""
         head = _parse(calls.LoadRequest.parse, next(requests, b""), context)
         fd = os.memfd_create("lightning_sm_snapshot", os.MFD_CLOEXEC)
         try:
@@ -166,10 +166,10 @@ class ServerProcess:
         return b"{}"
 
     def _start(self, client: object, encoded_spec: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
-        """Queue a request for the workers, and return what cancels it.
+        """Queue a request for the workers, and return a function that cancels it.
 
         Raises:
-            WireError: It is malformed.
+            WireError: The request is malformed.
         """
         spec = FetchSpec.decode(encoded_spec)
         task = Task(client, spec.opening, encoded_spec, answer, is_stream=not spec.indices)
@@ -185,17 +185,17 @@ class ServerProcess:
                     self._figures[beat.client] = beat.figures
                 figures = dict(self._figures) if beat.wants_figures else {}
         except DataHostMismatchError as error:
-            # Not final: the trainer tries again, and the others may have ended by then.
+            # Not a final status, so the trainer retries: the other ranks may have finished by then.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return self._report(figures).encode()
 
     def _status(self, _request: bytes, _context: Any) -> bytes:
-        """Answer a call that only looks: it needs no lease, and grants none."""
+        """Report the state of the host; the caller needs no lease and gets none."""
         return structs.replace(self._report({}), channels=self._settings.channels).encode()
 
     def _report(self, figures: dict[str, RankFigures]) -> calls.HostReport:
-        # As many workers as configured: the first heartbeat comes before any is forked, and trainers decide by it how
-        # many batches to request.
+        # Report the configured number of workers: the first heartbeat arrives before any worker is forked, and trainers
+        # use the number to decide how many batches to request.
         report = self._pool.report(self._settings.name)
         return structs.replace(report, workers=self._settings.workers, figures=figures)
 
@@ -218,12 +218,12 @@ def _parse(parse: Callable[[bytes], _Parsed], request: bytes, context: Any) -> _
         return parse(request)
     except WireError as error:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        raise  # never reached: abort raises
+        raise  # unreachable: abort raises
 
 
 def main() -> None:
     """Run the server process; the argument is the descriptor of the connection to the main process."""
-    # A stopped process does not notice that the connection was closed.
+    # A suspended process would not notice that its parent closed the connection.
     kill_with_parent()
     main_process = connection_to_parent()
     serve = main_process.receive()

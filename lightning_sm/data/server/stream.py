@@ -1,4 +1,4 @@
-"""The ``Fetch`` method: requests of trainer ranks come in, finished batches go out."""
+"""The ``Fetch`` method, which receives the requests of trainer ranks and sends finished batches."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_sm.errors import WireError
 
 logger = logging.getLogger(__name__)
 
-# A message, and so a traceback, may contain the repr of a dataset; the end of a traceback has the error.
+# Truncate messages and tracebacks, which may contain a dataset's repr. Keep a traceback's end, which has the error.
 _MAX_TEXT = 1 << 20
 
 # Answers that are ready at the same time share a message up to this size: a message costs more than a small batch.
 _MAX_SHARED_MESSAGE_BYTES = 256 << 10
 
-# Has an encoded ``FetchSpec`` answered, and returns what cancels it. Clients, the first argument, take turns. It
-# raises WireError if the request is malformed.
+# Starts to answer an encoded ``FetchSpec``, and returns a function that cancels it. Clients (the first argument) take
+# turns. Raises WireError if the request is malformed.
 Start: TypeAlias = Callable[[object, bytes, Callable[[Answer], None]], Callable[[], None]]
 
 
@@ -35,7 +35,7 @@ class FetchMethod:
     """The streams of all connected ranks.
 
     Args:
-        start: Has a request answered.
+        start: Starts to answer a request.
     """
 
     def __init__(self, start: Start) -> None:
@@ -48,7 +48,7 @@ class FetchMethod:
             stream.close()
 
     def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Answer the requests of a rank, as they come, until it cancels the call."""
+        """Answer the requests of a rank until it cancels the call."""
         stream = _RankStream(self._start)
         self._streams.add(stream)
         context.add_callback(stream.close)
@@ -76,7 +76,7 @@ def _read(requests: Iterator[bytes], stream: _RankStream) -> None:
 
 
 class _RankStream:
-    """The requests of one trainer rank to this host, and the answers that are not sent yet."""
+    """The requests of one trainer rank to this host, and its unsent answers."""
 
     def __init__(self, start: Start) -> None:
         self._start = start
@@ -96,7 +96,7 @@ class _RankStream:
             raise WireError(f"a frame of kind {kind}")
 
     def _submit(self, request_id: int, encoded_spec: bytes) -> None:
-        with self._lock:  # an answer that comes at once is not sent before this is done
+        with self._lock:  # so that an immediate answer is not sent before ``_cancels`` has the request
             if not self._is_closed:
                 self._cancels[request_id] = self._start(self, encoded_spec, partial(self._put, request_id))
 
@@ -109,7 +109,7 @@ class _RankStream:
             answer.release()
 
     def close(self) -> None:
-        """Cancel everything: the trainer has exited, or repeats its requests on another stream."""
+        """Cancel everything: the trainer has exited, or will repeat its requests on another stream."""
         with self._lock:
             if self._is_closed:
                 return
@@ -121,7 +121,7 @@ class _RankStream:
         self._answers.put(None)
 
     def messages(self) -> Iterator[bytes]:
-        """Yield the answers in the order in which they finish: small ones together, large ones in pieces."""
+        """Yield the answers in the order in which they finish, small ones combined and large ones in pieces."""
         parts: list[bytes] = []
         try:
             while True:
@@ -165,7 +165,7 @@ class _RankStream:
 def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
     data, built = served.data.data, served.built
     header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, built.batches).encode()
-    # The header travels with the first piece.
+    # Send the header together with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
     for start in range(0, built.num_bytes, CHUNK_BYTES):
         size = min(CHUNK_BYTES, built.num_bytes - start)

@@ -1,4 +1,4 @@
-"""The workers of a data host, as the server process sees them: which are idle, which gets the next task. No gRPC."""
+"""The pool of a data host's workers in its server process, which gives tasks to idle workers. No gRPC."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import StreamEnd
 
-# A worker hangs on a cancelled task after so many seconds, and after this many times the longest task before.
+# A worker is considered hung if a cancelled task takes longer than this, and than this many times the longest task.
 _CANCEL_GRACE_S = 30.0
 _GRACE_FACTOR = 5.0
 
 
 @dataclass(frozen=True)
 class ServedRange:
-    """The batches of a step range, which lie in a worker's slot until ``release``.
+    """The batches of a step range, which stay in a worker's slot until ``release``.
 
     Attributes:
-        built: Its size, and how it lies there.
+        built: Size and layout of the range.
         data: The bytes of the slot, uint8.
         queue_s: Seconds from the request until the worker started on it.
-        release: Frees the slot; to be called once.
+        release: Frees the slot; must be called once.
     """
 
     built: BuiltRange
@@ -55,11 +55,11 @@ class Task:
     """A request for the batches of a step range.
 
     Attributes:
-        client: Who sent it; workers are shared fairly between clients.
-        opening: Name of the opening; each has workers of its own.
+        client: The sender; clients share the workers fairly.
+        opening: Name of the opening; each has separate workers.
         encoded_spec: The ``FetchSpec``, encoded.
         answer: Called once with the outcome, from any thread; must not block.
-        is_stream: Whether its worker reads a stream, whose batches it can only build in order.
+        is_stream: Whether the batches come from a stream, which its worker can only read in order.
     """
 
     client: object
@@ -74,7 +74,7 @@ class Task:
 class _WorkerState(Enum):
     STARTING = auto()
     READY = auto()
-    RETIRED = auto()  # nothing needs it: it finishes its task, and gets no other
+    RETIRED = auto()  # no longer needed: finishes its task and gets no other
 
 
 class _Worker:
@@ -93,11 +93,11 @@ class _Worker:
 
     @property
     def is_available(self) -> bool:
-        """Whether it can work; it may be busy."""
+        """Whether the worker can take tasks; it may be busy."""
         return self.state is _WorkerState.READY and self.is_connected
 
     def close(self) -> None:
-        """Close the connection, which makes the worker exit. The ring is freed with the last batch in it."""
+        """Close the connection, which makes the worker exit. Releasing the last batch frees the ring."""
         self.socket.close()
 
 
@@ -105,12 +105,12 @@ class _Worker:
 class _Work:
     """The load of the workers while trainers have more to request.
 
-    While requests wait for a worker, more workers could be used. The time after the last request in which none waits,
-    and the last batches are built, does not count. It ends with a request that finds no other.
+    Time counts while requests wait for a worker, or if the next request arrives before the previous ones are done. The
+    time in which only the last batches are built, and no request follows, does not count.
 
     Attributes:
-        busy_s: Seconds that all workers together worked.
-        capacity_s: Seconds that all workers together could have worked.
+        busy_s: Seconds, summed over all workers, that they worked.
+        capacity_s: Seconds, summed over all workers, that they could have worked.
     """
 
     busy_s: float = 0.0
@@ -121,7 +121,7 @@ class _Work:
     _recent_capacity_s: float = 0.0
 
     def advance(self, now: float, num_busy: int, num_workers: int, *, has_waiting: bool = False) -> None:
-        """Add the time since the last call, in which requests waited for a worker, or not."""
+        """Add the time since the last call, and count it if requests were waiting for a worker."""
         seconds = now - self._measured_at
         self._measured_at = now
         self._recent_busy_s += seconds * num_busy
@@ -130,7 +130,7 @@ class _Work:
             self.request(is_needed=True)
 
     def request(self, *, is_needed: bool) -> None:
-        """Count the time since the last call, if other requests were still in work (``is_needed``)."""
+        """Count the time since the last call if other requests were still in progress (``is_needed``)."""
         if is_needed:
             self.busy_s += self._recent_busy_s
             self.capacity_s += self._recent_capacity_s
@@ -139,7 +139,7 @@ class _Work:
 
 
 class WorkerPool:
-    """The pool: gives tasks to idle workers; clients take turns.
+    """A pool that gives tasks to idle workers, with clients in turn.
 
     Args:
         kill: Called with the id of a worker that hangs on a cancelled task.
@@ -150,7 +150,7 @@ class WorkerPool:
         self._lock = threading.RLock()
         self._workers: dict[int, _Worker] = {}
         self._queues: OrderedDict[object, deque[Task]] = OrderedDict()
-        self._live: Collection[str] | None = None  # openings that are wanted; None: not known yet
+        self._live: Collection[str] | None = None  # the wanted openings; None if unknown
         self._work = _Work()
         self._num_built = 0
         self._built_s = 0.0
@@ -164,7 +164,7 @@ class WorkerPool:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Queue a task, or fail it if its opening is closed: it would wait for a worker that never comes."""
+        """Queue a task, or fail it if its opening is closed, since no worker would ever take it."""
         with self._lock:
             is_gone = self._live is not None and task.opening not in self._live
             if not is_gone:
@@ -176,7 +176,7 @@ class WorkerPool:
             task.answer(_not_open(task))
 
     def cancel(self, task: Task) -> None:
-        """Forget a task. The worker that has started on it may finish it, but is killed if that takes too long."""
+        """Drop a task. A worker that has started it may finish, but is killed if that takes too long."""
         with self._lock:
             task.is_cancelled = True
             queue = self._queues.get(task.client)
@@ -185,7 +185,7 @@ class WorkerPool:
                 return
             for worker in self._workers.values():
                 if worker.task is task:
-                    # A heavy batch is not a hanging worker, whose caches, open files and streams would be lost.
+                    # Do not kill a worker for a slow batch: its caches, open files and streams would be lost.
                     grace_s = max(_CANCEL_GRACE_S, _GRACE_FACTOR * self._longest_s)
                     self._scheduler.enter(grace_s, 0, self._kill_if_hanging, (worker, task))
                     self._wake()
@@ -220,8 +220,8 @@ class WorkerPool:
         """Remove a worker that died.
 
         Args:
-            worker_id: Its id.
-            why: How it exited, for messages.
+            worker_id: Id of the worker.
+            why: How the worker exited, for messages.
         """
         with self._lock:
             worker = self._workers.get(worker_id)
@@ -229,7 +229,7 @@ class WorkerPool:
                 return
             task = worker.task
             if worker.state is _WorkerState.STARTING:
-                # A worker that cannot start would be replaced for ever, and no trainer would notice: fail a task.
+                # Fail a task, or a worker that cannot start would be replaced forever, unnoticed by any trainer.
                 task = self._next_task([worker])
             error = "WorkerNotStarted" if worker.state is _WorkerState.STARTING else "WorkerLost"
             worker.task = None
@@ -243,7 +243,7 @@ class WorkerPool:
             other.answer(Failure("StreamMoved", f"worker {worker.number}, which had the stream open, {why}"))
 
     def report(self, name: str) -> HostReport:
-        """Return what the data host of this name reports about its workers."""
+        """Return the report of the data host with this name about its workers."""
         with self._lock:
             num_busy, num_workers = self._load()
             return HostReport(
@@ -266,22 +266,22 @@ class WorkerPool:
             self._workers.clear()
         self._wake()
         self._thread.join(timeout=5)
-        # Not by the thread, which may have ended before it was woken.
+        # Close these here: the thread may have exited before it was woken.
         self._selector.close()
         self._waker.close()
         self._wakeup.close()
 
     def _measure(self) -> float:
-        """Count the time since the last change, and return the time for the tasks that begin or end now.
+        """Count the time since the last change, and return the current time for tasks that start or finish now.
 
-        Call it with the lock held, before workers begin or end a task.
+        Call it with the lock held, before workers start or finish a task.
         """
         now = time.perf_counter()
         self._work.advance(now, *self._load(), has_waiting=any(self._queues.values()))
         return now
 
     def _load(self) -> tuple[int, int]:
-        """Return how many workers work, and how many could at a time: one of each number, whatever its opening."""
+        """Return how many workers are busy, and how many can be at once: one per worker number across openings."""
         available = [worker for worker in self._workers.values() if worker.is_available]
         return sum(worker.task is not None for worker in available), len({worker.number for worker in available})
 
@@ -304,7 +304,7 @@ class WorkerPool:
                 worker.socket.send(Build(worker.free_slots.pop(), task.encoded_spec))
 
     def _next_task(self, workers: list[_Worker]) -> Task | None:
-        """Take the next task for one of some workers out of its queue: clients in turn, tasks in their order."""
+        """Remove and return the next task for one of these workers: clients in turn, each client's tasks in order."""
         for client, queue in list(self._queues.items()):
             for task in queue:
                 if any(worker.opening == task.opening for worker in workers):
@@ -315,10 +315,10 @@ class WorkerPool:
         return None
 
     def _take_tasks_of_stream(self, worker: _Worker) -> list[Task]:
-        """Take the tasks that wait for a lost worker out of the queues, if it was that of a stream.
+        """Remove and return the tasks that wait for a lost stream worker.
 
-        Trainers request them again after the task that was lost with the worker. In the queues they could come before
-        it: the new worker would read the stream up to a later batch, and from the start again for the lost one.
+        Trainers request them again after the task that was lost with the worker. If they stayed queued, the new worker
+        might get them first: it would read the stream up to a later batch, then from the start again for the lost one.
         """
         taken: list[Task] = []
         for queue in self._queues.values():
@@ -351,7 +351,7 @@ class WorkerPool:
             except OSError:
                 messages = []
             if not messages and worker.socket.is_at_end:
-                # The worker is exiting: the main process, its parent, will report how.
+                # The worker is exiting. The main process, its parent, will report how.
                 self._disconnect(worker)
                 return
             answers = [self._process(worker, message) for message in messages]
@@ -361,7 +361,7 @@ class WorkerPool:
             answer()
 
     def _process(self, worker: _Worker, message: Message) -> Callable[[], None]:
-        """Update the state of a worker; return a function that answers its task, to be called without the lock."""
+        """Update a worker's state, and return a function that answers its task; call that without the lock."""
         if isinstance(message, Ready):
             worker.state = _WorkerState.READY
             return lambda: None

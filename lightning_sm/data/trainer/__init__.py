@@ -1,1 +1,1 @@
-"""On trainers: the part of the data service that runs inside the training process."""
+"""The part of the data service that runs in the training process."""

@@ -1,4 +1,4 @@
-"""The connection of a training process to the data hosts: its feeder process."""
+"""The connection of a training process to the data hosts, through its feeder process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_sm.job.variables import DATA_CHANNELS
 
 logger = logging.getLogger(__name__)
 
-# The name of a job that does not state its own.
+# Used for a job whose name is unknown.
 UNNAMED_JOB = "unnamed"
 
 _CALL_TIMEOUT_S = 5.0
@@ -50,14 +50,14 @@ class ServiceConnection:
         addresses: Addresses of the data hosts, ``host:port``.
         settings: Window, timeouts, credentials.
         job: Name of the job.
-        is_of_job: Whether it is that of a job. Its data hosts have run the same script, and it lasts until the process
-            exits: a script may run several Trainers before training has finished.
-        channels: Names of the input channels of this host.
-        host: Name of this host in the job. Default: that of this machine.
+        is_of_job: Whether the data hosts belong to the same SageMaker job. They then run the same script, and the
+            connection stays open until the process exits, because a script may run several Trainers.
+        channels: Names of this host's input channels.
+        host: Name of this host in the job. Defaults to the machine's name.
 
     Attributes:
-        closes_on_teardown: Whether it ends with the run of a Trainer.
-        reporter: Reports what the rank and the data hosts measure.
+        closes_on_teardown: Whether the connection closes at the end of a Trainer's run.
+        reporter: Reports the measurements of the rank and the data hosts.
     """
 
     _of_jobs: ClassVar[dict[Any, ServiceConnection]] = {}
@@ -87,7 +87,7 @@ class ServiceConnection:
 
     @classmethod
     def of_job(cls, job: SageMakerJob, topology: Topology, settings: DataServiceSettings) -> ServiceConnection:
-        """Return the connection of this process to the data hosts of its job, which all DataModules share.
+        """Return the connection to the data hosts of this process's job; all DataModules share it.
 
         Raises:
             DataSettingsError: mpirun started this rank without the name of the job.
@@ -107,7 +107,7 @@ class ServiceConnection:
 
     @classmethod
     def of_this_job(cls, settings: DataServiceSettings | None) -> ServiceConnection | None:
-        """Return the connection to the data hosts of the job that this process belongs to; None if there are none."""
+        """Return the connection to the data hosts of this process's job, or None if there are none."""
         job = SageMakerJob.from_environment()
         if job is None:
             return None
@@ -118,15 +118,15 @@ class ServiceConnection:
     def of_addresses(
         cls, addresses: Sequence[str] | ServiceConnection | None, settings: DataServiceSettings, job: str
     ) -> ServiceConnection | None:
-        """Return the connection to some data hosts.
+        """Return a connection to data hosts.
 
         Args:
-            addresses: Their addresses, or the connection itself; None: the data hosts of the job.
+            addresses: Addresses of the data hosts, or an existing connection; None for the data hosts of the job.
             settings: Settings of the data service.
-            job: Name of the job of these addresses.
+            job: Name of the job to which the addresses belong.
 
         Returns:
-            The connection; None if there is no job with data hosts.
+            The connection, or None if there is no job with data hosts.
 
         Raises:
             DataSettingsError: The list of addresses is empty.
@@ -136,12 +136,12 @@ class ServiceConnection:
         if not addresses:
             raise DataSettingsError(
                 "RemoteDataModule got an empty list of addresses. Give it the address of at least one data host "
-                "(addresses=[...]), or none for the data hosts of the job."
+                "(addresses=[...]), or None for the data hosts of the job."
             )
         return cls(addresses, settings, job)
 
     def __reduce__(self) -> Any:
-        """Pickle what does not belong to this process."""
+        """Pickle the connection without the state of this process."""
         make = partial(ServiceConnection, is_of_job=self.is_of_job, channels=self._channels)
         return make, (self.addresses, self.settings, self.job)
 
@@ -150,7 +150,7 @@ class ServiceConnection:
         """The connection to the feeder process.
 
         Raises:
-            DataServiceError: It has not started.
+            DataServiceError: The connection is closed.
         """
         if self._feeder is None:
             raise DataServiceError("The connection to the data hosts is closed.")
@@ -161,8 +161,8 @@ class ServiceConnection:
 
         Args:
             rank: This rank.
-            num_ranks: Number of ranks, which a data host serves together.
-            is_quiet: Whether another rank of this host logs what all of them would.
+            num_ranks: Number of ranks that share the data hosts.
+            is_quiet: Whether to leave messages common to all ranks to another rank of this host.
 
         Raises:
             DataSettingsError: A TLS file cannot be read.
@@ -177,16 +177,17 @@ class ServiceConnection:
         weakref.finalize(self, self._feeder.close)
 
     def host_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
-        """Return the names of the data hosts' input channels, once the first of them has run the script.
+        """Return the names of the data hosts' input channels, once the first data host has run the script.
 
-        They are asked once. Where a command line is checked before there are any, the environment has the names.
+        The data hosts are asked only once. When a command line is checked before there are data hosts, the names come
+        from the environment.
 
         Args:
-            is_quiet: Whether another rank of this host logs what all of them would.
+            is_quiet: Whether to leave messages common to all ranks to another rank of this host.
 
         Raises:
             DataHostUnreachableError: No data host answered in time.
-            DataHostMismatchError: They refuse this rank.
+            DataHostMismatchError: The data hosts refuse this rank.
         """
         if self._host_channels is None:
             self._host_channels = DATA_CHANNELS.read(os.environ)
@@ -195,12 +196,12 @@ class ServiceConnection:
         return self._host_channels
 
     def _ask_for_channels(self, *, is_quiet: bool) -> tuple[str, ...]:
-        """Ask one data host after the other for its channels, until one answers: it has run the script."""
+        """Ask the data hosts in turn for their channels, until one answers, having run the script."""
         credentials, timeout_s = Credentials.of(self.settings, self.job), self.settings.startup_timeout_s
         deadline = time.monotonic() + timeout_s
         report_at = time.monotonic() + _REPORT_PERIOD_S
         with ExitStack() as stack:
-            channels = [(one, stack.enter_context(closing(GrpcChannel(one, credentials)))) for one in self.addresses]
+            channels = [(host, stack.enter_context(closing(GrpcChannel(host, credentials)))) for host in self.addresses]
             for address, channel in cycle(channels):
                 try:
                     return tuple(HostReport.parse(channel.unary("Status", b"", _CALL_TIMEOUT_S)).channels)
@@ -216,18 +217,18 @@ class ServiceConnection:
                     logger.info("Waiting for the data hosts to run the script, to ask for their channels: %s", why)
                 time.sleep(_PAUSE_S)
         raise DataHostUnreachableError(
-            f"No data host has said within {timeout_s:.0f} s (data_service.startup_timeout_s) which channels it has "
-            f"({why}). See the logs of the data hosts."
+            f"No data host reported its channels within {timeout_s:.0f} s (data_service.startup_timeout_s): {why}. See "
+            "the logs of the data hosts."
         )
 
     def runs_hooks(self, *, is_quiet: bool) -> bool:
         """Return whether the data hosts run the hooks of DataModules.
 
         Args:
-            is_quiet: Whether another rank of this host logs what all of them would.
+            is_quiet: Whether to leave messages common to all ranks to another rank of this host.
 
         Raises:
-            DataServiceError: As for ``host_channels``, for data hosts of a job.
+            DataServiceError: As for ``host_channels``, in a job.
         """
         if self.settings.hooks != "auto" or not self.is_of_job:
             return self.settings.hooks == "data"
@@ -241,11 +242,11 @@ class ServiceConnection:
         return bool(missing)
 
     def add_slots(self, pool: SlotPool) -> None:
-        """Unlock the memory of a pool when the connection closes."""
+        """Register a pool whose memory is unlocked when the connection closes."""
         self._pools.add(pool)
 
     def close(self) -> None:
-        """Disconnect this rank, and stop its feeder process."""
+        """Disconnect this rank and stop its feeder process."""
         for pool in self._pools:
             pool.close()
         self._pools.clear()
@@ -254,7 +255,7 @@ class ServiceConnection:
             self._feeder = None
 
     def default_window(self) -> int:
-        """Return the window for the workers that the data hosts have, as far as they are known."""
+        """Return the default window for the data hosts' number of workers, as far as it is known."""
         known = [host.workers for host in self.feeder.snapshot().hosts if host.workers]
         workers = sum(known) * len(self.addresses) // max(1, len(known))
         return default_window(workers, self._num_ranks)

@@ -1,4 +1,4 @@
-"""A DataModule whose loaders have their workers on data hosts, also without our Trainer or without any."""
+"""A DataModule whose loaders have their workers on data hosts, with any Trainer or none."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_sm.data.trainer.same_name import named_as
 
 
 class RemoteDataModule(UnlistedDataModule):
-    """The user's DataModule, whose loaders have their workers on data hosts; the result is the same object.
+    """The user's DataModule, with loaders whose workers are on data hosts; the result is the same object.
 
-    A data host is a ``DataLoader`` worker on another machine: everything but ``dataset[i]``, ``collate_fn`` and
-    ``worker_init_fn`` runs here, as without data hosts, unless ``settings.hooks`` says otherwise. Where there are no
-    data hosts, as off SageMaker, the result is the DataModule as it is.
+    A data host is like a ``DataLoader`` worker on another machine: everything but ``dataset[i]``, ``collate_fn`` and
+    ``worker_init_fn`` runs in the training process, unless ``settings.hooks`` says otherwise. Without data hosts, such
+    as off SageMaker, the DataModule is returned unchanged.
 
     Example::
 
@@ -32,12 +32,12 @@ class RemoteDataModule(UnlistedDataModule):
 
     Args:
         datamodule: The user's DataModule.
-        addresses: Addresses of the data hosts, ``host:port``. Default: the data hosts of the job.
+        addresses: Addresses of the data hosts, ``host:port``. Defaults to the data hosts of the job.
         settings: Window, timeouts, credentials.
-        job: Name of the job; the data hosts must use the same.
+        job: Name of the job; the data hosts must use the same name.
 
     Raises:
-        DataSettingsError: There is no address.
+        DataSettingsError: The list of addresses is empty.
         MixedLightningError: The DataModule derives from the other distribution of Lightning.
     """
 
@@ -52,7 +52,7 @@ class RemoteDataModule(UnlistedDataModule):
         settings: DataServiceSettings | None = None,
         job: str = LOCAL_JOB,
     ) -> LightningDataModule:
-        """Give the DataModule its remote loaders, and return it."""
+        """Give the DataModule remote loaders, and return it."""
         check_same_distribution(type(datamodule))
         connection = ServiceConnection.of_addresses(addresses, settings or DataServiceSettings(), job)
         if connection is None:
@@ -63,22 +63,22 @@ class RemoteDataModule(UnlistedDataModule):
         return datamodule
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the DataModule is there."""
+        """Do nothing: the user's DataModule is already initialised."""
 
     def setup(self, stage: str) -> None:
-        """Let the Trainer report on the data hosts, if there is one, and run the user's own."""
+        """Have the Trainer, if any, report on the data hosts, and run the user's ``setup``."""
         if self.trainer is not None:
             use_data_hosts(self.trainer, self._connection)
         super().setup(stage)
 
     def teardown(self, stage: str) -> None:
-        """Run the user's own, and disconnect from the data hosts, unless they are those of a job."""
+        """Run the user's ``teardown``, and disconnect from the data hosts unless they belong to a job."""
         super().teardown(stage)
         if self._connection.closes_on_teardown:
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Disconnect from the data hosts: after an exception Lightning does not call ``teardown``."""
+        """Disconnect from the data hosts, because Lightning does not call ``teardown`` after an exception."""
         try:
             super().on_exception(exception)
         finally:
@@ -89,7 +89,7 @@ class RemoteDataModule(UnlistedDataModule):
         self._connection.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as the user's DataModule and the connection, which connects again in another process."""
+        """Pickle the user's DataModule and the connection, which reconnects in another process."""
         hooks = vars(self).get("_host_hooks")
         if hooks is not None and hooks.travels:
             return super().__reduce_ex__(protocol)
@@ -100,7 +100,7 @@ class RemoteDataModule(UnlistedDataModule):
 def _give_remote_loaders(datamodule: LightningDataModule, connection: ServiceConnection) -> None:
     vars(datamodule)["_connection"] = connection
     own = type(datamodule)
-    if issubclass(own, RemoteDataModule):  # of other data hosts before
+    if issubclass(own, RemoteDataModule):  # already remote, perhaps with other data hosts
         return
     datamodule.__class__ = named_as(own, RemoteDataModule, own, **loader_hooks(own, _hook), _own=own)
 

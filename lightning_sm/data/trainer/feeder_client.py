@@ -1,4 +1,4 @@
-"""The feeder process as the training process sees it: started here, and reached by messages. No gRPC."""
+"""The training process's client of the feeder, which starts the feeder process and exchanges messages. No gRPC."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # Interval of log lines during a long wait.
 _REPORT_PERIOD_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
-# How soon a slot is released that a GPU has read, while the training waits for a batch.
+# Interval at which slots that GPUs have read are released while training waits for a batch.
 _SLOT_POLL_S = 0.002
 
 
@@ -38,7 +38,7 @@ class FeederClient:
     """A feeder process and the connection to it.
 
     Args:
-        settings: The first message to it.
+        settings: The first message to the feeder.
 
     Attributes:
         name: Name of this rank.
@@ -51,7 +51,7 @@ class FeederClient:
         os.close(releases)
         self._pid = os.getpid()
         self._is_quiet = settings.is_quiet
-        # Threads that read loaders take turns. Finalizers do not take it: they may interrupt the one at turn.
+        # Serialises threads that read loaders. Finalizers must not acquire it: they may interrupt its holder.
         self._lock = threading.RLock()
         self._inboxes: dict[int, deque[_OfPass]] = {}
         self._error: kinds.Failed | None = None
@@ -64,12 +64,12 @@ class FeederClient:
         self._socket.send(settings)
 
     def open_source(self, opening: Opening, pickled: PickledObject, owner: object) -> Callable[[], object]:
-        """Let data hosts open a source, and return what closes it.
+        """Have the data hosts open a source, and return a function that closes it.
 
         Args:
-            opening: What workers are for.
+            opening: The opening of the source.
             pickled: The source.
-            owner: What needs it: the source is closed when it is gone.
+            owner: The object that needs the source, which is closed when the object is gone.
         """
         with self._lock:
             self._close_sources()
@@ -83,21 +83,21 @@ class FeederClient:
                 self._shared.add(pickled.digest)
             if self._num_uses[opening] == 1:
                 self._send(kinds.OpenSource(opening))
-        # Once for each use. A finalizer may interrupt the thread that holds the lock: it only notes what to close.
+        # The finalizer only notes what to close, because it may interrupt the thread that holds the lock.
         close = weakref.finalize(owner, self._closing.append, opening)
         close.atexit = False
         return close
 
     def wait_for_source(self, opening: Opening, what: str, timeout_s: float) -> bytes:
-        """Wait until a data host has opened a source; return the result, if it is the call of a hook.
+        """Wait until a data host has opened a source, and return its result if it is a hook call.
 
         Args:
-            opening: What was opened.
-            what: What is awaited, for messages.
-            timeout_s: Seconds to wait.
+            opening: The opening of the source.
+            what: What the data host does, for messages.
+            timeout_s: Maximum wait in seconds.
 
         Raises:
-            DataServiceError: No host can open it, or none did in time.
+            DataServiceError: No host can open the source, or none did in time.
         """
         name = opening.name
         if not self._wait(lambda: name in self._opened_sources, timeout_s, f"a data host to {what}", logging.INFO):
@@ -120,13 +120,13 @@ class FeederClient:
             self._opened_sources.pop(opening.name, None)
             self._send(kinds.CloseSource(opening.name))
             if all(other.source != opening.source for other in self._num_uses):
-                self._shared.discard(opening.source)  # the feeder lets go of it, too
+                self._shared.discard(opening.source)  # the feeder drops its copy, too
 
     def start_iterator(self, make: Callable[[int], kinds.StartIterator]) -> int:
         """Start an iterator, and return its number.
 
         Args:
-            make: Returns the message for a number.
+            make: Returns the message for the number.
         """
         with self._lock:
             self._close_sources()
@@ -136,12 +136,12 @@ class FeederClient:
         return pass_id
 
     def supply(self, pass_id: int, indices: list[bytes], *, is_end: bool) -> None:
-        """Give an iterator what its sampler has yielded.
+        """Give an iterator the output of its sampler.
 
         Args:
             pass_id: Number of the iterator.
-            indices: For each of the next batches, pickled.
-            is_end: Whether the sampler has ended.
+            indices: The pickled indices of each of the next batches.
+            is_end: Whether the sampler is exhausted.
         """
         self._send(kinds.SupplyIndices(pass_id, indices, is_end))
 
@@ -164,8 +164,8 @@ class FeederClient:
         Args:
             pass_id: Number of the pass.
             timeout_s: Timeout in seconds.
-            poll: Releases slots. While it returns True it is called again every few milliseconds: a batch that waits
-                for a slot cannot arrive before.
+            poll: Releases slots. It is called every few milliseconds while it returns True, because the next batch may
+                be waiting for a slot.
 
         Raises:
             DataServiceError: The batch failed, or did not arrive in time.
@@ -186,7 +186,7 @@ class FeederClient:
         raise errors.DataHostUnreachableError(f"All data hosts are unreachable, and no batch arrived {end}")
 
     def take(self, pass_id: int, step: int) -> None:
-        """Notify the feeder that all steps of a pass below ``step`` were taken."""
+        """Notify the feeder that all steps of a pass below ``step`` have been taken."""
         self._release(Released.STEP, pass_id, step)
 
     def release(self, ring: int, slot: int) -> None:
@@ -205,28 +205,28 @@ class FeederClient:
             return self._snapshots.pop()
 
     def share(self, figures: RankFigures) -> None:
-        """Let the data hosts know what this rank has measured; rank 0 finds it in its ``snapshot``."""
+        """Send this rank's measurements to the data hosts; rank 0 gets them with its ``snapshot``."""
         self._send(kinds.ShareFigures(figures))
 
     def describe(self) -> str:
         """Return lines about hosts and passes, for messages."""
         try:
             snapshot = self.snapshot()
-        except errors.DataServiceError as error:  # a message must not end a training
+        except errors.DataServiceError as error:  # writing a message must not end the training
             return f"  {error}"
         lines = []
         for host in snapshot.hosts:
             why = f" ({host.why})" if host.why else ""
             busy = f", {host.busy} of {host.workers} workers busy" if host.workers else ""
             lines.append(f"  {host.name}: {host.state}{why}{busy}, requests in flight: {host.in_flight}")
-        for one in snapshot.passes:
-            requests = ", ".join(f"{host} {for_s:.1f} s ago" for host, for_s in one.requested)
+        for state in snapshot.passes:
+            requests = ", ".join(f"{host} {for_s:.1f} s ago" for host, for_s in state.requested)
             where = f"requested from {requests}" if requests else "not requested"
-            lines.append(f"  waiting for batch {one.waiting_for}: {where}; {one.ready} buffered")
+            lines.append(f"  waiting for batch {state.waiting_for}: {where}; {state.ready} buffered")
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Notify the data hosts that the training has ended, and stop the feeder."""
+        """Notify the data hosts that training has finished, and stop the feeder."""
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
@@ -254,8 +254,8 @@ class FeederClient:
             self._raise_ended()
 
     def _release(self, kind: Released, number: int, value: int) -> None:
-        """Write to the release pipe. It takes no lock, because a finalizer may interrupt the thread that holds it."""
-        # A forked child inherits the arrays, but the training process may still use what the child drops.
+        """Write to the release pipe, without the lock: a finalizer may interrupt the thread that holds it."""
+        # Ignore forked children: they inherit the arrays, but the training process may still use those they drop.
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
@@ -273,12 +273,13 @@ class FeederClient:
         pass_id: int | None = None,
         poll: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Receive messages until a condition holds, and return whether it does in time. Log what a long wait is for.
+        """Receive messages until a condition holds, and return whether it held in time. Log the cause of a long wait.
 
-        All ranks wait for loaders, and the first of each host logs it; each rank waits for batches of its own.
+        All ranks wait for the same loaders, so only the first rank of a host logs that (INFO). Each rank waits for
+        different batches.
 
         Raises:
-            DataServiceError: The feeder reported an error, of this pass or of all.
+            DataServiceError: The feeder reported an error for this pass or for all passes.
         """
         if self._is_quiet and level == logging.INFO:
             level = logging.DEBUG
@@ -315,7 +316,7 @@ class FeederClient:
                 self._error = error
             case (kinds.DeliveredRange() | kinds.EndOfPass() | kinds.Failed()) as of_pass:
                 inbox = self._inboxes.get(of_pass.pass_id or 0)
-                if inbox is None:  # of a pass that has been closed since
+                if inbox is None:  # the pass has been closed
                     self._discard(of_pass)
                     return True
                 inbox.append(of_pass)
@@ -329,7 +330,7 @@ class FeederClient:
             self.release(message.ring, message.slot)
 
     def _raise_error(self, pass_id: int | None) -> None:
-        """Raise the error that ends all passes, or the one that a pass comes to next."""
+        """Raise the error of all passes, or the error that comes next in a pass, if any."""
         error = self._error or next(iter(self._inboxes.get(pass_id or 0, ())), None)
         if isinstance(error, kinds.Failed):
             raise error.exception()

@@ -1,4 +1,4 @@
-"""A DataModule whose hooks run on the data hosts (``hooks: data``): trainers get loaders without their datasets."""
+"""A DataModule whose hooks run on the data hosts (``hooks: data``); trainers get loaders without datasets."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from lightning_sm.data.trainer.same_name import named_as
 
 _STAGES = ("train", "val", "test", "predict")
 
-# Of the calls of a hook, the last two stay open: those that a data host runs that joins late, or again. Iterators may
-# still read the loaders of the last but one.
+# Number of calls per hook that stay open, so that data hosts that join late or again run them. The last but one is
+# included because iterators may still read its loaders.
 _NUM_KEPT = 2
 
-# Attributes of ours: this one's, and that of a ``RemoteDataModule``.
+# Attributes that this module and ``RemoteDataModule`` add to the user's DataModule.
 OURS = ("_host_hooks", "_connection")
 
 _TO_DATA_HOSTS = (
@@ -44,7 +44,7 @@ _TO_DATA_HOSTS = (
 
 
 def run_hooks_on_data_hosts(datamodule: LightningDataModule, connection: ServiceConnection) -> None:
-    """Let the data hosts run ``prepare_data``, ``setup``, ``*_dataloader`` and ``teardown`` of a DataModule.
+    """Have the data hosts run ``prepare_data``, ``setup``, ``*_dataloader`` and ``teardown`` of a DataModule.
 
     Args:
         datamodule: The DataModule, which stays the same object.
@@ -55,58 +55,60 @@ def run_hooks_on_data_hosts(datamodule: LightningDataModule, connection: Service
         return
     own = type(datamodule)
     hooks = loader_hooks(own, _hook)
-    if not hooks:  # LightningDataModule.from_datasets: the datasets are here
+    if not hooks:  # from LightningDataModule.from_datasets, whose datasets are already in this process
         return
     datamodule.__class__ = named_as(own, _HasHooksOnDataHosts, own, **hooks, _own_class=own)
     vars(datamodule)["_host_hooks"] = _HostHooks(datamodule, connection)
 
 
 def loader_hooks(own: type[LightningDataModule], make: Callable[[str], Any]) -> dict[str, Any]:
-    """Return something for each ``*_dataloader`` hook of a user's DataModule: Lightning looks for it at the class.
+    """Return a replacement for each ``*_dataloader`` hook that the user's class defines, by the hook's name.
+
+    Replacements go into a class, because Lightning looks up hooks there.
 
     Args:
-        own: The class of the DataModule.
-        make: Makes it, from the name of the hook.
+        own: The user's class.
+        make: Returns the replacement for a hook's name.
     """
     names = [f"{stage}_dataloader" for stage in _STAGES]
-    # None: a script has switched it off.
+    # A script sets a hook to None to turn it off.
     return {name: make(name) for name in names if getattr(own, name) not in (None, getattr(LightningDataModule, name))}
 
 
 def users_class(cls: type) -> type:
-    """Return the class whose hooks run on data hosts; any other class as it is."""
+    """Return the user's class if ``cls`` stands in for it, else ``cls``."""
     return cls._own_class if issubclass(cls, _HasHooksOnDataHosts) else cls
 
 
 class _HasHooksOnDataHosts(UnlistedDataModule):
-    """The part of a DataModule whose hooks run on data hosts, before the user's class."""
+    """A mixin that runs hooks on data hosts; it precedes the user's class in the MRO."""
 
     _own_class: type[LightningDataModule]
     _host_hooks: _HostHooks
 
     def prepare_data(self) -> None:
-        """Leave it to ``setup``, which all ranks call."""
+        """Do nothing: ``setup``, which all ranks call, runs it."""
 
     def setup(self, stage: str) -> None:
-        """Let the data hosts run ``prepare_data`` and ``setup``."""
+        """Have the data hosts run ``prepare_data`` and ``setup``."""
         own = self._own_class
         if own.prepare_data is not LightningDataModule.prepare_data:
             self._host_hooks.call("prepare_data", stage, is_alone=not self.prepare_data_per_node)
         self._host_hooks.call("setup", stage, stage=stage)
 
     def teardown(self, stage: str) -> None:
-        """Let the data hosts run ``teardown``."""
+        """Have the data hosts run ``teardown``."""
         if self._own_class.teardown is not LightningDataModule.teardown:
             self._host_hooks.call("teardown", stage, stage=stage)
 
     def __getattr__(self, name: str) -> Any:
-        """Say why an attribute is missing."""
+        """Explain why an attribute is missing."""
         hooks = vars(self).get("_host_hooks")
         if hooks is not None and name in hooks.missing:
             raise AttributeError(
                 f"{self._own_class.__name__}.{name} was set on the data hosts, which run the hooks "
-                "(data_service.hooks), and is not on the trainers, which get only the lengths of datasets, and other "
-                f"values of at most 64 KB. {REMEDIES}"
+                "(data_service.hooks), and was not copied to the trainers, which get only the lengths of datasets and "
+                f"other values of at most 64 KB. {REMEDIES}"
             )
         own: Any = super()
         if hasattr(own, "__getattr__"):
@@ -114,10 +116,10 @@ class _HasHooksOnDataHosts(UnlistedDataModule):
         raise AttributeError(f"{self._own_class.__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as the user's DataModule, for data hosts, or with the connection, for a process that is started."""
+        """Pickle the user's DataModule, for data hosts, or together with the connection, for a new process."""
         reduced: Any = super().__reduce_ex__(protocol)
         function, arguments, *rest = reduced
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle's own, which wants the object's class
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle's default, which needs this class
             function = object.__new__
         own = tuple(self._own_class if argument is type(self) else argument for argument in arguments)
         if rest and isinstance(rest[0], dict):
@@ -135,16 +137,16 @@ def _rebuild(connection: ServiceConnection, function: Callable[..., Any], argume
 
 @dataclass
 class _OpenCall:
-    """A call of a hook, which data hosts run that join late, or again.
+    """An open hook call, which data hosts that join late or again also run.
 
     Attributes:
         hook: Name of the hook.
-        key: What tells calls of the hook in one run of the Trainer apart.
-        opening: Its opening.
+        key: Distinguishes the hook's calls within one run of the Trainer.
+        opening: The opening of the call.
         pickled: The call.
-        close: Ends that.
-        loaders: The result, as long as it is that of this run of the Trainer.
-        changes: Whether it has changed what later calls find.
+        close: Closes the opening.
+        loaders: The result; empty once another run of the Trainer has started.
+        changes: Whether the call has changed state that later calls see.
     """
 
     hook: str
@@ -157,14 +159,14 @@ class _OpenCall:
 
 
 class _HostHooks:
-    """The hooks of a DataModule, as a rank calls them.
+    """A rank's client for the hooks of a DataModule.
 
     Args:
         datamodule: The DataModule.
         connection: The connection to the data hosts.
 
     Attributes:
-        missing: Names of the attributes that trainers do not get.
+        missing: Names of the attributes that are not copied to trainers.
         travels: Whether the DataModule is being pickled for data hosts.
     """
 
@@ -174,22 +176,22 @@ class _HostHooks:
         self.travels = False
         self._datamodule: Any = datamodule
         self._run = ""
-        self._known: Attributes | None = None  # as the data hosts have them
-        self._feeder: FeederClient | None = None  # of the last call
-        self._calls: list[_OpenCall] = []  # that are open, in their order
+        self._known: Attributes | None = None  # the DataModule's attributes on the data hosts
+        self._feeder: FeederClient | None = None  # used by the last call
+        self._calls: list[_OpenCall] = []  # open calls, in order
         self._num_calls = 0
 
     def call(self, hook: str, key: object, *, is_alone: bool = False, **arguments: Any) -> Any:
-        """Let the data hosts run a hook, and return what it returned; a collective call.
+        """Have the data hosts run a hook, and return its result; a collective call.
 
         Args:
             hook: Name of the hook.
-            key: What tells its calls apart that are open at the same time.
-            is_alone: Whether one data host runs it for all.
-            **arguments: Its arguments.
+            key: Distinguishes the hook's calls that are open at the same time.
+            is_alone: Whether one data host runs the hook for all.
+            **arguments: Arguments of the hook.
 
         Raises:
-            DataServiceError: It failed, or the data hosts returned different results.
+            DataServiceError: The hook failed, or the data hosts returned different results.
         """
         trainer = self._datamodule.trainer
         rank, num_ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
@@ -199,29 +201,29 @@ class _HostHooks:
         if trainer is None or trainer.is_global_zero:
             try:
                 outcome = self._call(hook, key, arguments, is_alone=is_alone)
-            except Exception as error:  # noqa: BLE001  # raised on all ranks, which would wait for this one
+            except Exception as error:  # noqa: BLE001  # raised on all ranks, or the others would wait for this one
                 outcome = error
         if trainer is not None:
             outcome = trainer.strategy.broadcast(outcome)
         if isinstance(outcome, Exception):
             raise outcome
         self._run, opening, snapshot, before, data = outcome
-        if not self._calls or self._calls[-1].opening != opening:  # it is that of rank 0
+        if not self._calls or self._calls[-1].opening != opening:  # on ranks other than 0
             self._open(hook, key, opening, PickledObject.of_snapshot(snapshot))
         returned = self._take(self._calls[-1], before, data)
-        if not is_alone:  # the other hosts get the DataModule with the next call
+        if not is_alone:  # otherwise the other hosts need the whole DataModule with the next call
             self._known = self._attributes()
         return returned
 
     def again(self, hook: str, key: object) -> Any:
-        """Return new loaders of an earlier call of this run of the Trainer; None: none has the same attributes."""
+        """Return new copies of the loaders of an earlier call in this run, or None if attributes have changed since."""
         if self._datamodule.trainer is None or self._known is None or self._attributes().changed(self._known):
             return None
-        found = next((one for one in self._calls if (one.hook, one.key) == (hook, key) and one.loaders), None)
-        return None if found is None else self._unpickled(found, found.loaders).returned
+        call = next((call for call in self._calls if (call.hook, call.key) == (hook, key) and call.loaders), None)
+        return None if call is None else self._unpickled(call, call.loaders).returned
 
     def _call(self, hook: str, key: object, arguments: dict[str, Any], *, is_alone: bool) -> Any:
-        """Have the data hosts run a hook; only rank 0 calls it."""
+        """Have the data hosts run a hook; only rank 0 calls this."""
         datamodule, trainer = self._datamodule, self._datamodule.trainer
         by_name = self.connection.is_of_job
         self._run = self._run or secrets.token_hex(8)
@@ -271,7 +273,7 @@ class _HostHooks:
         self._calls.append(_OpenCall(hook, key, opening, pickled, close))
 
     def _close_older(self, hook: str) -> None:
-        """Close the older calls of a hook for loaders, unless they have changed what later calls find."""
+        """Close older calls of a loader hook, unless they have changed state that later calls see."""
         of_hook = [call for call in self._calls if call.hook == hook]
         for call in of_hook[:-_NUM_KEPT]:
             if not call.changes:
@@ -279,7 +281,7 @@ class _HostHooks:
                 call.close()
 
     def _open_again(self) -> None:
-        """Open all calls on a new connection: the old one has ended with a run of the Trainer, or with an exception."""
+        """Reopen all calls on a new connection, if a run of the Trainer or an exception has closed the old one."""
         if self._feeder is self.connection.feeder:
             return
         self._feeder = self.connection.feeder
@@ -287,21 +289,21 @@ class _HostHooks:
             call.close = self._feeder.open_source(call.opening, call.pickled, self)
 
     def _take(self, call: _OpenCall, before: RandomState, data: bytes) -> Any:
-        """Take over what a call has changed, and return what it returned."""
+        """Apply a call's changes to the DataModule, and return its result."""
         datamodule = self._datamodule
         result = self._unpickled(call, data)
         if call.hook.endswith("_dataloader"):
             call.loaders, call.changes = data, bool(result.attributes or result.missing)
             self._close_older(call.hook)
-        elif call.hook == "setup":  # another run of the Trainer, which makes its loaders itself
+        elif call.hook == "setup":  # another run of the Trainer has started, which needs new loaders
             for earlier in self._calls:
                 earlier.loaders = b""
         self.missing = (self.missing | frozenset(result.missing)) - result.attributes.keys()
         for name in result.missing:
-            vars(datamodule).pop(name, None)  # it must not look as if the hook had not run
+            vars(datamodule).pop(name, None)  # a stale value would look as if the hook had not run
         for name, value in result.attributes.items():
             set_attribute(datamodule, name, value)
-        # A rank with random numbers of its own keeps them.
+        # Do not overwrite the random state of a rank that differs from rank 0.
         if before.is_same(RandomState.now()):
             result.random_state.restore()
         return result.returned
@@ -319,7 +321,7 @@ class _HostHooks:
 
 
 def _set_ranks(returned: Any, trainer: Any) -> None:
-    """Give the samplers that split the data by rank the rank of this trainer: on data hosts they saw that of rank 0."""
+    """Set this trainer's rank in distributed samplers, which were created for rank 0 on the data hosts."""
     for loader in loaders_in(returned):
         for sampler in distributed_samplers(loader):
             if (sampler.rank, sampler.num_replicas) == (0, trainer.world_size):
@@ -337,9 +339,10 @@ def _hook(name: str) -> Callable[[_HasHooksOnDataHosts], Any]:
 
 
 def _reload(trainer: Any) -> str:
-    """Return what names the loaders of a hook: a Trainer's run, and the epoch if it reloads them.
+    """Return a key for the loaders of a hook: the Trainer's function, and the epoch if it reloads loaders.
 
-    A script's own call of a hook gets new loaders of the same call. It need not be one of all ranks.
+    If the script calls a hook itself, the key is the same, and it gets copies of the same loaders. Such a call need not
+    be collective.
     """
     if trainer is None:
         return ""

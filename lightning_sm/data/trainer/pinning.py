@@ -1,4 +1,4 @@
-"""Page-locked slots, which a GPU copies asynchronously."""
+"""Page-locked slots, from which GPUs copy asynchronously."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 logger = logging.getLogger(__name__)
 
 _PAGE = 4096
-# Dropped slots whose copies may be incomplete. A training loop that runs ahead of its GPU waits for the oldest beyond
-# that: CUDA accepts about a thousand kernels ahead, and the ring has far fewer slots.
+# Number of dropped slots whose copies may be incomplete. If there are more, a training loop that runs ahead of its GPU
+# waits: CUDA queues about a thousand kernels, but the ring has far fewer slots.
 MAX_COPYING = 4
 
 
 class PinnedSlots:
-    """The page-locked slots of a ring, released after the copies that read them.
+    """The page-locked slots of a ring, released once the copies that read them are complete.
 
-    ``.to(device, non_blocking=True)`` returns before the copy is complete. PyTorch tracks such copies for its own
-    page-locked memory, but not for memory that is registered. Here, a dropped slot is released after events that are
-    recorded after the copies, on the current stream of each GPU that this process uses. They do not cover copies on
-    other streams: do not use this class where the user's code copies batches.
+    ``.to(device, non_blocking=True)`` returns before the copy is complete. PyTorch tracks such copies for page-locked
+    memory that it allocated, but not for registered memory. This class therefore records an event on the current stream
+    of each GPU in use when a slot is dropped, and releases the slot after these events. They do not cover copies on
+    other streams: do not use this class if the user's code copies batches.
 
     Args:
         release: Releases a slot.
-        cuda: The part of CUDA that is used, or a stand-in for tests.
+        cuda: The CUDA functions to use, or a stand-in for tests.
     """
 
     def __init__(self, release: Callable[[int], None], cuda: CUDA | None = None) -> None:
@@ -40,7 +40,7 @@ class PinnedSlots:
         self._is_refused = False
 
     def lock(self, slot: int, array: np.ndarray) -> None:
-        """Page-lock the bytes of a batch in a slot. If the system refuses, copies are slower.
+        """Page-lock the bytes of a batch in a slot; if the system refuses, copies are only slower.
 
         Args:
             slot: Index of the slot.
@@ -66,10 +66,10 @@ class PinnedSlots:
         self._dropped.append(slot)
 
     def advance(self) -> bool:
-        """Release the slots whose copies are complete, and return whether there are others.
+        """Release the slots whose copies are complete, and return whether others remain.
 
-        The training thread calls it before every batch, and repeatedly while it waits for one: without a slot, no batch
-        can arrive.
+        The training thread calls this before every batch, and repeatedly while it waits for one, since a batch cannot
+        arrive without a free slot.
         """
         while self._dropped:
             self._copying.append(_Copy(self._dropped.popleft(), self._cuda.record_events()))
@@ -92,7 +92,7 @@ class PinnedSlots:
                 for event in copy.events:
                     event.synchronize()
             self.advance()
-        except RuntimeError as error:  # after a failed kernel every call fails; the first to fail is the user's error
+        except RuntimeError as error:  # a kernel failed earlier, which makes every call fail; the user sees that error
             logger.warning("CUDA had failed before page-locked memory was released: %s", error)
             return
         for address, _ in self._locked.values():
@@ -101,7 +101,7 @@ class PinnedSlots:
 
 
 class _Copy(NamedTuple):
-    """A dropped slot, and the events after which nothing reads it."""
+    """A dropped slot, and the events after which no copy reads it."""
 
     slot: int
     events: list[Any]
@@ -120,7 +120,7 @@ class CUDA:
 
     def record_events(self) -> list[Any]:
         """Record an event on the current stream of every GPU that this process has used."""
-        # Recording an event on another GPU would create a context there, which takes hundreds of megabytes.
+        # Skip other GPUs: recording an event would create a context there, which takes hundreds of megabytes.
         has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
         used = filter(has_context, range(torch.cuda.device_count()))
         return [torch.cuda.current_stream(device).record_event() for device in used]

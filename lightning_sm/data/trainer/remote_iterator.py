@@ -1,4 +1,4 @@
-"""The iterator of a ``RemoteDataLoader``: runs the sampler, and takes the batches that data hosts build."""
+"""The iterator of a ``RemoteDataLoader``, which runs the sampler and receives the batches that data hosts build."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from lightning_sm.data.host.pickler import PickledObject
     from lightning_sm.data.trainer.remote_loader import LoaderSource
 
-# Of multiples of an odd number, as many differ as there are numbers.
+# Odd, so that its multiples modulo a power of two do not repeat.
 _STEP = 0x9E3779B97F4A7C15
 
 _NUMBERS = count()
 
-# Indices are sent for at least so many batches at a time: a message costs more than the index of a batch.
+# Send the indices of at least this many batches at a time: a message costs more than the index of a batch.
 _MIN_SUPPLY = 4
 
 
 @dataclass(frozen=True)
 class IteratorPosition:
-    """Where an iterator is: what the iterator of another run needs to go on with the same batches.
+    """The position of an iterator, from which an iterator in another run can continue with the same batches.
 
     Attributes:
-        seed: Its base of random states.
-        number: How often it has begun again.
-        num_batches: Batches that it has delivered since.
-        ends: Of a stream: the batches of its workers that have ended.
+        seed: Base seed of the iterator.
+        number: How often it has been reset.
+        num_batches: Number of batches delivered since the last reset.
+        ends: For a stream, the number of batches of each worker that is exhausted.
     """
 
     seed: int
@@ -53,13 +53,14 @@ class IteratorPosition:
 
 
 class RemoteIterator(_BaseDataLoaderIter):
-    """The iterator: torch's own, but for where the batches come from.
+    """A torch iterator whose batches come from data hosts.
 
     Args:
         loader: The loader.
-        source: Its source on the data hosts.
-        begins_at: Where it begins; None: at its first batch. Its sampler leaves out what is done; the workers of a
-            stream read it again, but not earlier passes, after which their random numbers are others.
+        source: The loader's source on the data hosts.
+        begins_at: Where to start; None for the first batch. The sampler must skip earlier batches itself. The workers
+            of a stream read the pass from its start, but no earlier passes, which would have changed their random
+            states.
     """
 
     def __init__(
@@ -67,17 +68,17 @@ class RemoteIterator(_BaseDataLoaderIter):
     ) -> None:
         super().__init__(loader)
         if self._num_workers:
-            # As torch's iterator with workers, which runs the sampler's __iter__ a second time here.
+            # Like torch's iterator with workers, run the sampler's __iter__ a second time.
             super()._reset(loader, first_iter=True)
         self._source = source
         self._num_resets = 0
-        if begins_at is not None:  # after super() has drawn a seed: the interrupted run drew one here, too
+        if begins_at is not None:  # after super() has drawn a seed, as the interrupted run did
             self._base_seed, self._num_resets = begins_at.seed, begins_at.number
             self._num_yielded = begins_at.num_batches
         self._reports, self._is_step = source.reports(loader)
         self._workers: _StreamWorkers | None = None
         self._batches: _Batches | _Turns | None = None
-        # Raised at the first batch: of an earlier one, Lightning's teardown makes another error, which hides this.
+        # Raised at the first batch: if it were raised here, another error in Lightning's teardown would hide it.
         self._error: DataServiceError
         try:
             pickled = source.pickled(loader)
@@ -91,12 +92,12 @@ class RemoteIterator(_BaseDataLoaderIter):
 
     @property
     def position(self) -> IteratorPosition:
-        """Where it is."""
+        """The current position."""
         ends = dict(self._batches.ends) if isinstance(self._batches, _Turns) else {}
         return IteratorPosition(int(self._base_seed), self._num_resets, self._num_yielded, ends)
 
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's own
-        """Begin again: with ``persistent_workers``, ``DataLoader`` keeps its iterator."""
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # torch's signature
+        """Start another pass: with ``persistent_workers``, ``DataLoader`` keeps its iterator."""
         super()._reset(loader, first_iter)
         if self._batches is None:
             return
@@ -109,7 +110,7 @@ class RemoteIterator(_BaseDataLoaderIter):
             ends = {} if begins_at is None else begins_at.ends
             self._batches = _Turns(self._workers, self._num_resets, self._num_yielded, ends)
         else:
-            # A pass has seeds of its own, although the iterator of persistent workers keeps its base.
+            # Each pass needs different seeds, although the iterator of persistent workers keeps its base seed.
             seed = (int(self._base_seed) + self._num_resets * _STEP) % (1 << 63)
             ahead = self._num_workers * (loader.prefetch_factor or 0)
             limit = partial(self._source.limit, loader)
@@ -123,7 +124,7 @@ class RemoteIterator(_BaseDataLoaderIter):
                 limit=limit,
             )
             if self._num_workers:
-                self._batches.supply(as_torch=True)  # it begins to fetch here: random samplers draw their order now
+                self._batches.supply(as_torch=True)  # torch prefetches here, so random samplers draw their order now
 
     def _next_data(self) -> Any:
         if self._batches is None:
@@ -135,7 +136,7 @@ class RemoteIterator(_BaseDataLoaderIter):
 
 
 class _FeederPass:
-    """The batches of one iterator in the feeder, as they are delivered."""
+    """One pass of an iterator in the feeder, which yields batches as they are delivered."""
 
     def __init__(
         self, source: LoaderSource, opening: Opening, seed: int, first: int, *, window_batches: int, window_bytes: int
@@ -145,7 +146,7 @@ class _FeederPass:
         self._client: FeederClient = connection.feeder
         self._timeout_s = settings.batch_timeout_s
         is_stream = opening.stream is not None
-        # A stream reads what comes before its first batch.
+        # A stream must first read all batches before its first one.
         self._first_timeout_s = self._timeout_s * (1 + first if is_stream else 1)
         slots = source.slots
         self._ring: SlotRing = slots.take()
@@ -177,8 +178,8 @@ class _FeederPass:
         """Return the next batch.
 
         Raises:
-            StopIteration: There is none.
-            DataServiceError: It failed, or did not arrive in time.
+            StopIteration: There are no more batches.
+            DataServiceError: The batch failed or did not arrive in time.
         """
         if not self._ready:
             if self._has_ended:
@@ -197,7 +198,7 @@ class _FeederPass:
 
 
 class _Batches:
-    """The batches of a dataset that is indexed."""
+    """The batches of an indexed dataset."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class _Batches:
 
     @property
     def figures(self) -> BatchFigures:
-        """What the last batch took."""
+        """Figures of the last batch."""
         return self._pass.figures
 
     def next(self) -> Any:
@@ -244,12 +245,12 @@ class _Batches:
         return batch
 
     def supply(self, *, as_torch: bool = False) -> None:
-        """Run the sampler for the batches that may be requested; its error is that of the batch at which it failed.
+        """Run the sampler for the batches that may be requested; its error is raised in place of the failing batch.
 
         Args:
-            as_torch: Run it no further than torch would. Before the first batch, and beyond the Trainer's limit, that
-                is as far as it runs in any case: the state of a sampler whose pass is not read to the end depends on
-                it.
+            as_torch: Whether to run the sampler no further than torch would. That is always the limit before the first
+                batch and beyond the Trainer's limit, because the state of a sampler that is not read to the end depends
+                on it.
         """
         least = self._num_taken + max(1, self._stock_ahead)
         stop = least
@@ -265,20 +266,20 @@ class _Batches:
         self._client.supply(self._pass.pass_id, indices, is_end=self._has_ended)
 
     def _index(self) -> tuple[bytes, ...]:
-        """Return the pickled index of the next batch, if there is one."""
+        """Return the pickled index of the next batch; empty if there is none."""
         try:
             index = pickle.dumps(self._next_index(), pickle.HIGHEST_PROTOCOL)
         except StopIteration:
             self._has_ended = True
             return ()
-        except Exception as error:  # noqa: BLE001  # raised where its batch would have been
+        except Exception as error:  # noqa: BLE001  # raised in place of the batch
             self._has_ended, self._error = True, error
             return ()
         self._num_supplied += 1
         return (index,)
 
     def close(self) -> None:
-        """End it, and cancel its requests."""
+        """End the pass and cancel its requests."""
         self._pass.close()
 
 
@@ -303,12 +304,12 @@ class _StreamWorkers:
             source.wait(opening)
 
     def begin(self, worker: int, number: int, first: int) -> _FeederPass:
-        """Return a pass over one.
+        """Start a pass over a worker's batches.
 
         Args:
-            worker: Which one.
+            worker: Number of the worker.
             number: Number of the pass, from 0.
-            first: The batch with which it begins.
+            first: Number of the first batch.
         """
         source = self._source
         window = max(2, -(-source.window_batches // self.num_workers))
@@ -318,17 +319,17 @@ class _StreamWorkers:
 
 
 class _Turns:
-    """The batches of the workers of a stream, which take turns as in torch.
+    """The batches of a stream's workers, which take turns as in torch.
 
     Args:
         workers: The workers.
         number: Number of the pass, from 0.
-        num_done: Batches that are done.
-        ends: Batches of the workers that have ended with these.
+        num_done: Number of batches to skip.
+        ends: Number of batches of each worker that was exhausted within these.
 
     Attributes:
-        ends: Batches of the workers that have ended.
-        figures: What the last batch took.
+        ends: Number of batches of each exhausted worker.
+        figures: Figures of the last batch.
     """
 
     def __init__(self, workers: _StreamWorkers, number: int, num_done: int, ends: dict[int, int]) -> None:
@@ -345,24 +346,24 @@ class _Turns:
         self._passes = deque((worker, workers.begin(worker, number, self._counts[worker])) for worker in turns)
 
     def next(self) -> Any:
-        """Return the next batch: of each worker in turn, until it has ended."""
+        """Return the next batch, from each worker in turn until it is exhausted."""
         while self._passes:
-            worker, one = self._passes.popleft()
+            worker, worker_pass = self._passes.popleft()
             try:
-                batch = one.next()
+                batch = worker_pass.next()
             except StopIteration:
                 self.ends[worker] = self._counts[worker]
                 continue
             self._counts[worker] += 1
-            self._passes.append((worker, one))
-            self.figures = one.figures
+            self._passes.append((worker, worker_pass))
+            self.figures = worker_pass.figures
             return batch
         raise StopIteration
 
     def close(self) -> None:
-        """End it, and cancel its requests."""
-        for _, one in self._passes:
-            one.close()
+        """End all passes and cancel their requests."""
+        for _, worker_pass in self._passes:
+            worker_pass.close()
 
 
 def _close(client: FeederClient, pass_id: int, slots: SlotPool, ring: SlotRing) -> None:

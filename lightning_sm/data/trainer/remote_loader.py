@@ -1,6 +1,6 @@
-"""The ``RemoteDataLoader``: a ``DataLoader`` whose workers are on data hosts.
+"""The ``RemoteDataLoader``, a ``DataLoader`` whose workers are on data hosts.
 
-Everything else of it runs here, as in stock Lightning: dataset, samplers, length.
+Everything else (dataset, samplers, length) stays in the training process, as in stock Lightning.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _TO_DATA_HOSTS = (
     "DataModule's hooks, and keep the datasets that these make."
 )
 
-# Names of the hooks that make the loaders of a stage, by Lightning's name of the stage.
+# Prefix of the hook that makes the loaders of a stage, by Lightning's name for the stage.
 HOOKS = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
-# Hooks of the DataModule, of the LightningModule and of the strategy that get batches before they are on the device.
+# Hooks of DataModule, LightningModule and strategy that receive batches before these are on the device.
 _COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
 
 
 class RemoteDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose workers are on data hosts; made by ``remote_loader``."""
 
-    # Of the class that ``remote_loader`` makes; pickling reads the second one.
+    # Set on the class that ``remote_loader`` makes; pickling reads ``users_class``.
     _remote: LoaderSource
     users_class: type[DataLoader[Any]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as the user's loader: the source belongs to this process."""
+        """Pickle the user's loader without the source, which belongs to this process."""
         return object.__new__, (self.users_class,), {**vars(self), "_iterator": None}
 
     def _get_iterator(self) -> Any:
@@ -68,14 +68,14 @@ class LoaderSource:
 
     Args:
         connection: The connection to the data hosts.
-        name: What messages call the loader.
+        name: Name of the loader, for messages.
         rank: This rank.
         world_size: Number of ranks.
-        trainer: The Trainer; None if there is none.
+        trainer: The Trainer, if any.
 
     Attributes:
-        iterator: The last iterator over the loader, as long as it lives.
-        begins_at: Where the next one begins; None: at the first batch.
+        iterator: Returns the last iterator over the loader, or None if it is gone.
+        begins_at: Where the next iterator starts; None for the first batch.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LoaderSource:
         self._is_spawned = False
 
     def limit(self, loader: DataLoader[Any]) -> float:
-        """Return how many batches the Trainer reads at most; infinite if there is no limit. Call it at the first one.
+        """Return the maximum number of batches that the Trainer reads, or infinity. Call it at the first batch.
 
         Args:
             loader: The loader, which need not have a length.
@@ -105,27 +105,27 @@ class LoaderSource:
         stage = None if trainer is None else trainer.state.stage
         if stage is None:
             return math.inf
-        found: float = math.inf
+        num_batches: float = math.inf
         limits = [getattr(trainer, f"limit_{HOOKS[stage.value]}_batches")]
         if stage.value == "train":
-            # Fewer than this loader has where a shorter one ends the epoch, or where it begins again within the epoch.
+            # Perhaps fewer than the loader has: a shorter one may end the epoch, or this one may start over in it.
             done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            found = max(0, trainer.num_training_batches - done)
+            num_batches = max(0, trainer.num_training_batches - done)
         if stage.value == "sanity_check":
             limits.append(trainer.num_sanity_val_steps)
         for limit in limits:
             if isinstance(limit, int):
-                found = min(found, limit)
+                num_batches = min(num_batches, limit)
             elif limit < 1.0:
-                with suppress(TypeError, NotImplementedError):  # it has no length, and Lightning refuses the limit
-                    found = min(found, int(len(loader) * limit))
-        return found
+                with suppress(TypeError, NotImplementedError):  # without a length, Lightning refuses such a limit
+                    num_batches = min(num_batches, int(len(loader) * limit))
+        return num_batches
 
     def reports(self, loader: DataLoader[Any]) -> tuple[bool, bool]:
-        """Return whether batches are reported, as those of training are, and whether each is that of a step.
+        """Return whether to report batches, which is so in training, and whether each batch is a step.
 
         Args:
-            loader: The loader, of which an iterator begins.
+            loader: The loader over which an iterator starts.
         """
         trainer = self.trainer
         if trainer is None or not trainer.training:
@@ -133,7 +133,7 @@ class LoaderSource:
         return True, trainer.fit_loop._combined_loader.flattened[0] is loader
 
     def pickled(self, loader: DataLoader[Any]) -> PickledObject:
-        """Pickle what the loader is made of now, and connect to the data hosts, if that has not been done.
+        """Pickle the loader's parts in their current state, and connect to the data hosts if necessary.
 
         Args:
             loader: The loader.
@@ -141,7 +141,7 @@ class LoaderSource:
         connection = self.connection
         is_quiet = self.trainer is not None and self.trainer.local_rank != 0
         connection.open(self.rank, self.world_size, is_quiet=is_quiet)
-        if self._feeder is not connection.feeder:  # a connection ends with an exception, and begins again
+        if self._feeder is not connection.feeder:  # the connection was reopened after an exception
             self._feeder, self._slots, self._digest, self._close = connection.feeder, None, "", None
         self._is_pinned = loader.pin_memory and self.trainer is not None and not _copies_batches(self.trainer)
         source = WorkerSource.of(loader, self.name, self.trainer)
@@ -157,8 +157,8 @@ class LoaderSource:
         if seconds >= _SLOW_PICKLE_S and self.rank == 0:
             logger.info(
                 "Pickling the dataset of %s (%.0f MB) took %.1f s. It is pickled whenever an iterator starts, so that "
-                "data hosts see what has changed. persistent_workers=True keeps the iterator, and "
-                "data_service.hooks=data keeps the dataset on the data hosts.",
+                "data hosts see your changes to it. To avoid this, keep the iterator (persistent_workers=True) or keep "
+                "the dataset on the data hosts (data_service.hooks=data).",
                 self.name,
                 pickled.num_bytes / 1e6,
                 seconds,
@@ -166,18 +166,18 @@ class LoaderSource:
         return pickled
 
     def opening(self, pickled: PickledObject, name: str, stream: StreamWorker | None = None) -> Opening:
-        """Return an opening of what ``pickled`` has returned."""
+        """Return an opening of the result of ``pickled``."""
         return Opening(name, pickled.digest, stream, is_spawned=self._is_spawned)
 
     def open(self, pickled: PickledObject, owner: object) -> Opening:
-        """Let data hosts start the workers of an indexed dataset, and wait for them.
+        """Have the data hosts start the workers of an indexed dataset, and wait for them.
 
         Args:
-            pickled: What ``pickled`` has returned.
-            owner: What needs them, as long as it lives. Until the next call they stay in any case.
+            pickled: The result of ``pickled``.
+            owner: The object that needs the workers. They stay while it lives, and at least until the next call.
 
         Raises:
-            DataServiceError: No data host can, or none did in time.
+            DataServiceError: No data host can start workers, or none did in time.
         """
         feeder, opening = self.connection.feeder, self.opening(pickled, pickled.digest)
         feeder.open_source(opening, pickled, owner)
@@ -193,7 +193,7 @@ class LoaderSource:
         """Wait until a data host has started workers.
 
         Raises:
-            DataServiceError: None can, or none did in time.
+            DataServiceError: No data host can start workers, or none did in time.
         """
         self.connection.feeder.wait_for_source(
             opening, f"open the dataset of {self.name}", self.connection.settings.startup_timeout_s
@@ -216,65 +216,65 @@ class LoaderSource:
 
     @property
     def window_batches(self) -> int:
-        """Limit of requests in flight or buffered."""
+        """Maximum number of requests in flight or buffered."""
         return self.connection.settings.window_batches or self.connection.default_window()
 
 
 def remote_loader(loader: Any, source: LoaderSource) -> Any:
-    """Return a loader whose workers are on data hosts; one that is no ``DataLoader`` stays as it is.
+    """Return a loader whose workers are on data hosts; only a ``DataLoader`` is changed.
 
-    It has the class of the user's loader, which reaches ``RemoteDataLoader`` by ``super()`` in its place between that
-    class and ``DataLoader``, and its attributes.
+    The result has the attributes and the class of the user's loader, with ``RemoteDataLoader`` between that class and
+    ``DataLoader`` in the MRO, so that ``super()`` reaches it.
 
     Args:
         loader: The loader.
-        source: What becomes its source.
+        source: The source of the new loader.
     """
     if isinstance(loader, RemoteDataLoader):
         return loader
     own = type(loader)
     why = _why_local(own)
     if why:
-        # A list of batches, or a tensor, has nothing to load.
+        # Do not warn about a list of batches or a tensor, which have nothing to load.
         if source.rank == 0 and hasattr(own, "__iter__") and own.__module__ not in ("builtins", "torch"):
             _warn_once(f"{own.__module__}.{own.__qualname__}", source.name, why)
         return loader
     bases = (RemoteDataLoader,) if own is DataLoader else (own, RemoteDataLoader)
-    # A class of its own has the source: Lightning makes some loaders again from their class and their arguments.
+    # Each loader gets a new class, which holds the source: Lightning recreates some loaders from class and arguments.
     remote: Any = object.__new__(named_as(own, *bases, _remote=source, users_class=own))
     remote.__dict__.update(loader.__dict__)
     return remote
 
 
 def _copies_batches(trainer: Any) -> bool:
-    """Return whether the user's own code copies batches to GPUs, on streams that page-locked slots do not know of."""
+    """Return whether the user's code copies batches to GPUs, perhaps on streams that ``PinnedSlots`` does not track."""
     owners = (trainer.datamodule, trainer.lightning_module, trainer.strategy)
     return any(_overrides(owner, hook) for owner in owners for hook in _COPYING_HOOKS)
 
 
 def _overrides(own: Any, hook: str) -> bool:
-    """Return whether an object of Lightning has a hook of the user's: neither Lightning's own nor ours."""
+    """Return whether the user's code, rather than Lightning or this package, defines a hook of an object."""
     method = getattr(type(own), hook, None)
     known = ("lightning", "pytorch_lightning", "lightning_sm")
     return method is not None and method.__module__.partition(".")[0] not in known
 
 
 def _why_local(own: type) -> str:
-    """Return why a loader of a class cannot have its workers on data hosts; empty: it can."""
+    """Return why loaders of a class cannot have their workers on data hosts; empty if they can."""
     if not issubclass(own, DataLoader):
-        return "is no DataLoader"
+        return "is not a DataLoader"
     for cls in own.__mro__[: own.__mro__.index(DataLoader)]:
         for name in ("__iter__", "_get_iterator"):
             method = vars(cls).get(name)
             if isinstance(method, FunctionType) and "super" not in method.__code__.co_names:
-                return f"has a {name}() of its own, which does not call that of DataLoader"
+                return f"overrides {name}() without calling DataLoader's"
     return ""
 
 
 @cache
 def _warn_once(cls: str, name: str, why: str) -> None:
     logger.warning(
-        "%s returns a %s, which %s: its batches are loaded here, as without data hosts. Data hosts load those of each "
+        "%s returns a %s, which %s: its batches are loaded here, as without data hosts. Data hosts serve only a "
         "DataLoader.",
         name,
         cls,
@@ -283,17 +283,17 @@ def _warn_once(cls: str, name: str, why: str) -> None:
 
 
 def position_of(loader: Any) -> IteratorPosition | None:
-    """Return where the last iterator over a loader is; None if there is none, or it has no workers on data hosts."""
+    """Return the position of the last iterator over a loader, or None without one or without workers on data hosts."""
     iterator = loader._remote.iterator() if isinstance(loader, RemoteDataLoader) else None
     return None if iterator is None else iterator.position
 
 
 def begin_at(loader: RemoteDataLoader, position: IteratorPosition) -> None:
-    """Let the next iterator over a loader go on like one of another run; a sampler is to skip what is done itself.
+    """Have the next iterator over a loader continue where one in another run was; the sampler must skip by itself.
 
     Args:
         loader: The loader.
-        position: Where the other one was.
+        position: Position of the other iterator.
     """
     loader._remote.begins_at = position
-    loader._iterator = None  # that of persistent workers would begin again with its own seed
+    loader._iterator = None  # an iterator kept for persistent workers would restart with another seed

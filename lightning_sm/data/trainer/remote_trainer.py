@@ -1,4 +1,4 @@
-"""Puts ``RemoteDataLoader``s in a Trainer, at the hook through which Lightning lets strategies wrap loaders."""
+"""The use of ``RemoteDataLoader`` in a Trainer, through the hook with which strategies wrap loaders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sm.timing.step_times import StepTimes
 
 
 class DataHostLoaders(UnlistedCallback):
-    """The callback that gives the loaders of a Trainer workers on data hosts, and has their work reported.
+    """A callback that gives a Trainer's loaders workers on data hosts, and reports their work.
 
     Args:
         connection: The connection to the data hosts.
@@ -23,14 +23,14 @@ class DataHostLoaders(UnlistedCallback):
         self.connection = connection
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Wrap ``Strategy.process_dataloader``, which gets each loader after Lightning has put its sampler in."""
+        """Wrap ``Strategy.process_dataloader``, which gets each loader after Lightning has replaced its sampler."""
         strategy = trainer.strategy
         if not isinstance(strategy.process_dataloader, _ProcessLoader):
             strategy.process_dataloader = _ProcessLoader(trainer, self.connection, strategy.process_dataloader)
         self.connection.reporter.begin_run()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let the reporter read the clock of this training."""
+        """Give the reporter the step clock of this training."""
         times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
         if times is not None:
             self.connection.reporter.follow(times)
@@ -40,11 +40,11 @@ class DataHostLoaders(UnlistedCallback):
         self.connection.reporter.end_epoch(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Disconnect from the data hosts: after an exception Lightning does not call ``teardown``."""
+        """Disconnect from the data hosts, because Lightning does not call ``teardown`` after an exception."""
         self.connection.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Disconnect from the data hosts, unless they are those of a job, which may have more to do."""
+        """Disconnect from the data hosts, unless they belong to a job, whose script may run another Trainer."""
         if self.connection.closes_on_teardown:
             self.connection.close()
 
@@ -63,7 +63,7 @@ class _ProcessLoader:
 
 
 def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
-    """Give the loaders that a ``Fabric`` sets up workers on data hosts.
+    """Give workers on data hosts to the loaders that a ``Fabric`` sets up.
 
     Args:
         fabric: The Fabric.
@@ -80,16 +80,16 @@ def fetch_in_fabric(fabric: Any, connection: ServiceConnection) -> None:
 
 
 def use_data_hosts(trainer: Any, connection: ServiceConnection, datamodules: Iterable[Any] = ()) -> None:
-    """Give the loaders of a Trainer workers on data hosts.
+    """Give workers on data hosts to the loaders of a Trainer.
 
     Args:
         trainer: The Trainer.
         connection: The connection to the data hosts.
-        datamodules: DataModules whose hooks run there, if the settings say so.
+        datamodules: DataModules whose hooks run on the data hosts, if the settings say so.
     """
-    found = list(datamodules)
-    if found and connection.runs_hooks(is_quiet=trainer.local_rank != 0):
-        for datamodule in found:
+    modules = list(datamodules)
+    if modules and connection.runs_hooks(is_quiet=trainer.local_rank != 0):
+        for datamodule in modules:
             run_hooks_on_data_hosts(datamodule, connection)
     if not any(isinstance(callback, DataHostLoaders) for callback in trainer.callbacks):
         has_clock = any(isinstance(callback, StepTimes) for callback in trainer.callbacks)

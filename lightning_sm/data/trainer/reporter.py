@@ -1,4 +1,4 @@
-"""The reports of the data service: metrics to the Trainer's loggers, lines of the record, and a verdict per epoch."""
+"""Reports of the data service: metrics for the Trainer's loggers, lines of the record, and a verdict per epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_sm.timing.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
-# A rank shares its figures at most this often; the next heartbeat carries them.
+# Minimum interval at which a rank shares its figures, which the next heartbeat carries.
 _SHARE_PERIOD_S = 0.25
 # Seconds between two lines of the record.
 _LINE_S = 5.0
@@ -27,20 +27,20 @@ _LINE_S = 5.0
 
 @dataclass(frozen=True)
 class _Sums:
-    """What data hosts and ranks did since the start of their processes."""
+    """The figures of data hosts and ranks since their processes started."""
 
     hosts: Sequence[HostFigures] = ()
     ranks: Mapping[str, RankFigures] = field(default_factory=dict)
 
 
 class Reporter:
-    """The counter of the batches of a rank's training loaders, which reports on all ranks on rank 0.
+    """A counter of the batches of a rank's training loaders; on rank 0, it reports on all ranks.
 
-    Times of steps are those of the rank's one clock, that of ``StepTimes``, to which it adds why batches were waited
-    for.
+    Step times come from the rank's only clock, ``StepTimes``; the reporter tells it what share of each wait was
+    transfer.
 
-    Figures of other ranks and of data hosts arrive with heartbeats, about a second later. They are sums since the
-    start of the process, and a report takes what was added since the last one: late figures are in the next report.
+    Figures of other ranks and of data hosts arrive with heartbeats, about a second late. They are sums since the start
+    of the process. Each report covers what was added since the last one, so late figures are in the next report.
 
     Args:
         feeder: Returns the client of this rank's feeder.
@@ -48,33 +48,33 @@ class Reporter:
 
     def __init__(self, feeder: Callable[[], FeederClient]) -> None:
         self._feeder = feeder
-        self._counted = RankFigures()  # batches since the process started, and the steps of earlier runs
+        self._counted = RankFigures()  # batches since the process started, and step times of earlier runs
         self._logged = RankFigures()
         self._times: StepTimes | None = None
         self._shared_at = 0.0
         self._next_line_at = 0.0
         self._reported: _Sums | None = None  # at the last report, or at the first batch of the run
         self._written: Sequence[HostFigures] = ()
-        # The newest figures that data hosts had of each rank. Data hosts drop those of a rank that has finished.
+        # The newest figures of each rank. Keep them, because data hosts drop the figures of finished ranks.
         self._by_rank: dict[str, RankFigures] = {}
 
     def begin_run(self) -> None:
-        """Keep what was measured in the last run of a Trainer, whose clock starts again; reports leave it out."""
+        """Start a run of a Trainer, which restarts the clock: keep the totals, but leave them out of its reports."""
         self._counted = self._figures()
         self._times = None
         self._reported = None
 
     def follow(self, times: StepTimes) -> None:
-        """Take the times of steps from here on, when a training begins."""
+        """Use a clock of steps from now on; called when training starts."""
         self._times = times
 
     def batch(self, trainer: Any, figures: BatchFigures, *, is_step: bool) -> None:
-        """Count a batch, share the figures with rank 0 from time to time, and log and record what is due.
+        """Count a batch and, when due, share figures with rank 0, log metrics and write to the record.
 
         Args:
             trainer: The Trainer.
-            figures: What the batch took.
-            is_step: Whether it is a batch of the first training loader.
+            figures: Figures of the batch.
+            is_step: Whether the batch is from the first training loader.
         """
         if self._times is not None:
             self._times.note_wait(figures.in_transit)
@@ -97,7 +97,7 @@ class Reporter:
             self._write(self._sums())
 
     def end_epoch(self, trainer: Any) -> None:
-        """Log on rank 0 what held up the epoch, if anything did, and the trouble that data hosts had.
+        """Log on rank 0 what held up the epoch, if anything, and the data hosts' problems.
 
         Args:
             trainer: The Trainer.
@@ -117,7 +117,7 @@ class Reporter:
             logger.info("Epoch %d: %s", trainer.current_epoch + 1, held_up)
 
     def _figures(self) -> RankFigures:
-        """Return what this rank has counted and timed since the start of the process."""
+        """Return this rank's figures since its process started."""
         if self._times is None:
             return self._counted
         totals = self._times.totals
@@ -141,7 +141,7 @@ class Reporter:
             log.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _write(self, sums: _Sums | None) -> None:
-        """Write a line to the record of the run, and what has happened to data hosts since the last one."""
+        """Write a line to the run's record, and the events of data hosts since the last line."""
         if sums is None or self._times is None:
             return
         ranks = {name: asdict(figures.rounded()) for name, figures in sums.ranks.items()}
@@ -151,11 +151,11 @@ class Reporter:
         self._written = sums.hosts
 
     def _sums(self) -> _Sums | None:
-        """Return the sums; None if the feeder does not answer: statistics must not end a training."""
+        """Return the sums, or None if the feeder does not answer: missing statistics must not end the training."""
         try:
             snapshot = self._feeder().snapshot()
         except DataServiceError as error:
-            logger.warning("There are no statistics of the data service: %s", error)
+            logger.warning("Statistics of the data service are unavailable: %s", error)
             return None
         self._by_rank |= snapshot.ranks
         return _Sums(_since((), snapshot.hosts), {**self._by_rank, self._feeder().name: self._figures()})
@@ -170,9 +170,9 @@ def logger_metrics(figures: RankFigures, ready: int, hosts: Sequence[HostFigures
     """Return the values for Lightning's loggers.
 
     Args:
-        figures: What this rank has measured since the last time.
-        ready: Number of buffered batches when the last one was taken.
-        hosts: What the data hosts have done since the start.
+        figures: This rank's figures since the last call.
+        ready: Number of batches that were buffered when the last one was taken.
+        hosts: The data hosts' figures since the start.
     """
     seconds = figures.seconds
     batches = max(1, figures.num_batches)
@@ -188,11 +188,11 @@ def logger_metrics(figures: RankFigures, ready: int, hosts: Sequence[HostFigures
 
 
 def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iterator[tuple[str, str]]:
-    """Yield events of data hosts between two moments for the run's record, each as its kind and a text.
+    """Yield the events of data hosts between two moments for the run's record, as pairs of kind and text.
 
     Args:
-        before: The hosts at the first moment; empty before the first one.
-        after: The hosts at the second.
+        before: The hosts at the first moment; empty at the start of the run.
+        after: The hosts at the second moment.
     """
     known = {host.name: host.state for host in before}
     for host in after:

@@ -1,4 +1,4 @@
-"""Classes of ours that stand in for a user's class: Lightning, checkpoints and messages see the user's name."""
+"""Classes that stand in for a user's class under its name, which Lightning, checkpoints and messages show."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def named_as(own: _Class, *bases: type, **members: Any) -> _Class:
-    """Return a class with the name of a user's.
+    """Return a new class with the name of a user's class.
 
     Args:
         own: The user's class.
-        *bases: Its bases.
-        **members: Its members.
+        *bases: Bases of the new class.
+        **members: Members of the new class.
     """
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     return type(own.__name__, bases, {**names, **members})  # type: ignore[return-value]  # it has the bases' type

@@ -1,4 +1,4 @@
-"""The batches in shared memory that a training process holds: which slots they alias, and when these are released."""
+"""The slots of shared memory that a training process's batches alias, and their release."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
 logger = logging.getLogger(__name__)
 
-# Slots in addition to the window. Hedged requests need some.
+# Slots in addition to the window, for hedged requests.
 _HEDGE_SLOTS = 4
-# The training loop may hold the current batch, the previous one until it is garbage, one that Lightning has prefetched,
-# and one that is being copied to a GPU.
+# The training loop may hold the current batch, the previous one until it is collected, one that Lightning has
+# prefetched, and one that is being copied to a GPU.
 _HELD_SLOTS = 4
 
 
 class _SlotArray(np.ndarray):
-    """Bytes of a slot. A subclass, because views of it keep this object alive, so that a finalizer sees its end."""
+    """Bytes of a slot; a subclass, because its views keep the object alive, and a finalizer runs after the last one."""
 
 
 class SlotPool:
-    """The rings of one loader: one for each pass that is open at the same time. Later passes use them again.
+    """The rings of one loader, one per concurrently open pass; later passes reuse them.
 
     Args:
         client: The feeder, which fills the slots.
         name: Name of the loader, for messages.
-        window_batches: Limit of requests in flight or buffered per pass.
+        window_batches: Maximum number of requests in flight or buffered per pass.
         max_batch_bytes: Capacity of a slot.
         is_pinned: Whether GPUs copy from the slots asynchronously.
     """
@@ -48,7 +48,7 @@ class SlotPool:
         num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if is_pinned else 0)
         self._make = partial(SlotRing, client, name, num_slots, max_batch_bytes, is_pinned=is_pinned)
         self._rings: list[SlotRing] = []
-        self._unused: list[SlotRing] = []  # append and pop are atomic: finalizers give rings back
+        self._unused: list[SlotRing] = []  # finalizers append to it, so it needs atomic operations: append and pop
 
     def take(self) -> SlotRing:
         """Return a ring that no other open pass uses."""
@@ -60,7 +60,7 @@ class SlotPool:
             return ring
 
     def give_back(self, ring: SlotRing) -> None:
-        """Take back the ring of a pass that is over; may be called from a finalizer, in any thread."""
+        """Reclaim the ring of a finished pass; may be called from a finalizer, in any thread."""
         self._unused.append(ring)
 
     def close(self) -> None:
@@ -72,7 +72,12 @@ class SlotPool:
 class SlotRing:
     """One ring, and the batches in it that the training process holds.
 
-    Arguments are those of ``SlotPool``, and the number of slots.
+    Args:
+        client: The feeder, which fills the slots.
+        name: Name of the loader, for messages.
+        num_slots: Number of slots.
+        max_batch_bytes: Capacity of a slot.
+        is_pinned: Whether GPUs copy from the slots asynchronously.
     """
 
     def __init__(
@@ -84,22 +89,22 @@ class SlotRing:
         self._ring.close()
         self._release: Callable[[int], None] = partial(client.release, self.number)
         self._pinned = PinnedSlots(self._release) if is_pinned else None
-        if self._pinned is not None:  # of a loader that is gone
+        if self._pinned is not None:  # unlock the memory when the loader is gone
             weakref.finalize(self, self._pinned.close).atexit = False
-        self._held: set[int] = set()  # slots that batches alias; set operations are atomic, also in finalizers
+        self._held: set[int] = set()  # slots that batches alias; finalizers rely on atomic set operations
         self._has_warned = False
 
     def poll(self) -> bool:
-        """Release the slots that GPUs have read, and return whether they still read others."""
+        """Release the slots that GPUs have read, and return whether GPUs still read others."""
         return self._pinned is not None and self._pinned.advance()
 
     def batches(self, delivery: DeliveredRange) -> Iterator[Any]:
-        """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots."""
+        """Yield batches that alias a slot, or a copy of it if the training loop holds too many slots."""
         if self._pinned is not None:
             self._pinned.wait()
         memory = self._memory(delivery.slot, delivery.num_bytes)
-        places = delivery.batches
-        return (unpickle_batch(one.structure, memory[one.start : one.start + one.num_bytes]) for one in places)
+        batches = delivery.batches
+        return (unpickle_batch(item.structure, memory[item.start : item.start + item.num_bytes]) for item in batches)
 
     def _memory(self, slot: int, num_bytes: int) -> np.ndarray:
         array = self._ring.slot(slot)[:num_bytes]
@@ -120,7 +125,7 @@ class SlotRing:
         self._held.add(slot)
         if self._pinned is not None:
             self._pinned.lock(slot, array)
-        # A function, not a method: a method would keep this object alive as long as the batches.
+        # Not a method of this object, which would keep the object alive as long as the batches.
         release = self._release if self._pinned is None else self._pinned.drop
         weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
         return owner

@@ -1,4 +1,4 @@
-"""Why training waits for data hosts, if it does, and what would help. Pure rules."""
+"""The reasons why training waits for data hosts, and remedies. Pure rules."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from lightning_sm._text import count, duration, percent, size, times
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.record.limits import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, RankPace, WaitCause, slow_rank
 
-# Waits below this fraction of the epoch, or this many seconds, are not reported.
+# Do not report waits below this fraction of the epoch or this many seconds.
 _MIN_FRACTION = NOT_INPUT_BOUND
 _MIN_SECONDS = 1.0
-# A host or a rank counts as slower than the others from this factor on.
+# A host or rank that takes this many times as long as the others is slow.
 _SLOWER = 2.0
-# The mean of fewer batches says nothing.
+# The mean of fewer batches is not meaningful.
 _MIN_BATCHES = 3
-# Network or workers are the cause if batches were in transit, or all workers known to be up, for this part of the wait.
+# Blame the network if batches were in transit for this part of the wait, and the workers only if their measured
+# capacity covers as much of it.
 _EXPLAINED_PART = 0.5
-_AFTER_A_LOSS = "Look at the end of its log. With a second data host, training would have gone on."
+_AFTER_A_LOSS = "Check the end of its log. With a second data host, training would have continued."
 
 
 def verdict(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]) -> str:
-    """Return what held up training, and what would help; empty if nothing did.
+    """Return what held up training and what would help; empty if nothing held it up.
 
     Args:
-        ranks: What each rank measured in the epoch, by name.
-        hosts: What the data hosts did in the epoch.
+        ranks: Each rank's figures for the epoch, by name.
+        hosts: The data hosts' figures for the epoch.
     """
     slow, cause = slow_rank(paces(ranks)), wait_cause(ranks, hosts)
-    found = [] if slow is None else [slow.text]
-    found += [] if cause is None else [cause.text, cause.change]
-    return " ".join(filter(None, found))
+    sentences = [] if slow is None else [slow.text]
+    sentences += [] if cause is None else [cause.text, cause.change]
+    return " ".join(filter(None, sentences))
 
 
 def paces(ranks: Mapping[str, RankFigures]) -> list[RankPace]:
-    """Return how fast each rank is by itself.
+    """Return the pace of each rank without waits for other ranks.
 
     Args:
-        ranks: What each rank measured, by name.
+        ranks: Each rank's figures, by name.
     """
     return [
         RankPace(name, n, rank.seconds / n, rank.own_s / n, rank.wait_s / n)
@@ -48,10 +49,10 @@ def paces(ranks: Mapping[str, RankFigures]) -> list[RankPace]:
 
 
 def trouble(hosts: Sequence[HostFigures]) -> list[str]:
-    """Return a sentence about each data host that was not up all the time, or did not answer all requests.
+    """Return a sentence about each data host that was not always up, or left requests unanswered.
 
     Args:
-        hosts: What the data hosts did in the epoch.
+        hosts: The data hosts' figures for the epoch.
     """
     sentences = []
     for host in hosts:
@@ -73,13 +74,12 @@ def trouble(hosts: Sequence[HostFigures]) -> list[str]:
 def wait_cause(
     ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures], share: float | None = None
 ) -> WaitCause | None:
-    """Return why training waited for data; None if it hardly did.
+    """Return why training waited for data, or None if it hardly did.
 
     Args:
-        ranks: What each rank measured, by name.
-        hosts: What the data hosts did.
-        share: The share of the time that training waited, to say that of the clock of steps. Default: as the loader has
-            it.
+        ranks: Each rank's figures, by name.
+        hosts: The data hosts' figures.
+        share: Share of the time that training waited, according to the step clock. Defaults to the figures' share.
     """
     name, rank = max(ranks.items(), key=lambda item: item[1].wait_s, default=("", RankFigures()))
     if rank.wait_s < _MIN_SECONDS or rank.wait_fraction < _MIN_FRACTION:
@@ -88,7 +88,7 @@ def wait_cause(
     who = f"{name[:1].upper()}{name[1:]} waits" if rank.wait_s >= _SLOWER * others_s else "Training waits"
     who += f" {percent(rank.wait_fraction if share is None else share)} of the time"
     if rank.transfer_wait_s >= _EXPLAINED_PART * rank.wait_s:
-        # A batch whose host was lost arrives late, too.
+        # Check for a lost host first: its batches arrive late, too.
         return _lost_host(who, hosts) or _slow_link(who, hosts) or _network(who, rank)
     unsteady = (
         f"{who} for data, although the workers of the data hosts are not always busy, and the network is not slow: "
@@ -104,7 +104,7 @@ def wait_cause(
 
 
 def _is_silent(host: HostFigures, hosts: Sequence[HostFigures]) -> bool:
-    """Return whether a host that was up built nothing, while another one built some batches."""
+    """Return whether a host was up but built no batch while another host built some."""
     others = max((other.num_built for other in hosts if other is not host), default=0)
     return host.state == "up" and host.num_built == 0 and others >= _MIN_BATCHES
 
@@ -114,7 +114,7 @@ def _silent_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
     if silent is None:
         return None
     text = f"{who} because of data host {silent.name}: it has built no batch, and the others have to build all of them."
-    return WaitCause(f"data host {silent.name}", text, "Look at its log, and at its access to the data.", silent.name)
+    return WaitCause(f"data host {silent.name}", text, "Check its log and its access to the data.", silent.name)
 
 
 def _lost_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
@@ -129,24 +129,24 @@ def _lost_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
 
 
 def _slow_host(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
-    found = _outlier({host.name: host.built_s / host.num_built for host in hosts if host.num_built >= _MIN_BATCHES})
-    if found is None:
+    slowest = _outlier({host.name: host.built_s / host.num_built for host in hosts if host.num_built >= _MIN_BATCHES})
+    if slowest is None:
         return None
-    name, own_s, others_s = found
+    name, own_s, others_s = slowest
     text = (
         f"{who} because of data host {name}: a worker takes {duration(own_s)} for a batch there, and "
         f"{duration(others_s)} on the others."
     )
-    change = "Look at what else it runs, and at its access to the data."
+    change = "Check what else it runs, and its access to the data."
     return WaitCause(f"data host {name}", text, change, name)
 
 
 def _slow_link(who: str, hosts: Sequence[HostFigures]) -> WaitCause | None:
     received = [host for host in hosts if host.num_received >= _MIN_BATCHES]
-    found = _outlier({host.name: host.transfer_s / host.num_received for host in received})
-    if found is None:
+    slowest = _outlier({host.name: host.transfer_s / host.num_received for host in received})
+    if slowest is None:
         return None
-    name, own_s, others_s = found
+    name, own_s, others_s = slowest
     text = (
         f"{who} because of the network of data host {name}: its batches are {duration(own_s)} in transit, those of "
         f"the others {duration(others_s)}."
@@ -170,21 +170,21 @@ def _workers(who: str, rank: RankFigures, hosts: Sequence[HostFigures]) -> WaitC
     workers = sum(host.workers for host in hosts if host.state == "up")
     capacity_s = sum(host.capacity_s for host in hosts)
     busy = sum(host.busy_s for host in hosts) / capacity_s if capacity_s else 0.0
-    # A host that was lost may have been back for a moment.
+    # Require enough measured capacity: a lost host may have been back only for a moment.
     if busy < WORKERS_ARE_BUSY or not workers or capacity_s < _EXPLAINED_PART * rank.wait_s * workers:
         return None
     build_s = rank.produce_s / max(1, rank.num_batches)
     owners = "the only worker of the data hosts is" if workers == 1 else f"the {workers} workers of the data hosts are"
     text = f"{who} for the transforms: {owners} busy {percent(busy)} of the time, with {duration(build_s)} for a batch."
     change = (
-        "Make the transforms cheaper, or use more workers (data_service.workers, more or larger data hosts): "
-        "lightning-sm plan says how many."
+        "Make the transforms cheaper, or use more workers (data_service.workers, more or larger data hosts); "
+        "lightning-sm plan calculates how many."
     )
     return WaitCause("transforms", text, change)
 
 
 def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:
-    """Return the name with the largest value, the value, and the median of the others; None if it is not far larger."""
+    """Return the largest value with its name and the median of the others, or None if it is not far larger."""
     if len(means) <= 1:
         return None
     name = max(means, key=lambda name: means[name])

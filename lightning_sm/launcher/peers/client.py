@@ -1,4 +1,4 @@
-"""The launcher of any other host than the main one, which asks the hub how the job stands, and reports to it."""
+"""The client of the hub on all hosts but the main one, which asks for the state of the job and reports outcomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ANSWER_S = 10.0
 
 
 class Client(Peers):
-    """The connection to the hub, which is made again whenever it is lost.
+    """The connection to the hub, which is reopened whenever it is lost.
 
     Args:
         own: Name of this host.
@@ -53,9 +53,9 @@ class Client(Peers):
             self._closing.wait(self._timings.poll_s)
 
     def _talk(self, connection: socket.socket, lines: BinaryIO) -> None:
-        """Ask the hub again and again, until the connection is lost or ``close`` is called."""
+        """Ask the hub repeatedly, until the connection is lost or ``close`` is called."""
         challenge = lines.readline(MAX_LINE_BYTES)
-        report: tuple[int, Outcome] | None = None  # a program that does not have the key gets none
+        report: tuple[int, Outcome] | None = None  # not sent before an answer proves that the hub has the key
         is_last = False
         while True:
             attempt, outcome = report or (0, None)
@@ -73,7 +73,7 @@ class Client(Peers):
                 return
             if outcome is not None or self._report is None:
                 self._closing.wait(self._timings.poll_s)
-            is_last = self._closing.is_set()  # read before the last request, which has the last report
+            is_last = self._closing.is_set()  # read before the report, so that the last request has the last report
             report = self._report
 
     def _note_failure(self, why: str) -> None:
@@ -81,7 +81,7 @@ class Client(Peers):
         if self.is_main_host_there:
             self.is_main_host_there = False
             self._lost_at = now + self._timings.lost_s
-            if self.job_outcome is None:  # else the loss was to be expected
+            if self.job_outcome is None:  # otherwise, the loss is expected
                 _LOG.info("Lost connection to the launcher on %s: %s. Reconnecting.", self._main_host, why)
         elif now >= self._lost_at:
             self.job_outcome = self.job_outcome or JobOutcome.lost(self._main_host, why)

@@ -1,4 +1,4 @@
-"""The launcher of the main host: receives the reports of all hosts, decides the job's outcome, and answers with it."""
+"""The hub on the main host, which receives the reports of all hosts and answers with the job's outcome."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lightning_sm.launcher.peers.peers import Peers
 
 _LOG = logging.getLogger(__name__)
 
-# A connection is closed after this silence. Hosts ask much more often, and connect again.
+# Connections are closed after this silence. Hosts ask much more often, and reconnect.
 _SILENCE_S = 15.0
 _LOOK_S = 0.1
 # Between the last answer to other hosts and the end of ``Peers.close``.
 _CLOSE_S = 0.5
 _MAX_LOGGED_STRANGERS = 64
-# The most that a stranger can make this host log, in one line.
+# Limits what a stranger can make this host log, in one line.
 _MAX_WHY_CHARS = 300
 
 
 class Hub(Peers):
-    """The hub of a job. All but the constructor runs in the thread of the base class.
+    """The hub of a job. All methods but the constructor run in the base class's thread.
 
     Args:
         own: Name of this host.
@@ -63,13 +63,13 @@ class Hub(Peers):
         self._key = key
         self._data_hosts = frozenset(data_hosts)
         self._tracker = JobOutcomeTracker(trainers, data_hosts, timings, max_restarts)
-        self._answers: dict[str, Answer] = {}  # the last one to each host
-        self._connections: dict[str, asyncio.StreamWriter] = {}  # the last one of each host
+        self._answers: dict[str, Answer] = {}  # the last answer to each host
+        self._connections: dict[str, asyncio.StreamWriter] = {}  # the latest connection of each host
         self._decided_at = self._over_at = math.inf
         self._unreached_at = time.monotonic() + timings.unreached_s
         self._logged_strangers: set[tuple[str, str]] = set()
         self._is_closed = False
-        # All hosts of a job connect at the same moment.
+        # Large enough for all hosts of a job, which connect at the same moment.
         self._backlog = 64 + len(trainers) + len(data_hosts)
         self._socket = None if address is None else socket.create_server(address, backlog=self._backlog)
 
@@ -87,7 +87,7 @@ class Hub(Peers):
                 self._look()
                 await asyncio.sleep(min(_LOOK_S, self._timings.poll_s))
             leave_at = time.monotonic() + timeline.LAST_REPORT_S - _CLOSE_S
-            self._look()  # it takes over the last report
+            self._look()  # process the last report
             while self._uninformed() and time.monotonic() < leave_at:
                 await asyncio.sleep(min(_LOOK_S, self._timings.poll_s))
         finally:
@@ -96,7 +96,7 @@ class Hub(Peers):
                 server.close()
 
     def _look(self) -> None:
-        """Draw the conclusions from what this host has reported, and from the time that has passed."""
+        """Process this host's report and the passage of time."""
         now, tracker = time.monotonic(), self._tracker
         tracker.heard(self._own, now)
         if self._report is not None:
@@ -122,7 +122,7 @@ class Hub(Peers):
         return Answer(tracker.restart, tracker.job_outcome, tracker.is_over)
 
     def _uninformed(self) -> list[str]:
-        """Return the hosts that are connected and do not know yet how the job stands."""
+        """Return the connected hosts that do not know the current answer."""
         answer = self._answer()
         return sorted(host for host in self._connections if self._answers[host] != answer)
 
@@ -143,10 +143,10 @@ class Hub(Peers):
                 writer.write(to_line(answer, self._key, mac_of(line)))
         except asyncio.CancelledError:
             pass  # at the end of the loop; asyncio of Python 3.11 would log it with a traceback
-        except Exception as error:  # noqa: BLE001 - whatever is sent, it ends this connection, and nothing else
+        except Exception as error:  # noqa: BLE001 - bad input must end only this connection
             if not host:
                 address = str((writer.get_extra_info("peername") or ["a closed connection"])[0])
-                # An error of the connection has a text, the timeout has none.
+                # Connection errors have a message, timeouts do not.
                 self._log_stranger(address, str(error) or f"it sent no line within {_SILENCE_S:g} s")
         finally:
             if self._connections.get(host) is writer:

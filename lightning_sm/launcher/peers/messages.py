@@ -1,9 +1,9 @@
-"""What launchers say to each other: each asks that of the main host, the hub, how the job stands, and is answered.
+"""The messages between launchers: each asks the hub, on the main host, for the state of the job.
 
-A line has a MAC with the key of the job, and JSON, which is checked against its type. Each connection begins with
-random text from the hub. The MAC of a request covers this text, and that of an answer covers the MAC of its request:
-what somebody has recorded proves nothing later. The key is derived from the job's secret. In a job without one, it is
-derived from the job's name, and only separates jobs that share a network.
+A line consists of a MAC, made with the job's key, and JSON, which is checked against its type. The hub begins each
+connection with random text. The MAC of a request covers this text, and the MAC of an answer covers the MAC of its
+request, so recorded messages cannot be replayed. The key is derived from the job's secret. In a job without a secret,
+it is derived from the job's name, and only separates jobs that share a network.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.job.variables import JOB_SECRET
 from lightning_sm.launcher.peers.outcome import Restart
 
-# A reason of 1024 characters takes at most 7168 bytes, if each is a surrogate, which becomes \\ud800, and so does its
-# headline.
+# A reason of 1024 characters takes up to 7168 bytes, if each is a surrogate, written as \\ud800. So does its headline.
 MAX_LINE_BYTES = 16 * 1024
 _ANOTHER_KEY = f"its {JOB_SECRET.name} (or, without one, its job's name) differs from that of this host"
 
@@ -30,11 +29,11 @@ _T = TypeVar("_T", bound=Struct)
 
 
 class Question(Struct, frozen=True):
-    """A host is there, and asks how the job stands.
+    """A host's sign of life and request for the state of the job.
 
     Attributes:
-        host: Its name.
-        nonce: Random text, so that the answer to an earlier request is none to this one.
+        host: Name of the host.
+        nonce: Random text, so that an answer to an earlier request cannot be replayed.
         attempt: After how many restarts of the job its script was started.
         outcome: The outcome of the script; None while it runs.
     """
@@ -46,13 +45,13 @@ class Question(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """How the job stands.
+    """The state of the job.
 
     Attributes:
         restart: The last restart that was ordered, if any.
-        job_outcome: The outcome of the job, once it is known.
-        is_over: Whether no host needs to wait for another one.
-        is_known: Whether all hosts that are connected know this.
+        job_outcome: The outcome of the job; None until it is known.
+        is_over: Whether no host needs to wait for another.
+        is_known: Whether all connected hosts know this.
     """
 
     restart: Restart | None = None
@@ -62,7 +61,7 @@ class Answer(Struct, frozen=True):
 
 
 def peers_key(job_identity: str, env: Mapping[str, str]) -> bytes:
-    """Derive the key by which a job's launchers recognise each other.
+    """Derive the key with which a job's launchers authenticate each other.
 
     Args:
         job_identity: The job's ARN or name.
@@ -72,22 +71,22 @@ def peers_key(job_identity: str, env: Mapping[str, str]) -> bytes:
 
 
 def to_line(message: Struct, key: bytes, covered: bytes) -> bytes:
-    """Return a message as a line.
+    """Return the line of a message.
 
     Args:
         message: The message.
         key: The key of the job.
-        covered: What the MAC covers besides: the hub's random text for a request, the MAC of a request for an answer.
+        covered: Additional input of the MAC: the hub's random text for a request, the MAC of the request for an answer.
     """
     text = encode(message)
     return b"%s %s\n" % (_mac(type(message), text, key, covered), text)
 
 
 def from_line(line: bytes, kind: type[_T], key: bytes, covered: bytes) -> _T:
-    """Return the message of a line; the arguments are those of ``to_line``.
+    """Return the message of a line; the arguments are as in ``to_line``.
 
     Raises:
-        ConnectionError: The line is incomplete, because the connection is closed, or because it is too long.
+        ConnectionError: The line is incomplete, because the connection was closed or the line is too long.
         PermissionError: Its MAC is wrong.
         msgspec.DecodeError: It is not a message of this kind.
     """
@@ -100,7 +99,7 @@ def from_line(line: bytes, kind: type[_T], key: bytes, covered: bytes) -> _T:
 
 
 def mac_of(line: bytes) -> bytes:
-    """Return the MAC that a line has."""
+    """Return the MAC of a line."""
     return line.partition(b" ")[0]
 
 

@@ -1,7 +1,7 @@
-"""The outcome of a job, as it follows from which of its hosts run, have ended or are lost.
+"""The outcome of a job, derived from the states of its hosts. Rules without I/O.
 
-Rules without I/O. The main host's launcher keeps this record for the job. Events are ordered as their messages arrive
-there, so that no clocks are compared.
+The main host's launcher keeps this record for the job. Events are ordered by the arrival of their messages there, so
+that no clocks are compared.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lightning_sm._text import listed, shortened, times
 from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher import timeline
 
-# The cause of a failure may need a moment to pass: memory that is freed, a file server that comes back.
+# The cause of a failure may take a moment to pass: memory that is freed, a file server that comes back.
 _LONGEST_PAUSE_S = 30.0
-# Causes are cut here, because the job's reason must fit beside them.
+# Causes are cut to this length, to leave room for the job's reason.
 _MAX_CAUSE_CHARS = 300
-# A launcher that has not looked for so long was itself suspended, and could hear nobody.
+# A launcher whose last update is this old was itself suspended, so the silence of other hosts means nothing.
 _SUSPENDED_S = 5.0
 
 
@@ -28,11 +28,11 @@ class Timings:
     """The limits and intervals of the launchers' communication, in seconds.
 
     Attributes:
-        peers_timeout_s: How long a host whose script has ended waits for hosts that never connected.
+        peers_timeout_s: How long a host whose script has exited waits for hosts that never connected.
         after_failure_s: How long to wait, after a failure, for hosts whose scripts still run.
-        lost_s: After how long without a sign of life a host is lost.
-        unreached_s: After how long a host logs that it has never reached the main host's launcher, and the main host
-            which hosts have never reached it.
+        lost_s: The silence after which a host is lost.
+        unreached_s: When a host logs that it has never reached the main host's launcher, and the main host logs which
+            hosts have never connected.
         poll_s: The time between two requests of a host.
     """
 
@@ -60,14 +60,14 @@ class _TrackedHost:
 
 @dataclass(frozen=True)
 class Restart:
-    """An order to all trainer hosts: end the script, and start it again once all scripts have exited.
+    """An order to all trainer hosts: terminate the script, and start it again once all scripts have exited.
 
     Attributes:
         number: The number of this restart of the job, from 1.
-        most: How many there may be.
+        most: The largest permitted number of restarts.
         kind: The outcome of the script that failed first since the last start.
-        cause: Its failure, in one line.
-        may_start: Whether all scripts have exited, and the pause after that is over.
+        cause: The failure of that script, in one line.
+        may_start: Whether all scripts have exited, and the pause that follows is over.
     """
 
     number: int
@@ -82,10 +82,10 @@ class Restart:
     def next_attempt(self, attempt: int) -> int | None:
         """Return the number of the attempt that a host may start now; None if it must wait.
 
-        A host that has missed a start, as another restart was ordered meanwhile, takes part in both.
+        A host that missed a start, because another restart was ordered meanwhile, takes part in both restarts.
 
         Args:
-            attempt: The number of the last attempt that it has started.
+            attempt: The number of the last attempt that the host started.
         """
         if self.may_start:
             return self.number
@@ -94,7 +94,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A restart that has not started yet, and the failure that it is meant to overcome."""
+    """A restart that has not started, and the failure that it is meant to overcome."""
 
     restart: Restart
     failure: JobOutcome
@@ -102,7 +102,7 @@ class _Pending:
 
 
 def pause_s(number: int) -> float:
-    """Return how many seconds to wait between the exit of all scripts and a restart; none before the first one.
+    """Return the pause in seconds between the exit of all scripts and a restart; 0 before the first restart.
 
     Args:
         number: The number of the restart, from 1.
@@ -114,15 +114,16 @@ class JobOutcomeTracker:
     """The record of a job's hosts. All times are in seconds, by the main host's clock.
 
     Args:
-        trainers: Hosts whose success or failure is the job's.
-        data_hosts: Hosts that training can do without, as long as one is left.
+        trainers: Trainer hosts, whose success or failure decides the job's.
+        data_hosts: Data hosts. Training continues as long as one of them is left.
         timings: How long to wait for hosts.
         max_restarts: How often the scripts of the trainer hosts may be restarted.
 
     Attributes:
         job_outcome: The job's outcome; None until it is known. It never changes after that.
         restart: The last restart that was ordered; None if there was none.
-        is_over: Whether no host needs to wait any longer: all trainer hosts have ended or are lost.
+        is_over: Whether no host needs to wait any longer, because the script of each trainer host has exited or the
+            host is lost.
     """
 
     def __init__(self, trainers: Sequence[str], data_hosts: Sequence[str], timings: Timings, max_restarts: int) -> None:
@@ -143,7 +144,7 @@ class JobOutcomeTracker:
 
     @property
     def awaited(self) -> list[str]:
-        """Trainer hosts that have neither ended nor are lost."""
+        """Trainer hosts that are not lost and whose scripts have not exited."""
         return [name for name, host in self._trainers.items() if host.state not in (_HostPhase.ENDED, _HostPhase.LOST)]
 
     @property
@@ -156,16 +157,16 @@ class JobOutcomeTracker:
         return name in self._hosts
 
     def has_ended(self, name: str) -> bool:
-        """Return whether the script of a host has ended."""
+        """Return whether the script of a host has exited."""
         return self._hosts[name].state is _HostPhase.ENDED
 
     @property
     def is_restarting(self) -> bool:
-        """Whether a restart was ordered but has not started, so that all scripts are being ended."""
+        """Whether a restart was ordered but has not started, so that all scripts are being terminated."""
         return self.job_outcome is None and self._pending is not None
 
     def heard(self, name: str, now: float) -> None:
-        """Note a sign of life. If a lost host gives one before the job is over, it is awaited again."""
+        """Note a sign of life. A lost host that gives one before the job is over is awaited again."""
         host = self._hosts[name]
         host.heard_at = now
         if host.state in (_HostPhase.ABSENT, _HostPhase.LOST):
@@ -200,10 +201,10 @@ class JobOutcomeTracker:
             self._fail(JobOutcome(outcome.kind, name, outcome.exit_code, outcome.reason), outcome, now)
 
     def update(self, now: float) -> None:
-        """Draw the conclusions from the time that has passed."""
+        """Process the passage of time."""
         unheard_s = now - self._looked_at
         self._looked_at = now
-        # A restart also needs the launchers of hosts whose scripts have ended.
+        # A restart also needs the launchers of hosts whose scripts have exited.
         needed = (_HostPhase.RUNNING, _HostPhase.ENDED) if self.is_restarting else (_HostPhase.RUNNING,)
         for name, host in self._hosts.items():
             if unheard_s >= _SUSPENDED_S:
@@ -221,7 +222,7 @@ class JobOutcomeTracker:
 
     def _fail(self, failure: JobOutcome, outcome: Outcome, now: float) -> None:
         if self.is_restarting and outcome.may_restart:
-            return  # the host ended its script for the restart
+            return  # the host terminated its script for the restart
         if self.job_outcome is not None or not outcome.may_restart or self._num_restarts >= self._max_restarts:
             self._decide(failure, now)
             return
@@ -254,8 +255,8 @@ class JobOutcomeTracker:
             return True
         states = {host.state for host in self._trainers.values()}
         if has_failed:
-            # A data host that starts a moment too late would wait for trainers that never come. After a success, nobody
-            # needs to wait: the trainers did reach the data hosts that they needed.
+            # Wait for late data hosts, which would otherwise wait for trainers that never come. After a success, nobody
+            # needs to wait: the trainers reached all data hosts that they needed.
             states |= {host.state for host in self._data_hosts.values()} & {_HostPhase.ABSENT}
         if states <= {_HostPhase.ENDED, _HostPhase.LOST}:
             return True
@@ -274,9 +275,9 @@ class JobOutcomeTracker:
                 notes.append(f"{restarted}. First cause: {self._first_cause}")
             early = [name for name, host in self._trainers.items() if host.has_succeeded and name != job_outcome.host]
             if early and job_outcome.kind is not OutcomeKind.INTERRUPTION:
-                # Ranks that leave in the middle of a training make others fail, with errors that do not name them.
+                # Ranks that exit in the middle of training make others fail, with errors that do not name the ranks.
                 notes.append(f"Before, the script had exited with code 0 on: {listed(early)}.")
-            # The service shows only so many characters: rather the end of the reason is cut than the notes.
+            # SageMaker limits the number of characters: cut the end of the reason rather than the notes.
             end = "".join(f"\n{note}" for note in notes)
             text = job_outcome.reason.text[: MAX_REASON_CHARS - len(end)] + end
             job_outcome = replace(job_outcome, reason=Reason(text, job_outcome.reason.headline))

@@ -1,6 +1,6 @@
-"""The other launchers of a job, as seen from one of them: it reports to them, and learns how the job stands.
+"""A launcher's view of the job's other launchers: it reports to them, and learns the state of the job.
 
-A thread talks to them: on the main host that of the ``Hub``, on all others that of a ``Client``.
+A thread communicates with them: in the ``Hub`` on the main host, in a ``Client`` on all others.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _LOG = logging.getLogger(__name__)
 
 
 class Peers:
-    """The other launchers of a job. A context manager. This class itself is for a host that has none.
+    """The other launchers of a job, as a context manager. This base class serves a host without others.
 
     Args:
         own: Name of this host.
         timings: How long things may take.
 
     Attributes:
-        job_outcome: How the job ends; None until this host knows it.
+        job_outcome: The outcome of the job; None until this host knows it.
         order: The last restart of the job that was ordered; None if there was none.
         is_alone: Whether this launcher never connects to others.
-        is_decided: Whether all hosts know how the job ends; on the main host also those that are still to come, which
-            have some time for it.
-        is_done: Whether there is nothing more to learn: all trainer hosts have ended or are lost, or nobody answers.
-        is_main_host_there: Whether this is another host than the main one, whose launcher answers.
-        awaited: Hosts that hold this one up, for people.
+        is_decided: Whether all hosts know the job's outcome; the main host also allows late hosts some time for this.
+        is_done: Whether there is nothing more to learn: the script of each trainer host has exited or the host is
+            lost, or nobody answers.
+        is_main_host_there: Whether the main host's launcher answers; always False on the main host.
+        awaited: Hosts that this one is waiting for, for messages.
     """
 
     def __init__(self, own: str, timings: Timings) -> None:
@@ -70,10 +70,10 @@ class Peers:
         self._report, self._reported_at = (attempt, outcome), time.monotonic()
 
     def close(self) -> None:
-        """Send the last report, if there is a connection; then release the port and all connections."""
+        """Send the last report if there is a connection, then release the port and all connections."""
         self._closing.set()
         if self._thread.is_alive():
-            # A thread that resolves a name cannot be interrupted: leave it then. As a daemon it ends with the process.
+            # A thread that is resolving a name cannot be interrupted. Abandon it: a daemon exits with the process.
             self._thread.join(timeline.LAST_REPORT_S)
 
     def _run(self) -> None:
@@ -86,7 +86,7 @@ class Peers:
             self.is_done = True
 
     def _communicate(self) -> None:
-        """Talk to the others until ``close`` is called."""
+        """Communicate with the others until ``close`` is called."""
 
     def _learn(self, answer: Answer) -> None:
         self.order = answer.restart or self.order

@@ -1,1 +1,1 @@
-"""The interface of sagemaker-training to scripts: its variables, and the SDK's ``distribution``."""
+"""The interface of sagemaker-training for scripts: environment variables, and the SDK's ``distribution``."""

@@ -1,7 +1,7 @@
 """The meaning of the SageMaker SDK's ``distribution={...}`` for this launcher.
 
-The SDK turns it into hyperparameters, by which sagemaker-training chooses mpirun, torchrun or another library to start
-the ranks. Here, they only say how many ranks there are on each trainer host: the launcher starts them itself.
+The SDK turns it into hyperparameters, which tell sagemaker-training to start the ranks with mpirun, torchrun or another
+library. Here, they only set the number of ranks per trainer host: the launcher starts the ranks itself.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
     """Check the ``distribution`` that a job asks for, and log how this launcher differs.
 
     Returns:
-        The number of processes on each trainer host that the job states, by ``LIGHTNING_SM_DEVICES`` or by its
-        ``distribution``; None if it states none.
+        The number of processes per trainer host, set by ``LIGHTNING_SM_DEVICES`` or ``distribution``; None if neither
+        sets it.
 
     Raises:
-        TopologyError: It contradicts the job.
-        StrategyError: It asks for model parallelism that no strategy has, or that contradicts itself or the job.
+        TopologyError: ``distribution`` contradicts the job.
+        StrategyError: It requests model parallelism that no strategy supports, or that is contradictory.
     """
     asked = {name: toolkit_value(text) for name, text in job.hyperparameters.items()}
     _check_groups(asked.get(_GROUPS), topology)
@@ -67,15 +67,15 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
 
 
 def exported_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
-    """Return the variables that ``custom_mpi_options`` of a job sets for its script on trainer hosts, and log them.
+    """Return the variables that a job's ``custom_mpi_options`` set for the script on trainer hosts, and log them.
 
     Args:
         job: The job.
-        topology: Its hosts.
+        topology: The job's hosts.
 
     Source:
         sagemaker-training 5.1, ``mpi.MasterRunner``: it splits the options at spaces, passes ``-x NAME=value`` on to
-        mpirun, which overrides the variable, and turns ``--NCCL_DEBUG value`` into one.
+        mpirun, which overrides the variable, and turns ``--NCCL_DEBUG value`` into a variable.
     """
     if topology.role is Role.DATA:
         return {}
@@ -88,10 +88,10 @@ def exported_variables(job: SageMakerJob, topology: Topology) -> dict[str, str]:
                 variables["NCCL_DEBUG"] = next(words, "")
             elif word == "-x":
                 variable, is_set, value = next(words, "").partition("=")
-                if is_set:  # otherwise it passes a variable on, which the script has anyway
+                if is_set:  # otherwise, -x passes on a variable that the script has anyway
                     variables[variable] = value
     if variables:
-        _LOG.info("setting %s, as custom_mpi_options says, whose other options are of mpirun.", ", ".join(variables))
+        _LOG.info("setting %s from custom_mpi_options, whose other options only concern mpirun.", ", ".join(variables))
     return variables
 
 

@@ -1,7 +1,7 @@
 """The environment variables of sagemaker-training that describe a job to its script: ``SM_HOSTS``, ``SM_HP_*`` etc.
 
-Scripts written for the toolkit read these variables; lightning_sm itself reads SageMaker's files. They are built here
-because the toolkit's ``Environment`` imports boto3, starts nvidia-smi, neuron-ls and which, creates folders, and
+Scripts written for the toolkit read these variables; lightning_sm itself reads SageMaker's files. This module does not
+use the toolkit's ``Environment``, which imports boto3, starts nvidia-smi, neuron-ls and which, creates folders, and
 changes variables of the calling process. A test compares each variable with the toolkit's.
 """
 
@@ -20,10 +20,9 @@ from lightning_sm.job.facts import SageMakerJob
 _LOG = command_logger(__name__)
 
 _PREFIX = "sagemaker_"
-# Hyperparameters that the toolkit does not pass to scripts, besides those with its prefix
-# (params.SAGEMAKER_HYPERPARAMETERS).
+# Hyperparameters without the prefix that the toolkit does not pass to scripts (params.SAGEMAKER_HYPERPARAMETERS).
 _NOT_FOR_SCRIPTS = ("_tuning_objective_metric", "default_user_module_name")
-# Hyperparameters with the prefix that are not parameters of a framework either.
+# Hyperparameters with the prefix that are not framework parameters.
 _OWN = (
     "program",
     "submit_directory",
@@ -35,27 +34,27 @@ _OWN = (
 )
 _SINGLE_GROUP = "homogeneousCluster"
 _INFO = 20
-# Linux, MAX_ARG_STRLEN: one "NAME=value" with its zero byte. With a longer one, no process starts at all.
+# Linux, MAX_ARG_STRLEN: the limit for "NAME=value" with its zero byte. If one is longer, no process starts.
 _MAX_BYTES = 128 * 1024
 
 
 def toolkit_variables(
     job: SageMakerJob, entry_point: str, args: Sequence[str], env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Build the variables that the toolkit's ``train`` sets for its script.
+    """Build the variables that the toolkit's ``train`` sets for a script.
 
     Args:
         job: The job.
         entry_point: Name of the script, as the user gave it.
-        args: Arguments of the script. (The toolkit writes them in another form.)
+        args: Arguments of the script. (The toolkit formats them differently.)
         env: Environment variables.
 
     Returns:
-        The variables, without those that are too long for an environment. Empty if SageMaker's files are missing,
-        because then another launcher has already set the variables.
+        The variables, except those too long for an environment. Empty if SageMaker's files are missing, because
+        another launcher has already set the variables then.
 
     Raises:
-        JobConfigError: A file of SageMaker cannot be read.
+        JobConfigError: One of SageMaker's files cannot be read.
 
     Source:
         sagemaker-training 5.1, ``environment.Environment`` and ``mapping.to_env_vars``.
@@ -87,7 +86,7 @@ def toolkit_variables(
     texts = {
         **{f"SM_{name.upper()}": _text(value) for name, value in variables.items()},
         "CURRENT_HOST": job.current_host,
-        # The toolkit empties these two if the hyperparameters lack them; here, the environment's values remain.
+        # If the hyperparameters lack these two, the toolkit empties them. Here, the environment's values are kept.
         "SAGEMAKER_JOB_NAME": _text(own.get("sagemaker_job_name") or env.get("SAGEMAKER_JOB_NAME")),
         "SAGEMAKER_REGION": _text(
             own.get("sagemaker_region") or env.get("AWS_DEFAULT_REGION") or env.get("AWS_REGION")
@@ -99,7 +98,7 @@ def toolkit_variables(
 def _facts(
     job: SageMakerJob, resources: Mapping[str, Any], entry_point: str, own: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the properties of the toolkit's ``Environment``, but for those that only concern its own launchers."""
+    """Return the properties of the toolkit's ``Environment``, except those that only concern its launchers."""
     base = job.base_dir
     groups = {group["instance_group_name"]: group for group in resources.get("instance_groups") or []}  # local: none
     current = resources.get("current_group_name", _SINGLE_GROUP)
@@ -133,7 +132,7 @@ def _facts(
 
 
 def _hyperparameters(job: SageMakerJob) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the decoded hyperparameters of the script, and those of the toolkit."""
+    """Return the decoded hyperparameters for the script, and those for the toolkit."""
     decoded = {name: _decoded(text) for name, text in job.hyperparameters.items()}
     own = {name for name in decoded if name.startswith(_PREFIX) or name in _NOT_FOR_SCRIPTS}
     for_script = {name: value for name, value in decoded.items() if name not in own}
@@ -169,7 +168,7 @@ def _is_possible(name: str, text: str) -> bool:
 
 
 def _read(job: SageMakerJob, name: str) -> dict[str, Any]:
-    """Return the whole content of a file that ``SageMakerJob`` has already checked."""
+    """Return the content of a file that ``SageMakerJob`` has already checked."""
     path: Path = job.base_dir / "input" / "config" / name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

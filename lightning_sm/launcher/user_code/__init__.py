@@ -1,4 +1,4 @@
-"""The user's own code in a job: the script to run, where it is, how to fetch it, and which packages it needs.
+"""The user's code in a job: the script to run, its location, how to fetch it, and the packages that it needs.
 
 This replaces sagemaker-training and uses its names; docs/custom-code.md lists the differences.
 """

@@ -1,9 +1,9 @@
 """``python -m lightning_sm.launcher.user_code.archive ADDRESS FOLDER``: fetch an archive of code and unpack it.
 
-If that fails, the exit code is 2, and the last line of stderr says why. This runs in its own process, so that the
-launcher can end it at any moment and need not import boto3 itself.
+If this fails, the exit code is 2, and the last line of stderr gives the reason. A separate process does the work, so
+that the launcher can kill it at any moment and does not have to import boto3.
 
-``sagemaker_training.files.download_and_extract`` does the same, but keeps the image's code if its folder is not empty,
+``sagemaker_training.files.download_and_extract`` does the same, but keeps the image's code if the folder is not empty,
 skips unsafe members with a warning, and has no timeout.
 """
 
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from lightning_sm.errors import ScriptError
 
-# A network without a way to S3 answers nothing: fail in a minute, not in five.
+# A network without a route to S3 never answers: fail in a minute, not in five.
 _CONNECT_S = 10
 _USAGE_EXIT_CODE = 2
 
@@ -84,7 +84,7 @@ def _extract(path: Path, address: str, folder: Path) -> None:
 
 
 def main() -> int:
-    """Fetch and unpack the archive that the command line names; return the exit code."""
+    """Fetch and unpack the archive named on the command line; return the exit code."""
     address, folder = sys.argv[1:]
     try:
         unpack(address, Path(folder))

@@ -1,4 +1,4 @@
-"""The preparation of a host before its script starts: fetch the code of the job, and install its requirements."""
+"""The preparation of a host before its script starts: fetching the job's code and installing its requirements."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_sm.launcher.user_code.script import Script, Submission
 
 _LOG = command_logger(__name__)
 
-# Of the process that fetches and unpacks code (``archive``).
+# Exit code of ``archive`` if its last line of stderr gives the reason for the failure.
 _SAYS_WHY_EXIT_CODE = 2
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """The host was told to stop before its script started; the text says by what, and what it was doing."""
+    """The host was told to stop before its script started; the message gives the cause and the current step."""
 
 
 class Preparation:
@@ -48,7 +48,7 @@ class Preparation:
         """Fetch and unpack the code of the job.
 
         Returns:
-            The folder with the code: the submitted folder, if it is not an archive; ``/opt/ml/code`` if that is empty;
+            The folder with the code: the submitted folder, unless it is an archive; ``/opt/ml/code`` if it is empty;
             else a new folder, because ``/opt/ml/code`` holds code of the image, or of an earlier job in the container.
 
         Raises:
@@ -62,7 +62,7 @@ class Preparation:
         folder = _empty_folder(job)
         _LOG.info("unpacking the code of the job, %s (%s), into %s.", address, submission.origin, folder)
         command = [sys.executable, "-m", "lightning_sm.launcher.user_code.archive", address, str(folder)]
-        # Python imports modules from its working directory first: start it in a folder without modules.
+        # Start Python in a folder without modules: it imports from its working directory first.
         exit_code = self._run(command, f"fetching {address}", Path("/"))
         if exit_code:
             said = self._child.stderr_tail
@@ -74,7 +74,7 @@ class Preparation:
         """Install the requirements of the script's code.
 
         Raises:
-            ScriptError: pip failed; the message says why.
+            ScriptError: pip failed; the message gives the reason.
             Stopped: The host was told to stop.
         """
         if not requirements.is_wanted(script, self._env):
@@ -116,7 +116,7 @@ class Preparation:
 
 
 def unpacked(submission: Submission) -> Path | None:
-    """Return the folder of the code that came with the job; None if the code must be fetched or unpacked first.
+    """Return the folder of the job's code; None if the code must be fetched or unpacked first.
 
     Raises:
         ScriptError: There is neither a folder nor a file.

@@ -18,8 +18,8 @@ from lightning_sm.launcher.user_code.script import Script
 _LOG = command_logger(__name__)
 
 _FILE = "requirements.txt"
-# The packages that an image is built around, which keep their versions. Of the others that lightning_sm needs, pip may
-# install any version that lightning_sm works with.
+# The packages that an image is built around: pip must keep their versions. It may install any supported version of
+# lightning_sm's other dependencies.
 _PINNED = ("lightning-sm", "torch", "torchvision", "torchaudio", "pytorch-lightning", "lightning")
 _MAX_REASON_CHARS = 600
 _NAME = re.compile(r"[^A-Za-z0-9._-]")
@@ -29,19 +29,19 @@ _ERROR = re.compile(r"^[ \t]*(ERROR|error):", re.MULTILINE)
 def is_wanted(script: Script, env: Mapping[str, str]) -> bool:
     """Return whether requirements must be installed before the script starts.
 
-    Like sagemaker-training, this looks for ``requirements.txt`` in the top folder of the code, not in the folder of a
-    script below.
+    Like sagemaker-training, this looks for ``requirements.txt`` in the top folder of the code, not in a subfolder that
+    contains the script.
 
     Raises:
         JobConfigError: ``LIGHTNING_SM_INSTALL_REQUIREMENTS`` is invalid.
     """
-    stated = INSTALL_REQUIREMENTS.read(env)
+    setting = INSTALL_REQUIREMENTS.read(env)
     if not (script.source_dir / _FILE).is_file():
         return False
     why_not = ""
-    if stated is Install.NEVER:
+    if setting is Install.NEVER:
         why_not = f"{INSTALL_REQUIREMENTS.name}=0"
-    elif stated is Install.IF_SUBMITTED and script.submitted is None:
+    elif setting is Install.IF_SUBMITTED and script.submitted is None:
         why_not = f"it did not come with the job ({INSTALL_REQUIREMENTS.name}=1 installs it)"
     if why_not:
         _LOG.info("not installing %s of %s: %s.", _FILE, script.source_dir, why_not)
@@ -49,18 +49,18 @@ def is_wanted(script: Script, env: Mapping[str, str]) -> bool:
 
 
 def constraints() -> list[str]:
-    """Return the versions that pip must keep, as lines of a constraints file."""
+    """Return the lines of a constraints file with the versions that pip must keep."""
     versions = {name: installed_version(name) for name in _PINNED}
     return [f"{name}=={version}" for name, version in versions.items() if version] + list(_needed())
 
 
 def command(constraints_file: Path | None) -> list[str]:
-    """Return the command that runs pip, in the folder of the code. All of its output goes to stderr, which is kept.
+    """Return the command that runs pip in the folder of the code, with all output on stderr, which is kept.
 
     Args:
         constraints_file: A file with the lines of ``constraints``; None if pip may replace the image's packages.
     """
-    # Modules of the code must not replace Python's. -P does not reach the builds of packages, which may rely on them.
+    # Keep modules of the code from shadowing Python's. -P does not affect builds of packages, which may import them.
     python = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I"]
     options = ["--disable-pip-version-check", "--no-input", "--root-user-action=ignore", "-r", _FILE]
     if constraints_file is not None:
@@ -69,7 +69,7 @@ def command(constraints_file: Path | None) -> list[str]:
 
 
 def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool) -> str:
-    """Say why pip failed, in pip's words, and what to do.
+    """Return pip's error message, and what to do.
 
     Args:
         output: What pip wrote.
@@ -92,12 +92,12 @@ def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool)
 
 
 def _needed() -> Iterator[str]:
-    """Yield the declared dependencies of lightning_sm, without extras, which pip does not accept in constraints."""
+    """Yield the declared dependencies of lightning_sm, without extras, which pip rejects in constraints."""
     try:
         declared = importlib.metadata.requires("lightning-sm") or []
     except importlib.metadata.PackageNotFoundError:  # lightning_sm runs from its sources
         return
     for requirement in declared:
-        stated, marker, _ = requirement.partition(";")
-        if not marker and _NAME.split(stated, maxsplit=1)[0] not in _PINNED:
-            yield re.sub(r"\[.*?\]", "", stated).strip()
+        specifier, marker, _ = requirement.partition(";")
+        if not marker and _NAME.split(specifier, maxsplit=1)[0] not in _PINNED:
+            yield re.sub(r"\[.*?\]", "", specifier).strip()

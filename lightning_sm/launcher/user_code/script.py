@@ -1,4 +1,4 @@
-"""The script that a job asks for, and where it is."""
+"""The script that a job runs, and its location."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Program:
     Attributes:
         name: Path, relative to the code.
         origin: Where it was named, for messages.
-        is_entry_point: Whether the job names it, as a file of its own code.
+        is_entry_point: Whether the job names it as a file of the job's code.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Script:
     """The script to start.
 
     Attributes:
-        command: Program and first arguments; those of the script follow.
+        command: Program and first arguments, to which the script's arguments are appended.
         directory: Working directory of the script.
-        submitted: The folder of the code that came with the job, if any; the script may still be part of the image.
+        submitted: The folder of the job's code, if any; the script may still be part of the image.
     """
 
     command: tuple[str, ...]
@@ -74,15 +74,15 @@ class Script:
 
     @property
     def module_dirs(self) -> list[str]:
-        """The folders in which Python looks for modules, that of the job's code first."""
+        """The folders in which Python looks for modules, starting with the job's code."""
         return list(dict.fromkeys([str(self.source_dir), str(self.directory)]))
 
 
 def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) -> Program:
-    """Find out which script to run.
+    """Return the script to run.
 
-    The job's ``entry_point=`` (a hyperparameter) takes precedence over the variable, by which images name a script of
-    their own. In sagemaker-training, the image silently wins.
+    The job's ``entry_point=`` (a hyperparameter) takes precedence over ``SAGEMAKER_PROGRAM``, with which an image names
+    its script. In sagemaker-training, the image silently wins.
 
     Args:
         script: The script that the command line names, if any.
@@ -107,7 +107,7 @@ def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) 
 
 
 def find_submission(job: SageMakerJob, env: Mapping[str, str]) -> Submission | None:
-    """Find out whether code came with the job, and where it is.
+    """Return the address of the code that came with the job, if any.
 
     A folder in the variable ``SAGEMAKER_SUBMIT_DIRECTORY`` is part of the image.
     """
@@ -123,7 +123,7 @@ def find_submission(job: SageMakerJob, env: Mapping[str, str]) -> Submission | N
 
 
 def find_script(program: Program, job: SageMakerJob, env: Mapping[str, str], submitted: Path | None = None) -> Script:
-    """Find the script, and the command that starts it.
+    """Find the script and the command that starts it.
 
     Args:
         program: The script's name.
@@ -150,14 +150,14 @@ _PYTHON = (sys.executable, "-u")
 
 
 def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submitted: Path | None) -> Sequence[Path]:
-    # entry_point= names a file of the job's code only: a script of the same name in the image is a different one.
+    # entry_point= names a file of the job's code: do not run another script of the same name in the image.
     if submitted is not None and program.is_entry_point:
         return [submitted]
     folders = [] if submitted is None else [submitted]
     folders.append(Path.cwd())
-    stated = env.get("SAGEMAKER_SUBMIT_DIRECTORY")
-    if stated and "://" not in stated:
-        folders.append(Path(stated).absolute())
+    directory = env.get("SAGEMAKER_SUBMIT_DIRECTORY")
+    if directory and "://" not in directory:
+        folders.append(Path(directory).absolute())
     folders.append(job.code_dir.absolute())
     # SDK v3 puts the code here. Its driver starts this launcher with SourceCode(command="lightning-sm train ...").
     folders.append((job.base_dir / "input" / "data" / "code").absolute())
@@ -165,9 +165,9 @@ def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submit
 
 
 def _interpreter(path: Path) -> tuple[str, ...]:
-    """Return what starts a file: Python, the interpreter that its first line names, sh, or nothing for a program.
+    """Return the interpreter of a file: Python, the one named in its first line, sh, or none for a program.
 
-    This is not left to the kernel, because files of an archive or of a mounted folder may not be executable.
+    The kernel cannot do this, because files of an archive or a mounted folder may not be executable.
     """
     if path.suffix == ".py":
         return _PYTHON
@@ -177,7 +177,7 @@ def _interpreter(path: Path) -> tuple[str, ...]:
     except OSError as error:
         raise ScriptError(f"The training script {path} cannot be read: {error.strerror}.") from error
     if first.startswith(b"#!"):
-        words = first[2:].decode("utf-8", errors="replace").strip().split(None, 1)  # one argument, as for the kernel
+        words = first[2:].decode("utf-8", errors="replace").strip().split(None, 1)  # at most one argument, as in Linux
         if words:
             return tuple(words)
     if path.suffix == ".sh":

@@ -1,4 +1,4 @@
-"""What kind of script the launcher starts, from its text: which parser reads its command line."""
+"""The parser of a script's command line, inferred from the script's source text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_sm.launcher.user_code.script import Script
 
 _HYDRA = re.compile(r"^\s*@hydra\.main\b", re.MULTILINE)
 _CLI = re.compile(r"\bSageMakerCLI\b")
-# What else reads the command line: modules that are imported, ``sys.argv``, and the argument ``args=`` of the CLI.
+# Other readers of the command line: imported parsers, ``sys.argv``, and the CLI's argument ``args=``.
 _OTHERS = re.compile(
     r"^\s*(?:import|from)\b.*\b(?:absl|argh|argparse|cleo|click|docopt|fire|getopt|hydra|jsonargparse|optparse|plac|"
     r"simple_parsing|tap|typer|tyro)\b|\bargv\b|\bargs\s*=",
@@ -26,10 +26,10 @@ class Parser(Enum):
 
 
 def parser_of(script: Script) -> Parser:
-    """Return which parser reads the command line of a script.
+    """Return the parser that reads a script's command line.
 
-    Only what the script's own file says counts. For Hydra, a function is decorated by ``hydra.main``. For the CLI, the
-    file names ``SageMakerCLI``, and no other reader of the command line.
+    Only the script's file is searched. It is a Hydra script if a function is decorated with ``hydra.main``, and a CLI
+    script if it names ``SageMakerCLI`` and no other reader of the command line.
 
     Args:
         script: The script.

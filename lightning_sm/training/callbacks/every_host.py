@@ -1,4 +1,4 @@
-"""EveryHost: a training that does not span all trainer hosts of its job is an error."""
+"""EveryHost: raise an error if a training does not span all trainer hosts of its job."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_sm.training.cluster_checks import check_num_nodes
 
 
 class EveryHost(UnlistedCallback):
-    """A callback of a ``Trainer`` or ``Fabric`` that checks its number of hosts before the first step.
+    """A callback that checks the number of hosts of a ``Trainer`` or ``Fabric`` before the first step.
 
-    With ``num_nodes=1``, which is argparse's and LightningCLI's default, each host trains a model of its own. Nothing
-    fails, and the job's model is that of one host.
+    With ``num_nodes=1``, the usual default of scripts and of LightningCLI, each host would train a separate model.
+    Nothing would fail, and the job's result would be the model of one host.
 
     Args:
         topology: Roles and ranks of all hosts.
@@ -25,10 +25,10 @@ class EveryHost(UnlistedCallback):
         self._topology = topology
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check a fit. Other stages may run on one host: Lightning advises to test on one device.
+        """Check a fit. Other stages may run on one host: Lightning recommends testing on one device.
 
         Raises:
-            TopologyError: It spans fewer or more hosts than the job has trainer hosts.
+            TopologyError: The fit spans fewer or more hosts than the job has trainer hosts.
         """
         if stage == "fit":
             self._check("Trainer", trainer.strategy)
@@ -37,12 +37,12 @@ class EveryHost(UnlistedCallback):
         """Check a ``Fabric`` that has set up a model.
 
         Raises:
-            TopologyError: It spans fewer or more hosts than the job has trainer hosts.
+            TopologyError: Fabric spans fewer or more hosts than the job has trainer hosts.
         """
         self._check("Fabric", fabric.strategy)
 
     def _check(self, name: str, strategy: Strategy | Any) -> None:
-        num_nodes = getattr(strategy, "num_nodes", 1)  # strategies of a single host have none
+        num_nodes = getattr(strategy, "num_nodes", 1)  # single-host strategies lack the attribute
         alone = ": each of these hosts would train a model of its own, on all samples" if num_nodes == 1 else ""
         advice = (
             f"Set num_nodes={self._topology.num_nodes}. SageMakerCLI in place of LightningCLI, SageMakerTrainer and "

@@ -1,4 +1,4 @@
-"""FailingRank: a rank that raises an exception reports it at once, and makes no further collective calls."""
+"""FailingRank: report a rank's exception at once, and keep the failed rank from making collective calls."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from lightning_sm.training.group_exit import leave_at_exit, stay_at_exit
 
 logger = logging.getLogger(__name__)
 
-# A heartbeat is one short line: it holds no more of the exception's text than this.
+# Maximum length of the exception's text in a heartbeat, which is one short line.
 _MAX_CHARS = 60
 
 
 class FailingRank(UnlistedCallback):
-    """A callback that lets a rank fail alone.
+    """A callback that lets a rank fail without waiting for the others.
 
     When one of several ranks raises an exception, the others wait for it in a collective call. In stock Lightning, the
-    callbacks of the failed rank may then make another one (``save_on_exception`` ends with a barrier): the traceback is
-    never printed, and the job hangs until the collective times out. Here the traceback is printed first, and the failed
-    rank saves no checkpoint. Nor does any rank after an interruption, for which ``SpotCheckpoint`` has saved one.
+    callbacks of the failed rank may then make another collective call (``save_on_exception`` ends with a barrier): the
+    traceback is never printed, and the job hangs until the call times out. This callback prints the traceback first,
+    and prevents the failed rank from saving a checkpoint. After an interruption, it prevents this on all ranks, because
+    ``SpotCheckpoint`` has already saved one.
 
-    ``sys.exit`` in one of several ranks is reported like an exception. At its exit, a failing rank does not destroy the
-    process group, which would wait for the other ranks.
+    ``sys.exit`` in one of several ranks is reported like an exception. When a failed rank exits, it does not destroy
+    the process group, because that would wait for the other ranks.
 
     It must be the first callback with ``on_exception``. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
@@ -48,7 +49,7 @@ class FailingRank(UnlistedCallback):
         self._has_failed = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Print the traceback, and let this rank save no further checkpoint."""
+        """Print the traceback, and prevent this rank from saving another checkpoint."""
         is_interruption = isinstance(exception, TrainingInterrupted)
         is_alone = trainer.world_size > 1 and isinstance(exception, (Exception, SystemExit))
         if is_interruption or is_alone:
@@ -61,7 +62,7 @@ class FailingRank(UnlistedCallback):
         self._has_failed = True
         stay_at_exit()
         if isinstance(exception, Exception):
-            # Call the hook now. Otherwise it prints when the process exits, which may take minutes, or never happen.
+            # Print now: Python would print it only when the process exits, which may take minutes or never happen.
             sys.excepthook(type(exception), exception, exception.__traceback__)
             sys.stderr.flush()
         process = announce()
@@ -71,4 +72,4 @@ class FailingRank(UnlistedCallback):
 
 
 def _save_nothing(filepath: Any, *_: Any, **__: Any) -> None:
-    logger.info("No checkpoint is saved in %s: training was interrupted, or this rank has failed.", filepath)
+    logger.info("Not saving a checkpoint in %s: training was interrupted, or this rank has failed.", filepath)

@@ -1,4 +1,4 @@
-"""Heartbeat: report after each batch where this rank stands, so that the launcher notices a hang."""
+"""Heartbeat: report this rank's progress after each batch, so that the launcher notices a hang."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_sm.job.control_folder import OwnProcess, Phase, announce
 class Heartbeat(UnlistedCallback):
     """A callback that writes the step and the phase of this rank to its file in the control folder, if there is one.
 
-    Between two batches of the same epoch or validation, the launcher soon considers a silent rank hung. Before the end
-    of the first batch (compilation) and while it saves a checkpoint, a rank may be silent for ten times as long, and at
-    the end of an epoch or a validation for any time. It must come before the user's callbacks, to report such an end
-    before they begin to work.
+    The launcher considers a rank hung if it is silent for too long between two batches of the same epoch or validation.
+    Before the end of the first batch (compilation) and while it saves a checkpoint, a rank may be silent for ten times
+    as long, and at the end of an epoch or a validation for any length of time.
 
-    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
+    It must come before the user's callbacks, so that it reports the end of an epoch or a validation before they start
+    their work. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Heartbeat(UnlistedCallback):
         self._beat(trainer, Phase.WAITING_FOR_BATCH)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the end of an epoch, where the user's code may take any time."""
+        """Report the end of an epoch, at which the user's code may run for any length of time."""
         self._beat(trainer, Phase.ENDING_EPOCH)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -59,13 +59,13 @@ class Heartbeat(UnlistedCallback):
         self._beat(trainer, Phase.VALIDATING)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the end of a validation, where the user's code may take any time."""
+        """Report the end of a validation, at which the user's code may run for any length of time."""
         self._beat(trainer, Phase.ENDING_VALIDATION)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Report that a checkpoint is saved, unless the script saves it after the fit and may then take any time.
+        """Report that a checkpoint is being saved, except after a fit, when the script may run for any length of time.
 
-        A rank that has failed has reported that.
+        A failed rank has already reported its failure, which must not be overwritten.
         """
         if not (trainer.state.finished or trainer.interrupted):
             self._beat(trainer, Phase.SAVING)
@@ -76,7 +76,7 @@ class Heartbeat(UnlistedCallback):
 
     def _beat(self, trainer: Trainer, phase: Phase) -> None:
         if self._process is not None:
-            # After the last epoch, Lightning's count is one higher.
+            # When a fit ends, Lightning has already counted one epoch more.
             epoch = max(0, trainer.current_epoch - (phase is Phase.FINISHING))
             self._process.beat(
                 trainer.global_rank, trainer.global_step, epoch, phase, trained_epoch=self._trained_epoch

@@ -27,13 +27,13 @@ class LineProgress(UnlistedProgressBar):
 
     A line looks like ``epoch=3/10 step=45 validation=3 train_loss=0.411723 val_acc=0.9333 steps_per_s=12.5
     samples_per_s=800 eta=0:10:23 memory_gb=2.1 data_wait=1.2%``: one ``name=value`` for each metric, so that
-    ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Only rank 0 logs.
+    ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` match. Only rank 0 logs.
 
-    - ``validation`` is only in the first line after each validation, which sets it apart from later lines that repeat
-      the metrics. It counts those of this run of the Trainer.
+    - ``validation`` is only in the first line after each validation, to distinguish it from later lines that repeat the
+      metrics. It counts the validations of this run of the Trainer.
     - ``steps_per_s`` (training batches) and ``data_wait`` cover the time since the last line, without validations,
       checkpoints and the time between epochs; ``samples_per_s`` counts all ranks. They need ``StepTimes``.
-    - ``eta`` is the time left at this rate, validations included, if ``max_epochs`` ends the training.
+    - ``eta`` is the time left at this rate, including validations, if ``max_epochs`` ends the training.
     - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, the memory of its process, in 10^9 bytes.
 
     Args:
@@ -48,14 +48,14 @@ class LineProgress(UnlistedProgressBar):
         self._shown = Totals()
         self._num_validations = 0
         self._has_validated = False  # since the last line
-        self._began: tuple[float, int] | None = None  # when the first batch ended, and batches until then
+        self._began: tuple[float, int] | None = None  # time at the end of the first batch, and batches until then
 
     def enable(self) -> None:
-        """Log lines on rank 0 (Lightning calls it on all ranks after a search for a learning rate or batch size)."""
+        """Log lines on rank 0; Lightning calls this on all ranks after a search for a learning rate or batch size."""
         self.is_enabled = self.trainer.is_global_zero
 
     def disable(self) -> None:
-        """Log no lines (Lightning calls it on all ranks but 0, and on all before such a search)."""
+        """Stop logging lines; Lightning calls this on all ranks but 0, and on all ranks before such a search."""
         self.is_enabled = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,7 +69,7 @@ class LineProgress(UnlistedProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log a line if the last one is long enough ago."""
+        """Log a line if ``every_n_seconds`` have passed since the last one."""
         now = time.monotonic()
         if self._began is None:
             self._began = now, _num_done(trainer)
@@ -81,7 +81,7 @@ class LineProgress(UnlistedProgressBar):
         self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}", **self._rates(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics, unless the epoch ends now: its own line has them."""
+        """Log the metrics, unless the epoch ends now: the epoch's line has them."""
         if trainer.state.fn == "validate":
             self._log(trainer, "validation")
         elif trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -102,7 +102,7 @@ class LineProgress(UnlistedProgressBar):
         self._log(trainer, f"finished: epochs={trainer.current_epoch} step={trainer.global_step}")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Log what the model prints through ``self.print``."""
+        """Log the text that the model prints through ``self.print``."""
         if self.is_enabled:
             logger.info("%s", " ".join(str(arg) for arg in args))
 
@@ -122,7 +122,7 @@ class LineProgress(UnlistedProgressBar):
         self._has_validated = False
 
     def _rates(self, trainer: Any) -> dict[str, str]:
-        """Return how fast the run is; nothing without ``StepTimes``."""
+        """Return the speed of the run since the last line; nothing without ``StepTimes``."""
         times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
         if times is None or not self.is_enabled:
             return {}
@@ -145,7 +145,7 @@ class LineProgress(UnlistedProgressBar):
         return rates
 
     def _eta_s(self, trainer: Any) -> float | None:
-        """Return the seconds until the last batch of all epochs, at the rate since the first one; None if unknown."""
+        """Return the seconds until the end of the last epoch, at the rate since the first batch, or None if unknown."""
         num_batches = (trainer.max_epochs or 0) * trainer.num_training_batches
         if self._began is None or trainer.max_steps > 0 or not 0 < num_batches < math.inf:
             return None
@@ -165,7 +165,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def own_progress(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return a LineProgress, unless the user has a progress bar; then log what the job lacks.
+    """Return a LineProgress, or, if the user has another progress bar, log what the job lacks.
 
     Args:
         callbacks: All callbacks of the user.
@@ -176,7 +176,7 @@ def own_progress(callbacks: Iterable[Callback]) -> list[Callback]:
     if not isinstance(bar, LineProgress):
         _log_once(
             "%s replaces the progress lines of this job, such as epoch=3/10 step=45 val_acc=0.93: metric_definitions "
-            "find only what it prints itself. Remove it to get the progress lines.",
+            "match only its output. Remove it to get the progress lines.",
             type(bar).__name__,
         )
     return []

@@ -1,7 +1,7 @@
-"""LocalPosition: resume DataLoaders in the middle of an epoch, with data hosts and without.
+"""LocalPosition: resume DataLoaders in the middle of an epoch, with or without data hosts.
 
-Lightning restores the number of batches of an epoch that are done, but restarts the loaders: a resumed epoch would
-train on its first batches twice, and never on its last ones.
+Lightning restores the number of finished batches of an epoch, but restarts the loaders: a resumed epoch would train on
+its first batches twice, and never on its last batches.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _SETS_LOADERS = "_load_combined_loader_states"
 class LocalPosition(Callback):
     """A callback that resumes in the middle of an epoch, with the batch and the random numbers that would come next.
 
-    Every checkpoint holds random states of each rank: those with which its loaders drew their orders, and the one after
-    the last step. The orders, and the random numbers of the training process (dropout, augmentation without workers)
-    and of data hosts, are those of an uninterrupted run. The random numbers that the workers of a local DataLoader draw
-    are not. What is done is not loaded again.
+    Every checkpoint holds the random states of each rank with which its loaders drew their orders, and the random state
+    after the last step. So the orders, and the random numbers of the training process (dropout, augmentation without
+    workers) and of data hosts, equal those of an uninterrupted run. Only the workers of a local DataLoader draw other
+    random numbers. Finished batches are not loaded again.
 
-    Streams (of an ``IterableDataset``) resume on data hosts, whose workers read what is done again, with the same
-    ``num_workers``, batch size and number of ranks. Others begin again, with a warning, unless their loader has a state
-    of its own, as torchdata's has.
+    Streams (of an ``IterableDataset``) resume on data hosts, whose workers read the finished batches again. This needs
+    the same ``num_workers``, batch size and number of ranks. Other streams restart, with a warning, unless their loader
+    is stateful, like torchdata's.
 
-    With another number of ranks, an epoch goes on if its samples come from the ``DistributedSampler`` that Lightning
-    puts in.
+    With another number of ranks, an epoch resumes if its samples come from the ``DistributedSampler`` that Lightning
+    inserts.
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
@@ -58,13 +58,13 @@ class LocalPosition(Callback):
         self._loaded: dict[str, Any] | None = None
         self._loads_in_process = True
         self._has_trained = False
-        self._num_done: int | None = None  # batches of the epoch, if a run resumes in one
+        self._num_done: int | None = None  # finished batches, if a run resumes within an epoch
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what another run of the Trainer has loaded: a test, or a fit that was at its end already.
+        """Reset state that an earlier run of the Trainer loaded, and hook into the start of the training loaders.
 
-        Lightning begins the pass over loaders for training before it calls any other hook of callbacks. Right before,
-        it loads the states of stateful loaders: then the others are set.
+        Lightning starts to iterate over the training loaders before it calls any other hook of callbacks. Right before,
+        it loads the states of stateful loaders: this callback then sets the positions of the others.
         """
         self._loaded = None
         if stage == "fit":
@@ -76,14 +76,14 @@ class LocalPosition(Callback):
                 vars(trainer.fit_loop)[_SETS_LOADERS] = partial(self._before_first_batch, trainer, own)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the random states, if the checkpoint has any."""
+        """Read the random states, if the checkpoint has any."""
         self._loaded = checkpoint.get(_KEY)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the random states of all ranks; a collective call, except on a rank that has failed and saves alone."""
         if self._step_state is None:
             return
-        # Between two steps nothing is fetched ahead, unless the length is unknown.
+        # Between two steps, Lightning has fetched no batch ahead, unless the length is unknown.
         fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress.current
         is_between = fetcher is not None and fetcher.length is not None and progress.ready == progress.processed
         if not trainer.validating and (is_between or not self._loads_in_process):
@@ -98,9 +98,9 @@ class LocalPosition(Callback):
         }
 
     def _before_first_batch(self, trainer: Any, load_states: Callable[[], None]) -> None:
-        """Record the orders of the training loaders, whose passes begin next; resume an epoch that is not at its end.
+        """Record the orders of the training loaders before their iteration starts; resume an epoch in progress.
 
-        ``reload_dataloaders_every_n_epochs`` replaces loaders later.
+        With ``reload_dataloaders_every_n_epochs``, Lightning calls this again for new loaders.
         """
         load_states()
         self._loaders = _recorded(trainer)
@@ -113,14 +113,15 @@ class LocalPosition(Callback):
             return
         for (loader, _), state in zip(self._loaders, self._restore_orders(trainer), strict=True):
             if isinstance(loader, RemoteDataLoader) and loader.persistent_workers and state.get("iterator"):
-                # It begins the next pass like any other, with random numbers that follow from its first seed.
+                # Start the next epoch as usual, with the random numbers that follow from the iterator's first seed.
                 begin_at(loader, replace(IteratorPosition(**state["iterator"]), num_batches=0, ends={}))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Set the progress and the random numbers of a resumed run to its position."""
         fit_loop = trainer.fit_loop
         if self._num_done is None and _num_done_in_epoch(fit_loop) is not None:
-            # ``estimated_stepping_batches`` was read: the passes began before Lightning restored its progress.
+            # Code read ``estimated_stepping_batches``, so iteration started before Lightning restored the progress:
+            # start again.
             fit_loop._load_combined_loader_states()
             iter(fit_loop._data_fetcher)
         if self._num_done is None:
@@ -129,43 +130,44 @@ class LocalPosition(Callback):
             _set_num_done(fit_loop.epoch_loop, self._num_done)
         step_state = self._saved(trainer).get("step")
         self._loaded, self._has_trained = None, True
-        # A loader on data hosts without workers of its own runs its sampler here for each batch.
+        # Includes loaders on data hosts without workers: they run their samplers in this process for each batch.
         self._loads_in_process = any(
             isinstance(loader, DataLoader) and loader.num_workers == 0 for loader in _all_loaders(trainer)
         )
-        # After a resume at the end of an epoch, Lightning has stored the previous epoch here, and would reload the
-        # loaders, which would start over with the order of epoch 0.
+        # After a resume at the end of an epoch, Lightning has the previous epoch here. It would reload the loaders, and
+        # they would start over with the order of epoch 0.
         fit_loop._last_train_dl_reload_epoch = trainer.current_epoch
         if step_state is not None:
             RandomState.of(step_state).restore()
         is_resumed = step_state is not None or fit_loop.epoch_progress.current.processed > 0
         epoch_loop = fit_loop.epoch_loop
-        # After the last batch of an epoch, Lightning begins the next one with the passes that it has begun already.
+        # If a run resumes after the last batch of an epoch, Lightning uses the iterators that it has already started
+        # for the next epoch.
         is_at_end = epoch_loop.restarted_on_train_batch_end and epoch_loop.batch_progress.is_last_batch
         if is_at_end and fit_loop.restarted_mid_epoch and trainer.num_training_batches == math.inf:
-            # It would go on counting, because it does not know the length.
+            # Restart Lightning's count: without a length, it would continue the old one.
             _set_num_done(epoch_loop, 0)
         is_within = (fit_loop.restarted_mid_epoch and not is_at_end) or fit_loop.restarted_on_epoch_end
-        # Beyond a limit of batches that was higher before, Lightning begins the epoch again.
+        # If the limit of batches was higher before, and more batches are done, Lightning restarts the epoch.
         is_beyond = self._num_done is not None and self._num_done >= trainer.num_training_batches
         if is_resumed and (is_beyond or not is_within):
-            # The run starts with a new epoch, whose orders were drawn before any hook could restore the random state.
+            # A new epoch starts, but its orders were drawn before any hook could restore the random state: draw again.
             vars(fit_loop)["advance"] = partial(self._begin_epoch, trainer)
         self._step_state = RandomState.now()
 
     def _begin_epoch(self, trainer: Any) -> None:
-        """Restart the passes after the hooks that start the epoch: there an undisturbed run begins them, too."""
+        """Restart the iterators after the hooks that start the epoch, where an uninterrupted run starts them, too."""
         vars(trainer.fit_loop).pop("advance")
         _restart_iterators(trainer, self._loaders)
         trainer.fit_loop.advance()
 
     def _saved(self, trainer: Trainer, rank: int | None = None) -> dict[str, Any]:
-        """Return what a rank has saved, by default this one, or another one if there were fewer; {} if none has."""
+        """Return the saved state of a rank (by default, this one), or of another if fewer ranks saved; else {}."""
         ranks: list[dict[str, Any]] = [{}] if self._loaded is None else self._loaded["ranks"]
         return ranks[(trainer.global_rank if rank is None else rank) % len(ranks)]
 
     def _restore_orders(self, trainer: Trainer, rank: int | None = None) -> list[dict[str, Any]]:
-        """Restore the states of the loaders that a rank has saved, by default this one; return them."""
+        """Restore and return the loader states that a rank saved (by default, this rank)."""
         self._loaders = _recorded(trainer)
         saved = iter(self._saved(trainer, rank).get("orders", ()))
         states: list[dict[str, Any]] = []
@@ -176,19 +178,19 @@ class LocalPosition(Callback):
         return states
 
     def _resume_epoch(self, trainer: Any, num_done: int) -> int:
-        """Let the next passes over the training loaders leave out what is done.
+        """Make the next iterators of the training loaders skip finished batches.
 
         Args:
             trainer: The Trainer.
             num_done: Batches of the epoch on which each rank of the checkpoint has trained.
 
         Returns:
-            How many batches that is for each rank of this run.
+            The corresponding number of batches for each rank of this run.
 
         Raises:
-            ResumeError: This run has other ranks, and what is left of the epoch is unknown.
+            ResumeError: This run has other ranks, and the rest of the epoch is unknown.
         """
-        # Silence Lightning's own warning: the loaders are positioned here, or named in a warning of ours.
+        # Silence Lightning's warning: this method positions the loaders, or warns about each that it cannot position.
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         loaders, now = _all_loaders(trainer), _shares(trainer)
         saved = (self._loaded or {}).get("shares", ()) if num_done else ()
@@ -197,7 +199,7 @@ class LocalPosition(Callback):
             before = now
         now_done = _converted(num_done, loaders, before, now)
         is_changed = any(None not in (old, new) and old != new for old, new in zip(before, now, strict=True))
-        # Samplers that split one order between the ranks draw the same on each: as one rank of the checkpoint has.
+        # Samplers that split one order between ranks draw the same numbers on each, so use the state of rank 0.
         states = self._restore_orders(trainer, 0 if is_changed else None)
         is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
         resumed = []
@@ -218,8 +220,8 @@ class LocalPosition(Callback):
             has_position = hasattr(loader, "load_state_dict") or isinstance(loader, FollowingLoader)
             if num_done and loader not in resumed and not has_position:
                 logger.warning(
-                    "Training resumes after batch %d of the epoch, but %s restarts from the first batch: it is not "
-                    "stateful. Use torchdata's StatefulDataLoader, or data hosts from the start of an epoch.",
+                    "Training resumes after batch %d of the epoch, but %s restarts from the first batch, because it is "
+                    "not stateful. Use torchdata's StatefulDataLoader, or data hosts from the start of an epoch.",
                     now_done,
                     _name(loader),
                 )
@@ -228,10 +230,10 @@ class LocalPosition(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the random state after a step if something may draw from it before a checkpoint is saved.
+        """Record the random state after a step if anything may draw from it before a checkpoint is saved.
 
-        The next batch does, if this process loads it, and a validation does, before any of its hooks is called. A
-        resumed run repeats an interrupted validation.
+        The next batch draws from it if this process loads it. A validation draws from it before any of its hooks runs,
+        and a resumed run repeats an interrupted validation.
         """
         if self._loads_in_process or trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
             self._step_state = RandomState.now()
@@ -246,9 +248,9 @@ class LocalPosition(Callback):
         self._step_state = RandomState.now()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave a fit that was at its end and has not trained as if it had: the script and its next fit go on.
+        """Put the samplers back into the loaders; if the fit had already ended and did not train, restore its state.
 
-        The loaders get their samplers back: for ``predict``, Lightning rebuilds a loader from its parts.
+        The script then continues as after the earlier fit. For ``predict``, Lightning rebuilds a loader from its parts.
         """
         step_state = None
         if self._loaded is not None:
@@ -262,12 +264,12 @@ class LocalPosition(Callback):
         _end_restart(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let the next fit of the Trainer begin as any other, also if this one has failed before it trained."""
+        """Let the Trainer's next fit start normally, even if this one failed before it trained."""
         _end_restart(trainer)
 
 
 def _end_restart(trainer: Any) -> None:
-    """Note in Lightning's loops that they go on from no checkpoint, as they do themselves after a step."""
+    """Clear the restart state of Lightning's loops, as they do themselves after a step."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop in (trainer.fit_loop, epoch_loop, epoch_loop.val_loop):
         loop.on_iteration_done()
@@ -287,8 +289,8 @@ def _is_stream(loader: Any) -> bool:
 
 
 def _recorded(trainer: Trainer) -> _Loaders:
-    """Return the training loaders that are DataLoaders without a state, and what records the order of each."""
-    loaders = [one for one in _all_loaders(trainer) if isinstance(one, DataLoader)]
+    """Return the training loaders that are DataLoaders but not stateful, each with the recorder of its order."""
+    loaders = [loader for loader in _all_loaders(trainer) if isinstance(loader, DataLoader)]
     return [
         (loader, None if _is_stream(loader) else _RecordedOrder.of(loader))
         for loader in loaders
@@ -297,10 +299,10 @@ def _recorded(trainer: Trainer) -> _Loaders:
 
 
 def _saved_order(trainer: Trainer, loader: DataLoader[Any], order: _RecordedOrder | None) -> dict[str, Any]:
-    """Return where a loader is, as values that ``torch.load(weights_only=True)`` accepts.
+    """Return the position of a loader, as values that ``torch.load(weights_only=True)`` accepts.
 
-    They are the states with which it drew its order, and that of its generator; and of a loader with workers on data
-    hosts, where its iterator is, and the batch of the epoch with which that has begun.
+    These are the states with which it drew its order, and its generator's state. For a loader with workers on data
+    hosts, they include the position of its iterator, and the batch of the epoch with which the iterator started.
     """
     drawn_with, generator = (None, None) if order is None else order.drawn()
     iterator = _iterator_of(trainer, loader)
@@ -313,14 +315,14 @@ def _saved_order(trainer: Trainer, loader: DataLoader[Any], order: _RecordedOrde
 
 
 def _num_done_in_epoch(fit_loop: Any) -> int | None:
-    """Return the batches that are done of the epoch in which a run resumes; None if it resumes in none."""
+    """Return the number of finished batches if a run resumes within an epoch, else None."""
     progress = fit_loop.epoch_loop.batch_progress
     is_within = fit_loop.restarted_mid_epoch and not progress.is_last_batch
     return int(progress.current.processed) if is_within else None
 
 
 def _iterator_of(trainer: Any, loader: DataLoader[Any]) -> tuple[IteratorPosition, int] | None:
-    """Return where the iterator of a loader on data hosts is, and the batch of the epoch with which it has begun."""
+    """Return the position of a loader's iterator on data hosts, and the batch of the epoch with which it started."""
     position, fit_loop = position_of(loader), trainer.fit_loop
     if position is None:
         return None
@@ -330,23 +332,23 @@ def _iterator_of(trainer: Any, loader: DataLoader[Any]) -> tuple[IteratorPositio
 
 
 def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
-    """Return the number of batches since Lightning last restarted a loader that is shorter than another one."""
-    length = sized_len(loader)  # None: its batch sampler has none
+    """Return the number of batches since Lightning last restarted a loader that is shorter than another loader."""
+    length = sized_len(loader)  # None if its batch sampler has no length
     return (num_done - 1) % length + 1 if num_done and length else num_done
 
 
 def _restart_iterators(trainer: Any, loaders: _Loaders) -> None:
-    """Restart the iterators of loaders, which started before any hook, and before samplers were told the epoch.
+    """Restart the iterators of loaders, which started before any hook, and before ``set_epoch`` of the samplers.
 
-    The iterators of other loaders are left alone: a stream may be readable only once, and a stateful loader has just
-    been given its state.
+    Do not restart the iterators of other loaders: a stream may be readable only once, and a stateful loader has just
+    loaded its state.
     """
     fit_loop = trainer.fit_loop
     combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
-    restarted = [(one, order) for one, order in loaders if order is not None or isinstance(one, RemoteDataLoader)]
+    restarted = [item for item in loaders if item[1] is not None or isinstance(item[0], RemoteDataLoader)]
     are_all = len(restarted) == len(combined.flattened)
     if fetcher.length is None and not are_all:
-        return  # Lightning has fetched a first batch from every loader
+        return  # too late: Lightning has already fetched a first batch from every loader
     for _, order in restarted:
         if order is not None:
             order.announce_epoch(fit_loop.epoch_progress.current.processed)
@@ -359,14 +361,14 @@ def _restart_iterators(trainer: Any, loaders: _Loaders) -> None:
 
 @dataclass(frozen=True)
 class _Share:
-    """How ranks share the data of a loader.
+    """The way in which ranks share the data of a loader.
 
     Attributes:
-        num_ranks: Ranks with different samples.
-        batch_size: Samples in a batch of a rank; None: a batch sampler of the user's decides.
-        sampler: Name of its sampler's class.
-        is_split: Whether that splits one order between the ranks: it is a DistributedSampler.
-        num_workers: Workers of each rank, if it is a stream on data hosts; 0 for others.
+        num_ranks: Number of ranks with different samples.
+        batch_size: Samples per batch of a rank; None if a batch sampler of the user decides.
+        sampler: Class name of the sampler.
+        is_split: Whether the sampler is a DistributedSampler, which splits one order between the ranks.
+        num_workers: Workers per rank for a stream on data hosts, else 0.
     """
 
     num_ranks: int
@@ -377,12 +379,12 @@ class _Share:
 
     @property
     def ranks(self) -> str:
-        """Its ranks, for messages."""
+        """The number of ranks, for messages."""
         return f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
 
 
 def _shares(trainer: Any) -> list[_Share | None]:
-    """Return how ranks share the data of each training loader; None if unknown, or it cannot be resumed here."""
+    """Return how ranks share the data of each training loader; None if unknown, or if it cannot be resumed here."""
     return [_share_of(trainer, loader) for loader in _all_loaders(trainer)]
 
 
@@ -405,35 +407,35 @@ def _share_of(trainer: Any, loader: Any) -> _Share | None:
 
 
 def _converted(num_done: int, loaders: list[Any], before: list[_Share | None], now: list[_Share | None]) -> int:
-    """Convert a number of batches of each rank to that of this run's ranks and batch sizes, rounded down.
+    """Convert a number of batches per rank to the ranks and batch sizes of this run, rounded down.
 
     Args:
-        num_done: The batches that are done.
+        num_done: Number of finished batches.
         loaders: The loaders.
-        before: How ranks shared their data then.
-        now: How they do now.
+        before: How ranks shared the loaders' data in the checkpoint's run.
+        now: How ranks share the loaders' data in this run.
 
     Raises:
-        ResumeError: What is left of the epoch is unknown.
+        ResumeError: The rest of the epoch is unknown.
     """
     converted = {
         (num_done, 0) if old == new else _divided(num_done, _name(loader), old, new)
         for loader, old, new in zip(loaders, before, now, strict=True)
         if old is not None and new is not None
     }
-    batches = {one for one, _ in converted} or {num_done}
+    batches = {number for number, _ in converted} or {num_done}
     if len(batches) > 1:
         raise ResumeError(
-            f"The checkpoint was saved after batch {num_done} of an epoch, which is batch "
-            f"{' and batch '.join(map(str, sorted(batches)))} with the ranks and batch sizes that the loaders of this "
-            "run have. Change the batch sizes of all loaders by the same factor, or resume from a checkpoint at the "
-            "end of an epoch."
+            f"The checkpoint was saved after batch {num_done} of an epoch, which corresponds to batch "
+            f"{' and batch '.join(map(str, sorted(batches)))} with the ranks and batch sizes of the loaders in this "
+            "run. Change the batch sizes of all loaders by the same factor, or resume from a checkpoint at the end of "
+            "an epoch."
         )
     (now_done,) = batches
     if now_done != num_done or any(rest for _, rest in converted):
         _warn_once(
-            "The checkpoint was saved after batch %d of an epoch, which is batch %d with the ranks and batch sizes of "
-            "this run. Samples that repeat: %d.",
+            "The checkpoint was saved after batch %d of an epoch, which corresponds to batch %d with the ranks and "
+            "batch sizes of this run. Repeated samples: %d.",
             num_done,
             now_done,
             max(rest for _, rest in converted),
@@ -442,34 +444,34 @@ def _converted(num_done: int, loaders: list[Any], before: list[_Share | None], n
 
 
 def _divided(num_done: int, name: str, old: _Share, new: _Share) -> tuple[int, int]:
-    """Return the batches that ranks have done of a loader that they share differently now, and samples that repeat."""
+    """Convert finished batches from an old to a new share; return them, and the number of samples that repeat."""
     saved = f"The checkpoint was saved after batch {num_done} of an epoch over {name}, on {old.ranks}"
     remedy = "or from a checkpoint at the end of an epoch."
     if old.num_workers or new.num_workers:
         raise ResumeError(
             f"{saved} with num_workers={old.num_workers} and batch_size={old.batch_size}, but this run has {new.ranks} "
-            f"with num_workers={new.num_workers} and batch_size={new.batch_size}. What is left of a stream is known "
-            "only for the workers that have read it. Resume with as many ranks and the same arguments of its "
-            f"DataLoader, {remedy}"
+            f"with num_workers={new.num_workers} and batch_size={new.batch_size}. A stream can resume only if the same "
+            "number of workers read it as before. Resume with the same number of ranks and the same DataLoader "
+            f"arguments, {remedy}"
         )
     if old.is_split != new.is_split or (old.num_ranks != new.num_ranks and not old.is_split):
         raise ResumeError(
-            f"{saved} with {old.sampler}, but this run has {new.ranks} with {new.sampler}. Which samples are left is "
-            "known for any number of ranks only with the DistributedSampler that Lightning puts in, on a single rank "
-            f'with strategy="ddp". Resume with as many ranks and the same sampler and strategy, {remedy}'
+            f"{saved} with {old.sampler}, but this run has {new.ranks} with {new.sampler}. An epoch can resume on "
+            "another number of ranks only with the DistributedSampler that Lightning inserts (on a single rank, with "
+            f'strategy="ddp"). Resume with the same number of ranks, sampler and strategy, {remedy}'
         )
     if old.batch_size is None or new.batch_size is None:
         if old.num_ranks == new.num_ranks:
             return num_done, 0
         raise ResumeError(
-            f"{saved}, but this run has {new.ranks}, and its batch sampler may make other batches of other samples. "
-            f"Resume with as many ranks, {remedy}"
+            f"{saved}, but this run has {new.ranks}, for which the batch sampler may choose other batches. Resume with "
+            f"the same number of ranks, {remedy}"
         )
     return divmod(num_done * old.num_ranks * old.batch_size, new.num_ranks * new.batch_size)
 
 
 def _set_num_done(epoch_loop: Any, num_done: int) -> None:
-    """Set how many batches of the epoch Lightning has counted."""
+    """Set Lightning's count of the epoch's finished batches."""
     progress = epoch_loop.batch_progress.current
     difference = num_done - progress.processed
     for name in ("ready", "started", "processed", "completed"):
@@ -480,8 +482,8 @@ class _DrawnWith(NamedTuple):
     """The random states with which a sampler drew an order.
 
     Attributes:
-        at_iter: Before its ``__iter__``, in which some samplers draw.
-        at_first: Before its first item, for which those draw whose ``__iter__`` is a generator function.
+        at_iter: The state before ``__iter__``, in which some samplers draw.
+        at_first: The state before the first item, when samplers draw whose ``__iter__`` is a generator function.
     """
 
     at_iter: RandomState
@@ -489,22 +491,22 @@ class _DrawnWith(NamedTuple):
 
 
 class _RecordedOrder:
-    """A wrapper of a loader's sampler that records the random states with which an order is drawn, and can skip items.
+    """A wrapper of a loader's sampler that records the random states with which it draws an order, and can skip items.
 
-    All other attributes are those of the wrapped sampler: Lightning and users look for some, such as ``sampler``.
+    All other attributes are delegated to the sampler: Lightning and users read some of them, such as ``sampler``.
     """
 
     def __init__(self, sampler: Any, inner: list[Any]) -> None:
         self._sampler = sampler
         self._inner = inner
         generators = [getattr(each, "generator", None) for each in inner]
-        self._generator = next((own for own in generators if isinstance(own, torch.Generator)), None)
+        self._generator = next((each for each in generators if isinstance(each, torch.Generator)), None)
         self._drawn_with: _DrawnWith | None = None
         self._num_skipped: int | None = None
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> _RecordedOrder:
-        """Return the wrapper in a loader; put one in if there is none."""
+        """Return the wrapper in a loader, and insert one if needed."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if isinstance(sampler, cls):
             return sampler
@@ -515,7 +517,7 @@ class _RecordedOrder:
 
     @classmethod
     def inner(cls, sampler: Any) -> Any:
-        """Return the sampler in a wrapper, or a sampler itself."""
+        """Return the sampler inside a wrapper; return any other sampler unchanged."""
         return sampler._sampler if isinstance(sampler, cls) else sampler
 
     def remove(self, loader: DataLoader[Any]) -> None:
@@ -527,11 +529,11 @@ class _RecordedOrder:
                 sampler.set_epoch(epoch)
 
     def drawn(self) -> tuple[_DrawnWith | None, torch.Tensor | None]:
-        """Return the states with which the last order was drawn, and that of the generator."""
+        """Return the states with which the last order was drawn, and the generator's state."""
         return self._drawn_with, None if self._generator is None else self._generator.get_state()
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore what another run saved: the generator's state, and the states with which it drew its last order."""
+        """Restore the generator's state, and the states with which another run drew its last order."""
         drawn_with = saved["drawn_with"]
         self._drawn_with = None if drawn_with is None else _DrawnWith(*map(RandomState.of, drawn_with))
         if self._generator is not None and saved["generator"] is not None:
@@ -553,9 +555,9 @@ class _RecordedOrder:
         return self._items(items, at_iter)
 
     def _items(self, items: Iterator[Any], at_iter: RandomState) -> Iterator[Any]:
-        """Yield the items of an order, which many samplers draw when the first one is requested.
+        """Yield the items of an order, which many samplers draw when the first item is requested.
 
-        DataLoader may call ``__iter__`` twice and take items only of the second order: this one is recorded.
+        DataLoader may call ``__iter__`` twice and use only the second order, so record the order here.
         """
         num_skipped = self._num_skipped
         self._num_skipped = None
@@ -565,7 +567,7 @@ class _RecordedOrder:
         if num_skipped is not None:
             self._drawn_with.at_first.restore(self._generator)
             first = list(itertools.islice(items, num_skipped, num_skipped + 1))
-            if num_skipped > 0:  # else the first batch draws from the state that the order left
+            if num_skipped > 0:  # otherwise, the first batch draws from the state after the order was drawn
                 now.restore()
             yield from first
         yield from items
@@ -578,8 +580,8 @@ class _RecordedOrder:
 
 
 def _set_sampler(loader: Any, sampler: Any) -> None:
-    # DataLoader forbids setting it, because an iterator keeps the old one, with persistent workers for ever: set it in
-    # the iterator, too.
+    # DataLoader forbids setting the sampler, because iterators keep the old one (with persistent workers, forever). Set
+    # it in the iterator, too.
     object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler)
     if loader._iterator is not None:
         loader._iterator._index_sampler = sampler

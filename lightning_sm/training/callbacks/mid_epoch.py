@@ -1,4 +1,4 @@
-"""MidEpoch: resume within an epoch with what its beginning set up and its batches added up, which Lightning loses."""
+"""MidEpoch: restore state that Lightning loses when training resumes within an epoch."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ logger = logging.getLogger(__name__)
 
 _KEY = "lightning_sm.mid_epoch"
 _HOOK = "on_train_epoch_start"
-# Lightning's callbacks whose work at the start of an epoch is not in the checkpoint.
+# Lightning's callbacks that change state at the start of an epoch which the checkpoint does not save.
 _TO_REPEAT = (GradientAccumulationScheduler, StochasticWeightAveraging)
 _SEARCHES = (BatchSizeFinder, LearningRateFinder)
 _NOT_USERS = ("lightning_sm", "pytorch_lightning", "lightning")
 
 
 class MidEpoch(UnlistedCallback):
-    """A callback that restores what belongs to an epoch in progress when training resumes within it.
+    """A callback that restores the state of an epoch in progress when training resumes within it.
 
-    It calls ``on_train_epoch_start`` again: Lightning calls neither the LightningModule's nor the callbacks', so what
-    they set would be missing for the rest of the epoch (a curriculum, or the number of batches over which gradients
-    accumulate). They get the random numbers of the epoch's start, and callbacks their state of that moment;
-    weights and buffers are those of the checkpoint. What they do to the state that the checkpoint restores is undone:
-    it has happened before.
+    It calls ``on_train_epoch_start`` of the LightningModule and the callbacks again. Lightning does not, so anything
+    they set (a curriculum, or the number of batches over which gradients accumulate) would be missing for the rest of
+    the epoch. The hooks run with the random state of the epoch's start, and with the callbacks' states of that moment,
+    but with the weights and buffers of the checkpoint. Their changes to state that the checkpoint restores are undone,
+    because the checkpoint already has them.
 
-    Parameters that were frozen or unfrozen since the training began (``BackboneFinetuning``) are so again in a restart
-    of the same job. Lightning restores the optimizer's groups, but not ``requires_grad``.
+    In a restart of the same job, parameters that were frozen or unfrozen since the training began
+    (``BackboneFinetuning``) are frozen or unfrozen again: Lightning restores the optimizer's groups, but not
+    ``requires_grad``.
 
-    Gradients that accumulate over several batches are saved with the checkpoint, and so is
-    ``trainer.callback_metrics``. What ``self.log`` and the metrics of the LightningModule have collected for the values
-    of the epoch is not: a line of the log says so.
+    Checkpoints include gradients that accumulate over several batches, and ``trainer.callback_metrics``. They do not
+    include the values that ``self.log`` and the LightningModule's metrics have collected during the epoch; the callback
+    logs this.
 
     It must be the first of a Trainer's callbacks that draws random numbers. ``SageMakerCLI`` and ``SageMakerTrainer``
     add it to every job.
@@ -65,13 +66,13 @@ class MidEpoch(UnlistedCallback):
         self._is_restart = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what another run of the Trainer has loaded: a test, or a fit that has failed before it trained."""
+        """Reset state that an earlier run of the Trainer loaded: a test, or a fit that failed before it trained."""
         self._loaded, self._is_restart = None, False
         if stage == "fit":
             self._started = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the state of the epoch, if the checkpoint has one."""
+        """Read the state of the epoch, if the checkpoint has one."""
         self._loaded = checkpoint.get(_KEY)
         self._is_restart = (checkpoint.get(JOB_KEY) or {}).get("name") == self._job_name
 
@@ -80,9 +81,9 @@ class MidEpoch(UnlistedCallback):
         if self._started is None:
             return
         changed = {
-            name: one.requires_grad
-            for name, one in pl_module.named_parameters()
-            if self._requires_grad.get(name, one.requires_grad) != one.requires_grad
+            name: parameter.requires_grad
+            for name, parameter in pl_module.named_parameters()
+            if self._requires_grad.get(name, parameter.requires_grad) != parameter.requires_grad
         }
         own = {
             "random": self._started.random.saved(),
@@ -95,29 +96,29 @@ class MidEpoch(UnlistedCallback):
         checkpoint[_KEY] = {**started, "ranks": of_all_ranks(own), "gradients": accumulated_gradients(trainer)}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore ``trainer.callback_metrics`` of a fit that had ended and has not trained any further."""
+        """Restore ``trainer.callback_metrics`` if the fit had already ended and did not train any further."""
         self._started = None  # no epoch is in progress when the model is exported
         if self._loaded is not None:
             _restore_metrics(trainer, self._saved_by(trainer))
             self._loaded = None
 
     def _saved_by(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what this rank has saved, or another one if there were fewer."""
+        """Return the saved state of this rank, or of another rank if fewer ranks saved the checkpoint."""
         ranks: list[dict[str, Any]] = (self._loaded or {}).get("ranks", [{}])
         return ranks[trainer.global_rank % len(ranks)]
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Before the first batch of a resumed fit, repeat the start of the epoch, and restore gradients."""
+        """Repeat the start of the epoch and restore gradients, before the first batch of a resumed fit."""
         loop = trainer.fit_loop
         vars(loop).pop("on_advance_start", None)  # left by a fit that failed before its first epoch
         vars(loop.epoch_loop.val_loop).pop("increment_progress_to_evaluation_end", None)
         own = self._saved_by(trainer)
         _restore_metrics(trainer, own)
         loaded, self._loaded, self._started = self._loaded or {}, None, None
-        self._requires_grad = {name: one.requires_grad for name, one in pl_module.named_parameters()}
+        self._requires_grad = {name: parameter.requires_grad for name, parameter in pl_module.named_parameters()}
         if self._is_restart:
-            for name, one in pl_module.named_parameters():
-                one.requires_grad_(own.get("requires_grad", {}).get(name, one.requires_grad))
+            for name, parameter in pl_module.named_parameters():
+                parameter.requires_grad_(own.get("requires_grad", {}).get(name, parameter.requires_grad))
         is_within = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
         if not (is_within or loaded):
             return
@@ -131,11 +132,11 @@ class MidEpoch(UnlistedCallback):
                 on_advance_start()
                 return
             on_advance_start()
-            # Lightning takes a checkpoint of an epoch's last batch for one within the next epoch.
+            # Compare epochs: Lightning mistakes a checkpoint of an epoch's last batch for one within the next epoch.
             is_same_epoch = loaded.get("epoch") == trainer.current_epoch
             self._repeat_start(trainer, loaded["callbacks"] if is_same_epoch else {}, own if is_same_epoch else {})
             if is_same_epoch and trainer.is_global_zero:
-                logger.info("Training resumes within an epoch: its values and metrics cover the batches from here on.")
+                logger.info("Training resumes within an epoch, so its metrics cover only the remaining batches.")
             restore_gradients(trainer, gradients)
 
         loop.on_advance_start = start_again
@@ -143,7 +144,7 @@ class MidEpoch(UnlistedCallback):
         skip_validation = val_loop.increment_progress_to_evaluation_end
 
         def skip_without_drawing() -> None:
-            # Lightning starts the validation's loaders to count its batches, which draws random numbers.
+            # To count batches, Lightning starts the validation loaders, which draws random numbers.
             vars(val_loop).pop("increment_progress_to_evaluation_end")
             now = RandomState.now()
             skip_validation()
@@ -154,22 +155,22 @@ class MidEpoch(UnlistedCallback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the state with which the epoch starts."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        states = {one.state_key: one.state_dict() for one in callbacks if _is_to_repeat(one) and _is_users(one)}
+        states = {item.state_key: item.state_dict() for item in callbacks if _is_to_repeat(item) and _is_users(item)}
         self._started = _EpochStart(trainer.current_epoch, RandomState.now(), deepcopy(states))
 
     def _repeat_start(self, trainer: Any, states: dict[str, Any], own: dict[str, Any]) -> None:
-        """Call ``on_train_epoch_start`` of the LightningModule and the callbacks, as far as they are not restored.
+        """Call ``on_train_epoch_start`` of the LightningModule and of the callbacks in ``_is_to_repeat``.
 
         Args:
             trainer: The Trainer.
-            states: States of the callbacks at the start of the epoch; those that are missing have their current one.
-            own: What this rank has saved in this epoch, if anything.
+            states: States of the callbacks at the start of the epoch; other callbacks keep their current state.
+            own: The state that this rank saved in this epoch, or an empty dict.
         """
         model, now = trainer.lightning_module, RandomState.now()
         if own:
             RandomState.of(own["random"]).restore()
-        callbacks = [one for one in trainer.callbacks if _is_to_repeat(one)]
-        with_state = [(one, deepcopy(one.state_dict())) for one in callbacks if one.state_key in states]
+        callbacks = [callback for callback in trainer.callbacks if _is_to_repeat(callback)]
+        with_state = [(item, deepcopy(item.state_dict())) for item in callbacks if item.state_key in states]
         for callback, _ in with_state:
             callback.load_state_dict(states[callback.state_key])
         self.on_train_epoch_start(trainer, model)
@@ -188,12 +189,12 @@ class MidEpoch(UnlistedCallback):
 
 @dataclass(frozen=True)
 class _EpochStart:
-    """What the hooks at the start of an epoch begin with.
+    """The state in which the hooks at the start of an epoch run.
 
     Attributes:
         epoch: The epoch.
         random: The random state.
-        callbacks: States of the callbacks that are called again, by ``state_key``.
+        callbacks: States of the callbacks to call again, by ``state_key``.
     """
 
     epoch: int
@@ -202,17 +203,17 @@ class _EpochStart:
 
 
 def _restore_metrics(trainer: Any, saved: dict[str, Any]) -> None:
-    """Restore ``trainer.callback_metrics``, such as those of the last validation, without computing the epoch's."""
+    """Restore ``trainer.callback_metrics``, such as the last validation's, without computing the epoch's metrics."""
     for name, value in saved.get("callback_metrics", {}).items():
         trainer._logger_connector._callback_metrics[name] = value.to(trainer.strategy.root_device, copy=True)
 
 
 def _is_to_repeat(callback: Callback) -> bool:
-    """Return whether a callback does something at the start of an epoch that the checkpoint does not restore."""
+    """Return whether a callback changes state at the start of an epoch that the checkpoint does not restore."""
     return isinstance(callback, _TO_REPEAT) or (_is_users(callback) and not isinstance(callback, _SEARCHES))
 
 
 def _is_users(owner: Any) -> bool:
-    """Return whether the hook of a callback or LightningModule is one of the user's."""
+    """Return whether the hook of a callback or LightningModule is the user's code."""
     module: str = getattr(getattr(owner, _HOOK), "__module__", None) or ""
     return module.partition(".")[0] not in _NOT_USERS

@@ -1,4 +1,4 @@
-"""JobOutputs: direct checkpoints to the folder that SageMaker uploads, and export the best model."""
+"""JobOutputs: save checkpoints in the folder that SageMaker uploads, and export the best model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL_CHECKPOINT = "model.ckpt"
 MODEL_STATE_DICT = "state_dict.pt"
 MODEL_CONFIG = "config.yaml"
 
-# A stopped job exports no larger checkpoint than this while its checkpoint is uploaded: at 100 MB/s, 15 s of its 120 s.
+# Largest checkpoint that a stopped job exports while its checkpoint is uploaded: at 100 MB/s, 15 s of its 120 s.
 _STOP_BYTES = 1_500_000_000
 
 
@@ -42,18 +42,18 @@ class JobOutputs(UnlistedCallback):
 
     Rank 0 writes three files to the model directory: ``model.ckpt`` (the full checkpoint, for
     ``load_from_checkpoint`` and resuming), ``state_dict.pt`` (the plain weights, for ``load_state_dict`` without
-    Lightning) and ``config.yaml`` (the resolved configuration). If the checkpoint is sharded, and so a folder, each
-    host writes the files that it has, and there is no ``state_dict.pt``: the log shows the command that makes one.
-    ``LIGHTNING_SM_MODEL`` can leave out ``model.ckpt`` where it is a file, or everything.
+    Lightning) and ``config.yaml`` (the resolved configuration). If the checkpoint is sharded, ``model.ckpt`` is a
+    folder: each host writes the files that it has, and there is no ``state_dict.pt``; the log shows the command that
+    makes one. Set ``LIGHTNING_SM_MODEL`` to leave out ``model.ckpt`` (unless it is a folder) or everything.
 
     All ranks wait for the export, because SageMaker's local mode stops all hosts as soon as the first one exits. They
-    do not wait in a collective call, whose timeout would fail a job whose model takes longer to copy.
+    do not wait in a collective call: if copying the model took longer than its timeout, the job would fail.
 
     A job that is interrupted or stopped saves its checkpoint first, and then exports its best model so far.
 
     Args:
         job: The job with its folders.
-        config: The resolved configuration, as YAML; without one, there is no ``config.yaml``.
+        config: The resolved configuration as YAML. If None, ``config.yaml`` is not written.
 
     Raises:
         JobConfigError: ``LIGHTNING_SM_MODEL`` has an invalid value.
@@ -70,17 +70,17 @@ class JobOutputs(UnlistedCallback):
         """Set the folders again, because ``configure_callbacks`` may have added callbacks."""
         self.route_checkpoints(trainer)
         if self._job.checkpoint_dir is not None:
-            # The record of the run is in this folder from the start, and a restart finds its checkpoints there.
+            # Ignore the warning: the folder always holds the record of the run, and after a restart its checkpoints.
             folder = re.escape(str(self._job.checkpoint_dir))
             warnings.filterwarnings("ignore", rf"Checkpoint directory {folder}(/.*)? exists and is not empty")
 
     def route_checkpoints(self, trainer: Trainer) -> None:
         """Set the folder of each checkpoint callback.
 
-        A ``ModelCheckpoint`` without one gets the checkpoint directory, if the job has one. A folder below the working
-        directory moves below the checkpoint directory, or else below the host's output directory.
+        A ``ModelCheckpoint`` without a folder gets the checkpoint directory, if the job has one. A folder below the
+        working directory moves below the checkpoint directory, or else below the host's output directory.
 
-        Call it as soon as the Trainer exists: ``fit(ckpt_path="last")`` looks for the file before ``setup``.
+        Call this as soon as the Trainer exists: ``fit(ckpt_path="last")`` looks for the file before ``setup``.
         """
         for callback in trainer.checkpoint_callbacks:
             dirpath = getattr(callback, "dirpath", None)
@@ -95,13 +95,13 @@ class JobOutputs(UnlistedCallback):
                 callback.save_last = True
 
     def _routed(self, dirpath: str) -> str:
-        """Return the new place of a folder that was relative in the script; ``ModelCheckpoint`` made it absolute."""
+        """Return the new path of a folder that was relative in the script; ``ModelCheckpoint`` has made it absolute."""
         here = Path.cwd()
         folder = Path(dirpath).resolve()
         base = self._job.base_dir.resolve()
         target = self._job.checkpoint_dir or self._job.host_output_dir
         is_jobs = folder.is_relative_to(target.resolve()) or (folder.is_relative_to(base) and base not in here.parents)
-        # In the root directory, an absolute folder cannot be distinguished from one that was relative.
+        # Keep all folders if the working directory is the root: those that were relative cannot be told apart there.
         if "://" in dirpath or is_jobs or not folder.is_relative_to(here) or here == Path(here.anchor):
             return dirpath
         moved = str(target / folder.relative_to(here))
@@ -126,9 +126,9 @@ class JobOutputs(UnlistedCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Export the best model so far if the job is stopped and its checkpoint is saved, without collective calls.
 
-        If no model is the best yet, export that of the saved checkpoint.
+        If there is no best model so far, export the model of the saved checkpoint.
         """
-        spots = [one for one in trainer.checkpoint_callbacks if isinstance(one, SpotCheckpoint)]
+        spots = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, SpotCheckpoint)]
         saved = next((str(spot.saved) for spot in spots if spot.saved is not None), None)
         if self._model is Model.NONE or not isinstance(exception, TrainingInterrupted) or saved is None:
             return
@@ -143,21 +143,21 @@ class JobOutputs(UnlistedCallback):
 
     @staticmethod
     def _best_checkpoints(trainer: Trainer) -> Iterator[str]:
-        """Yield the best checkpoint of each callback that this host can read, first of those that monitor a metric."""
+        """Yield each callback's best checkpoint if this host can read it, starting with those that monitor a metric."""
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
-            stated = callback.best_model_path
+            best = callback.best_model_path
             # After a restart on another host, the file may be in another folder, under the same name.
-            moved = os.path.join(callback.dirpath or "", os.path.basename(stated))
-            found = [path for path in (stated, moved) if stated and _exists(path)]
-            yield from found[:1]
-            if stated and not found and trainer.is_global_zero:
-                logger.warning("The best checkpoint %s does not exist: exporting another one.", stated)
+            moved = os.path.join(callback.dirpath or "", os.path.basename(best))
+            existing = [path for path in (best, moved) if best and _exists(path)]
+            yield from existing[:1]
+            if best and not existing and trainer.is_global_zero:
+                logger.warning("The best checkpoint %s does not exist: exporting another one.", best)
 
     def _export(self, trainer: Trainer, checkpoint: str) -> None:
-        """Export what this host has of a checkpoint: on rank 0 a file, else the shards that its ranks have written."""
+        """Export this host's part of a checkpoint: on rank 0, a single file; on each host, the shards of its ranks."""
         folder = Path(checkpoint)
-        # A host that has the index, which rank 0 writes, has downloaded all files, as the host of rank 0 has.
+        # Rank 0 writes the index. If another host has it, too, both have downloaded all files, and rank 0 exports them.
         has_own_shards = trainer.local_rank == 0 and folder.is_dir() and not has_index(folder)
         if not (trainer.is_global_zero or has_own_shards):
             return
@@ -180,8 +180,8 @@ class JobOutputs(UnlistedCallback):
         if not isinstance(filesystem, LocalFileSystem):
             file = incoming
             filesystem.get(address, str(incoming))
-        # Without reading the rest, such as the states of optimizers. weights_only=False: this job wrote the file, and
-        # hyperparameters in it may be of any type. Only a zip archive, which torch.save writes, can be mapped.
+        # mmap avoids reading the rest, such as optimizer states, but needs a zip archive (of torch.save).
+        # weights_only=False is safe because this job wrote the file; hyperparameters in it may be of any type.
         weights = torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))["state_dict"]
         torch.save(weights, self._incoming(MODEL_STATE_DICT))
         self._complete(MODEL_STATE_DICT)
@@ -189,7 +189,7 @@ class JobOutputs(UnlistedCallback):
             if file != incoming:
                 self._place(file, incoming)
             self._complete(MODEL_CHECKPOINT)
-        incoming.unlink(missing_ok=True)  # where model.ckpt is left out
+        incoming.unlink(missing_ok=True)  # if model.ckpt is left out
 
     def _export_shards(self, folder: Path) -> None:
         """Export the files of this host: SageMaker merges the model directories of all hosts."""
@@ -200,7 +200,7 @@ class JobOutputs(UnlistedCallback):
                 self._place(file, incoming / file.relative_to(folder))
         self._complete(MODEL_CHECKPOINT)
         logger.info(
-            "%s is a sharded checkpoint, so %s is not written. To make one file from those of all hosts, run `%s`.",
+            "%s is a sharded checkpoint, so %s is not written. To merge the files of all hosts into one, run `%s`.",
             self._model_dir / MODEL_CHECKPOINT,
             MODEL_STATE_DICT,
             f"python {MODEL_CHECKPOINT}/zero_to_fp32.py {MODEL_CHECKPOINT} weights"
@@ -209,12 +209,12 @@ class JobOutputs(UnlistedCallback):
         )
 
     def _place(self, source: Path, target: Path) -> None:
-        """Link a file, or copy it where a link is impossible."""
+        """Link a file, or copy it if a link is impossible."""
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         real = Path(os.path.realpath(source))
         folder = self._job.checkpoint_dir
-        # Link only from the checkpoint folder: its files are replaced by new ones, and never written to again.
+        # Link only files in the checkpoint folder: they are replaced, never modified, so the link stays intact.
         if folder is not None and real.is_relative_to(os.path.realpath(folder)):
             with suppress(OSError):  # another file system, another mount of this one, or one without links
                 os.link(real, target)
@@ -222,14 +222,14 @@ class JobOutputs(UnlistedCallback):
         shutil.copyfile(real, target)
 
     def _complete(self, name: str) -> None:
-        """Rename an incoming file or folder to its final name, in place of what an earlier fit exported."""
+        """Rename an incoming file or folder to its final name, replacing the export of an earlier fit."""
         incoming, target = self._incoming(name), self._model_dir / name
-        # rename(2) cannot replace a folder by a file, and does nothing if both names are links to the same file.
+        # rename(2) cannot replace a folder with a file, and does nothing if both names are links to the same file.
         remove_folder(target) if target.is_dir() else target.unlink(missing_ok=True)
         os.replace(incoming, target)
 
     def _incoming(self, name: str) -> Path:
-        """Return where a file is written before it gets its final name, so that a kill leaves no truncated model."""
+        """Return the temporary path of a file, so that a kill during the export does not leave a truncated model."""
         return self._model_dir / f".{name}.incoming"
 
 

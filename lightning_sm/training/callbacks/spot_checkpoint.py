@@ -1,4 +1,4 @@
-"""SpotCheckpoint: save a checkpoint when training is interrupted, and resume exactly there in the next attempt."""
+"""SpotCheckpoint: save a checkpoint when training is interrupted, and resume from exactly there in the next attempt."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from lightning_sm.training.pace import Pace
 
 logger = logging.getLogger(__name__)
 
-# SIGUSR2 from our launcher; SIGTERM from launchers that know no other (torchrun, mpirun, the stock toolkit).
+# SIGUSR2 from our launcher; SIGTERM from launchers that send nothing else (torchrun, mpirun, the stock toolkit).
 STOP_SIGNALS = (GENTLE_SIGNAL, signal.SIGTERM)
-# Target time between two exchanges of flags, in seconds; slow steps make it longer.
+# Target time between two exchanges of flags, in seconds; longer if a step takes longer.
 _CHECK_EVERY_S = 1.0
 _NAME = re.compile(r"interrupted-epoch=(?P<epoch>\d+)-step=(?P<step>\d+)\.ckpt")
 
 
 class TrainingInterrupted(SystemExit):  # not an error: the interpreter exits with its code
-    """The exception that every rank raises at the same step, after the checkpoint has been saved."""
+    """The exception that all ranks raise at the same step, after the checkpoint has been saved."""
 
 
 class _SavedMoment(Enum):
-    """The moment at which a checkpoint is saved, which decides how the progress in it is corrected."""
+    """The moment at which a checkpoint is saved, which determines how its progress is corrected."""
 
     OTHER = "when another callback saves one"
     EPOCH_START = "between two epochs, after the next one has fetched its first batch"
@@ -62,7 +62,7 @@ class _SavedMoment(Enum):
 
 
 class _Run(Enum):
-    """The run of the Trainer to which a stop signal comes; the value says what follows."""
+    """The kind of run that a stop signal interrupts; the value is the log message on what happens next."""
 
     TRAINING = "training will save a checkpoint and exit."
     ENDING = "training has ended, so there is no checkpoint to save. The script continues."
@@ -74,22 +74,22 @@ class SpotCheckpoint(Checkpoint):
     """A callback that saves a checkpoint and exits when the job is interrupted or stopped (SIGUSR2 or SIGTERM).
 
     In a SageMaker job, every call of ``fit`` resumes from the latest valid checkpoint in the job's checkpoint directory
-    (without one, in ``dirpath``), periodic checkpoints included. A checkpoint of this job takes precedence over
-    ``ckpt_path``, and ``ckpt_path`` over a checkpoint of an earlier job with the same S3 address. If a script calls
-    ``fit`` several times, each call resumes from its own checkpoints: a checkpoint states which line of the script made
-    its Trainer, and the number of the fit with that Trainer.
+    (or in ``dirpath``, if the job has none), including periodic checkpoints. A checkpoint of this job takes precedence
+    over ``ckpt_path``, and ``ckpt_path`` over a checkpoint of an earlier job with the same S3 address. If a script
+    calls ``fit`` several times, each call resumes from the checkpoints of the same call in earlier attempts: a
+    checkpoint records the script line that made its Trainer, and the number of the fit with that Trainer.
 
-    One signalled rank suffices, and its handler only sets a flag. About every second the ranks add up their flags (a
-    SUM, which every backend supports), so that all ranks save at the same step and exit together, with code 143. A
-    collective call inside the handler, as in Lightning itself, deadlocks whenever the signal reaches the ranks at
-    different moments (Lightning issue 20806).
+    It is enough to signal one rank. The signal handler only sets a flag. About every second, the ranks add up their
+    flags (a SUM, which every backend supports), so that all ranks save at the same step and exit together, with code
+    143. A collective call inside the handler, as in Lightning itself, deadlocks whenever the signal reaches the ranks
+    at different moments (Lightning issue 20806).
 
-    The checkpoint is that of a completed step. If a validation was interrupted, the resumed run repeats the validation
-    from its start, with the same weights. With automatic optimization, training continues until the gradients of a step
-    are complete.
+    The checkpoint is always of a completed step. If a validation was interrupted, the resumed run repeats it from the
+    start, with the same weights. With automatic optimization, training continues until the gradients of a step are
+    complete.
 
-    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job. Without a checkpoint directory, the checkpoint goes
-    next to the logs.
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job. If the job has no checkpoint directory, the
+    checkpoint is saved next to the logs.
 
     Args:
         dirpath: Folder for the checkpoint.
@@ -112,7 +112,7 @@ class SpotCheckpoint(Checkpoint):
         self._signalled_at: float | None = None
         self.saved: Path | str | None = None
         self._is_stopping = False  # any rank was signalled; the same on all ranks
-        # One per moment: steps and validation batches take different times.
+        # One pace per moment, because steps and validation batches differ in duration.
         self._paces: dict[_SavedMoment, Pace] = {}
         self._can_stop_in_validation = False
         self._loader_states: deque[list[dict[str, Any]]] = deque(maxlen=2)
@@ -120,12 +120,12 @@ class SpotCheckpoint(Checkpoint):
         self._saved_at_step_end: tuple[int, int] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Install the signal handlers, which remain after the run, so that a late signal does not disturb its end."""
+        """Install the signal handlers, which stay after the run, so that a late signal does not disrupt its end."""
         self._owner = os.getpid()
         self._is_fit = stage == "fit"
         self._run = _Run.TRAINING if self._is_fit else _Run.EVALUATION
-        # Lightning kills rank 0 of a host when another local rank exits with a code other than 0, and the parent of
-        # workers (ddp_spawn) raises an error: exit with 0 there.
+        # Children of Lightning must exit with 0: otherwise, Lightning kills local rank 0, or the parent of spawned
+        # workers (ddp_spawn) raises an error.
         self._is_worker = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
         is_child = self._is_worker or RankStart.detect(os.environ, os.getppid()).launcher is RankStarter.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
@@ -140,59 +140,59 @@ class SpotCheckpoint(Checkpoint):
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
         self._process = announce()
-        # Lightning 2.6 broadcasts in every step whether its own SIGTERM handler was called on rank 0. It never is: the
-        # handler is ours.
+        # Lightning 2.6 broadcasts in every step whether its SIGTERM handler was called on rank 0. Skip this: our
+        # handler replaces Lightning's.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        # Lightning runs this method before our SIGTERM handler. Its own version makes a collective call.
+        # Lightning calls this method before our SIGTERM handler; its version would make a collective call.
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
 
     def _resume(self, trainer: Any) -> None:
-        """Resume the fit that begins from its own latest checkpoint, if a later attempt can find one."""
+        """Resume the fit that starts now from its latest checkpoint, if checkpoints survive between attempts."""
         self._fit = replace(self._fit, number=self._fit.number + 1)
         if self._job is None or trainer.fast_dev_run:
             return
         for address in object_stores(trainer):
             logger.warning(
-                "No attempt of the job resumes from %s, the dirpath of a callback. Leave dirpath out: checkpoints then "
-                "go to the job's checkpoint folder, which SageMaker uploads.",
+                "No attempt of the job resumes from %s, the dirpath of a callback. Remove dirpath: checkpoints then go "
+                "to the job's checkpoint folder, which SageMaker uploads.",
                 address,
             )
         folder = self._job.checkpoint_dir or self._dirpath
-        # A host's output folder starts empty, and its name differs between hosts: nothing resumes from it.
+        # Skip a host's output folder: it starts empty in each attempt, and its name differs between hosts.
         if not folder.is_relative_to(self._job.host_output_dir):
             CheckpointLoader.of(trainer, self._job).resume_from_latest(folder, self._fit)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         if os.getpid() != self._owner:
-            # A forked child inherited this handler. Without the default action, Process.terminate() would have no
-            # effect on it, and the interpreter would wait forever for a daemon of multiprocessing.
+            # A forked child has inherited this handler. Restore the default action, or Process.terminate() would have
+            # no effect on it, and the interpreter would wait forever for multiprocessing's daemon processes.
             if signum == signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return
-        # After a failure on another host, this rank can no longer save: its next collective call would hang. After a
-        # fit, nothing reads the flag that this handler sets: the first signal leaves the script its time, SIGTERM then
-        # ends it.
+        # Exit at once if another host has failed: this rank can no longer save, as its next collective call would hang.
+        # Between runs, nothing reads the flag that this handler sets: let the script continue after the first signal,
+        # and exit at SIGTERM after that.
         is_repeated = signum == signal.SIGTERM and self._signalled_at is not None
         are_peers_gone = self._process is not None and self._process.are_peers_gone()
         if are_peers_gone or self._run is _Run.EVALUATION or (self._run is _Run.NONE and is_repeated):
             reporter = report_failures()
-            if reporter is not None:  # this rank may be failing, and the others have failed because of it
+            if reporter is not None:  # this rank's failure may be the cause of the others'
                 reporter.keep()
             raise TrainingInterrupted(self._exit_code)
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
-            # Not a logger: the signal may arrive while the main thread holds its lock.
+            # Do not use a logger: the signal may arrive while the main thread holds its lock.
             os.write(2, f"{signal.Signals(signum).name}: {self._run.value}\n".encode())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Correct how Lightning resumes before an epoch's first batch."""
+        """Make Lightning resume correctly before the first batch of an epoch."""
         epoch_loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop.restarted_mid_epoch and epoch_loop.batch_progress.current.ready == 0:
-            epoch_loop.restarting = False  # else Lightning continues as after a step: it validates, or ends the epoch
+            epoch_loop.restarting = False  # otherwise, Lightning would validate or end the epoch, as after a step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that no step follows, in which the ranks could stop."""
+        """Note that no further step follows at which the ranks could stop."""
         self._run = _Run.ENDING
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -205,9 +205,9 @@ class SpotCheckpoint(Checkpoint):
         self._run = _Run.NONE
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Stop between two steps, at the start of the second: at the end of the first, a validation may be due.
+        """Stop between two steps, at the start of the second, because a validation may be due at the end of the first.
 
-        If an epoch is a single step, stop between two epochs.
+        If an epoch has only one step, stop between two epochs.
         """
         if batch_idx == 0:
             self._loader_states.clear()
@@ -217,15 +217,15 @@ class SpotCheckpoint(Checkpoint):
             self._stop_if_signalled(trainer, _SavedMoment.STEP_START)
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
-        """Once a stop is certain, record the states of stateful loaders."""
+        """Record the states of stateful loaders, once a stop is certain."""
         if self._is_stopping:
             self._loader_states.append(trainer.fit_loop._combined_loader._state_dicts())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let Lightning end a resumed epoch like any other: while ``_restarting`` is set, it skips a ReduceLROnPlateau.
+        """Clear ``_restarting``, so that Lightning steps ReduceLROnPlateau at the end of a resumed epoch.
 
-        This is not a moment to stop. Lightning steps a ReduceLROnPlateau only after this hook, and a resumed run would
-        not make up for it; with max_steps, a resumed run would end the epoch twice.
+        Training must not stop here. Lightning steps ReduceLROnPlateau only after this hook, and a resumed run would not
+        make up for it; with max_steps, a resumed run would end the epoch twice.
         """
         if trainer.fit_loop.restarted_mid_epoch:
             trainer.fit_loop._restarting = False
@@ -239,8 +239,8 @@ class SpotCheckpoint(Checkpoint):
             self._can_stop_in_validation = True
             return
         loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened
-        # A stream may end before the length that it states.
-        has_streams = any(isinstance(getattr(one, "dataset", None), IterableDataset) for one in loaders)
+        # The length of a stream is not reliable: it may end earlier.
+        has_streams = any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)
         num_batches = trainer.num_val_batches
         is_different = num_batches != trainer.strategy.broadcast(num_batches)
         (num_unsuited,) = self._sums(trainer, has_streams or is_different or math.inf in num_batches)
@@ -252,13 +252,13 @@ class SpotCheckpoint(Checkpoint):
             return
         num_accumulated = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
         is_step_done = num_accumulated == 0 or trainer.is_last_batch
-        # With max_steps, a run that resumes from the last step ends at once, without the rest of the validation.
+        # Do not stop at the last of max_steps: a resumed run would end at once, without the rest of the validation.
         is_last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         if trainer.sanity_checking or (is_step_done and not is_last_step):
             self._stop_if_signalled(trainer, _SavedMoment.VALIDATION)
 
     def _stop_if_signalled(self, trainer: Any, moment: _SavedMoment) -> None:
-        """Exchange flags if it is time, and if any rank was signalled, save a checkpoint and exit."""
+        """Exchange flags if an exchange is due; if any rank was signalled, save a checkpoint and exit."""
         num_signalled = float(self._signalled_at is not None)
         if trainer.world_size > 1:
             pace = self._paces.setdefault(moment, Pace(_CHECK_EVERY_S, trainer.world_size))
@@ -269,19 +269,19 @@ class SpotCheckpoint(Checkpoint):
         self._is_stopping = num_signalled > 0
         if not self._is_stopping:
             return
-        # At the start of a step, stateful loaders have already yielded its batch, and the checkpoint needs their states
-        # from before it: continue until these are recorded.
+        # At the start of a step, stateful loaders have already yielded its batch, but the checkpoint needs their states
+        # from before that: continue until these are recorded.
         needs_states = moment is _SavedMoment.STEP_START and any(trainer.fit_loop._combined_loader._state_dicts())
         if needs_states and len(self._loader_states) <= _num_prefetched(trainer):
             return
         if trainer.sanity_checking:
-            logger.info("Interrupted before the first step: there is nothing to save.")
+            logger.info("Interrupted before the first step, so there is nothing to save.")
             self._note_saved(trainer, [])
         else:
             self._save(trainer, moment)
         if self._is_worker:
-            # The parent of the workers would wait for their results for ever: end it. It has no handlers, and all of
-            # its state is saved. When it exits, it sends SIGINT to its workers, which are about to exit themselves.
+            # Terminate the parent of the workers, which would wait for their results forever. It has no handlers, and
+            # all of its state is saved. As it exits, it sends SIGINT to the workers: ignore it, as they exit anyway.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             if trainer.local_rank == 0:
                 os.kill(os.getppid(), signal.SIGTERM)
@@ -291,7 +291,7 @@ class SpotCheckpoint(Checkpoint):
     def _sums(trainer: Trainer, *values: float) -> list[float]:
         """Sum each value over all ranks; a collective call."""
         tensor = torch.tensor(values, dtype=torch.float32, device=trainer.strategy.root_device)
-        # Not strategy.reduce, which adds a barrier and, with PipelineParallelStrategy, sums over the replicas only.
+        # Do not use strategy.reduce: it adds a barrier, and PipelineParallelStrategy's sums over the replicas only.
         if trainer.world_size > 1:
             torch.distributed.all_reduce(tensor)
         sums: list[float] = tensor.tolist()
@@ -299,7 +299,8 @@ class SpotCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, moment: _SavedMoment) -> None:
         if moment is _SavedMoment.VALIDATION:
-            # Undo WeightAveraging's swap for the validation: it would save the averaged weights as the current ones.
+            # WeightAveraging has swapped weights for the validation. Swap them back, or the averaged weights would be
+            # saved as the current ones.
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAveraging):
                     callback.on_validation_epoch_end(trainer, trainer.lightning_module)
@@ -308,9 +309,9 @@ class SpotCheckpoint(Checkpoint):
             self._moment = moment
             path = self._dirpath / f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
             trainer.save_checkpoint(path)
-            # Waits for the thread in which AsyncCheckpointIO writes, and raises its exception.
+            # Wait for the thread in which AsyncCheckpointIO writes; this raises the thread's exception.
             trainer.strategy.checkpoint_io.teardown()
-        trainer.strategy.barrier("interrupted")  # without it, ranks that write nothing would exit too early
+        trainer.strategy.barrier("interrupted")  # otherwise, ranks that write nothing would exit too early
         self._note_saved(trainer, files_of(path))
         self.saved = path
         if self._signalled_at is not None:
@@ -320,27 +321,27 @@ class SpotCheckpoint(Checkpoint):
             )
         elif trainer.is_global_zero:
             logger.info("Interrupted: step %d is saved in %s.", trainer.global_step, path)
-        if trainer.local_rank == 0:  # on each host, because each has the shards of its own ranks
+        if trainer.local_rank == 0:  # on each host, because each has the shards of its ranks
             self._remove_older_than(trainer.global_step, trainer.current_epoch)
 
     def _already_saved(self, trainer: Any) -> Path | None:
-        """Return a checkpoint of this moment that a ``ModelCheckpoint`` has just saved, where resuming looks for it.
+        """Return the checkpoint that a ``ModelCheckpoint`` has just saved in ``dirpath`` at this moment, or None.
 
-        A second one would take as long, while the time until SIGKILL passes. Nothing may have changed since: neither by
-        hooks and schedulers that come after the checkpoint, nor by loaders, whose states are those of another moment.
+        Saving a second one would cost time before SIGKILL. The first one is used only if nothing has changed since:
+        neither hooks and schedulers that run after the save, nor the states of stateful loaders.
         """
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         model = trainer.lightning_module
         is_unchanged = (
             self._saved_at_step_end == (trainer.global_step, progress.processed)
             and type(model).on_train_batch_end is LightningModule.on_train_batch_end
-            and not any(one.reduce_on_plateau and one.interval == "step" for one in trainer.lr_scheduler_configs)
+            and not any(item.reduce_on_plateau and item.interval == "step" for item in trainer.lr_scheduler_configs)
             and not any(trainer.fit_loop._combined_loader._state_dicts())
             and not _num_prefetched(trainer)
         )
         path: Path | None = None
         if is_unchanged:
-            trainer.strategy.checkpoint_io.teardown()  # as above
+            trainer.strategy.checkpoint_io.teardown()  # wait for AsyncCheckpointIO, as in _save
             for callback in trainer.checkpoint_callbacks:
                 is_full = isinstance(callback, ModelCheckpoint) and not callback.save_weights_only
                 if is_full and callback._last_global_step_saved == trainer.global_step:
@@ -348,32 +349,32 @@ class SpotCheckpoint(Checkpoint):
                     path = file if file.is_relative_to(self._dirpath) and file.exists() else path
         path = trainer.strategy.broadcast(path)
         if path is not None and trainer.is_global_zero:
-            logger.info("Step %d is saved in %s already.", trainer.global_step, path)
+            logger.info("Step %d is already saved in %s.", trainer.global_step, path)
         return path
 
     def _note_saved(self, trainer: Trainer, files: list[Path]) -> None:
-        """Tell the launcher that this host is ready for its end, and which files of the checkpoint it has."""
+        """Tell the launcher that this host is ready to exit, and which files of the checkpoint it has."""
         if self._process is not None and trainer.local_rank == 0:
             self._process.note_saved(files)
 
     def _remove_older_than(self, step: int, epoch: int) -> None:
-        """Remove the checkpoints before this step and epoch but for the furthest: the new one may not be uploaded yet.
+        """Remove all older checkpoints except the latest of them, because the new one may not be uploaded yet.
 
-        Names decide: after a restart, file times are those of the download. Checkpoints beyond this step are kept,
-        because they come from another job, or from before a rollback.
+        Their age is taken from their names: after a restart, file times are those of the download. Checkpoints beyond
+        this step are kept, because they come from another job, or from before a rollback.
         """
         older = []
         for path in self._dirpath.glob("interrupted-*.ckpt"):
             match = _NAME.fullmatch(path.name)
-            # The epoch counts, too: the last step of an epoch is also the step at the start of the next.
+            # Compare epochs, too: the end of an epoch and the start of the next have the same step.
             if match is not None and (int(match["step"]), int(match["epoch"])) < (step, epoch):
                 older.append((int(match["step"]), int(match["epoch"]), path))
         for _, _, path in sorted(older)[:-1]:
-            # Hosts with a shared folder remove the same files.
+            # Ignore missing files: hosts with a shared folder remove the same ones.
             remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Record which job saves the checkpoint, and correct the progress within the interrupted epoch."""
+        """Record the job that saves the checkpoint, and correct the progress within the interrupted epoch."""
         if self._job is not None:
             checkpoint[JOB_KEY] = job_facts(
                 self._job,
@@ -384,7 +385,7 @@ class SpotCheckpoint(Checkpoint):
         save_searched(trainer, checkpoint)
         if self._moment is _SavedMoment.OTHER:
             progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-            # Only in on_train_batch_end, a batch is processed and not yet completed.
+            # Only during on_train_batch_end is a batch processed but not completed.
             is_step_end = not trainer.validating and progress.completed == progress.processed - 1
             self._saved_at_step_end = (trainer.global_step, progress.processed) if is_step_end else None
             return
@@ -400,7 +401,7 @@ class SpotCheckpoint(Checkpoint):
 
 
 def _num_prefetched(trainer: Any) -> int:
-    """Return how many batches Lightning fetches ahead where the length is unknown, to recognize the last batch."""
+    """Return the number of batches that Lightning fetches ahead to detect the last one if the length is unknown."""
     fetcher = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
 
@@ -411,15 +412,15 @@ def _rewind_to_epoch_start(loop: dict[str, Any]) -> None:
     for count in (progress["total"], progress["current"]):
         count["ready"] -= 1
     progress["is_last_batch"] = False
-    # The loader has yielded that batch already; without a state it starts over.
+    # The stateful loader has already yielded that batch; without a state, it starts over.
     loop["state_dict"].pop("combined_loader", None)
 
 
 def _rewind_to_step_end(loop: dict[str, Any]) -> None:
     """Rewind the progress from the start of a step to the end of the previous one.
 
-    From there, Lightning resumes without validating, stepping schedulers or counting twice. It does not expect a
-    checkpoint from the start of a step.
+    From there, Lightning resumes without validating, stepping schedulers or counting twice. It cannot resume correctly
+    from the start of a step.
     """
     progress = loop["epoch_loop.batch_progress"]
     for count in (progress["total"], progress["current"]):
@@ -430,7 +431,7 @@ def _rewind_to_step_end(loop: dict[str, Any]) -> None:
 
 
 def _rewind_to_validation_start(loop: dict[str, Any]) -> None:
-    """Rewind the progress from anywhere in a validation to its first batch, so that the validation is repeated."""
+    """Rewind the progress from anywhere in a validation to before its first batch, so that it is repeated."""
     progress = loop["epoch_loop.val_loop.batch_progress"]
     total = progress["total"]
     current = progress["current"]

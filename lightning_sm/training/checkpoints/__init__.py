@@ -1,1 +1,1 @@
-"""Checkpoints: choosing the one from which a job resumes, and writing them."""
+"""Writing checkpoints, and choosing the checkpoint from which a job resumes."""

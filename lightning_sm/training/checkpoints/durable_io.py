@@ -1,4 +1,4 @@
-"""Atomic writing of checkpoints into a folder that SageMaker copies to S3 in the background."""
+"""Atomic writes of checkpoints into a folder that SageMaker copies to S3 in the background."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 _STREAM_WRITER = re.compile(r"PytorchStreamWriter|inline_container|iostream error")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
-# Not an attribute: strategies that spawn pickle the Trainer, and a lock cannot be pickled.
+# A global, not an attribute: strategies that spawn processes pickle the Trainer, and a lock cannot be pickled.
 _removals = threading.Lock()
 
 
 class DurableCheckpointIO(UnlistedCheckpointIO):
-    """A wrapper that lets a CheckpointIO write under names that SageMaker's agent ignores, and renames complete files.
+    """A wrapper that makes a CheckpointIO write under names that SageMaker's agent ignores, and renames complete files.
 
-    SageMaker copies the checkpoint folder to S3 file by file whenever a file changes: half a file that it finds there
-    is half a file after a restart. Lightning's strategies call the wrapper on rank 0, in any thread; it goes inside
-    ``AsyncCheckpointIO``. Paths outside the folder are passed on to the other CheckpointIO.
+    SageMaker copies the checkpoint folder to S3 file by file whenever a file changes, so a file that is half written
+    could come back from S3 truncated after a restart. Lightning's strategies call the wrapper on rank 0, in any thread;
+    put it inside ``AsyncCheckpointIO``. Paths outside the folder are passed on to the wrapped CheckpointIO.
 
-    The latest checkpoint may be partly uploaded when the host is taken away. So a checkpoint that Lightning removes is
-    kept until the next removal: while a job trains, the folder has at least two.
+    When a host is taken away, the latest checkpoint may be only partly uploaded. So a checkpoint that Lightning removes
+    is kept until the next removal: while a job trains, the folder has at least two.
 
     Args:
-        checkpoint_io: Writes and reads the checkpoints.
+        checkpoint_io: The wrapped CheckpointIO, which writes and reads the checkpoints.
         folder: The folder that SageMaker copies to S3.
     """
 
@@ -56,7 +56,7 @@ class DurableCheckpointIO(UnlistedCheckpointIO):
         """Write a checkpoint. An earlier one at the same path stays intact until the new one is complete.
 
         Raises:
-            CheckpointError: The disk is full, the folder is not writable, or the other CheckpointIO wrote nothing.
+            CheckpointError: The disk is full, the folder is not writable, or the wrapped CheckpointIO wrote nothing.
         """
         target = self._inside(path)
         if target is None:
@@ -71,7 +71,7 @@ class DurableCheckpointIO(UnlistedCheckpointIO):
                 with _removals:
                     self._removed = [removed for removed in self._removed if removed != target]
                 _sync(unfinished)
-                if unfinished.is_dir() or target.is_dir():  # which rename(2) does not replace
+                if unfinished.is_dir() or target.is_dir():  # rename(2) would not replace a folder
                     _discard(target)
                 os.replace(unfinished, target)
             finally:
@@ -79,19 +79,19 @@ class DurableCheckpointIO(UnlistedCheckpointIO):
 
     def _write(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
         if type(self._inner) is TorchCheckpointIO and storage_options is None:
-            # Lightning's own would build the whole file in memory, write it to the temporary directory, which in a
-            # container is on another disk, and copy it from there (_atomic_save, and fsspec's LocalFileOpener.commit).
+            # Lightning's implementation would build the whole file in memory, write it to the temporary directory,
+            # which is on another disk in a container, and copy it (_atomic_save, and fsspec's LocalFileOpener.commit).
             torch.save(checkpoint, path)
         else:
             self._inner.save_checkpoint(checkpoint, str(path), storage_options=storage_options)
         if not path.exists():
             raise CheckpointError(
-                f"{type(self._inner).__name__} returned without writing the checkpoint {path}. A CheckpointIO that "
-                "writes in the background must be a _WrappingCheckpointIO around one that does not."
+                f"{type(self._inner).__name__} returned without writing the checkpoint {path}. If a CheckpointIO "
+                "writes in the background, make it a _WrappingCheckpointIO around one that does not."
             )
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Remove the checkpoint of the previous call, and keep this one until the next call."""
+        """Remove the checkpoint passed to the previous call, and keep this one until the next call."""
         target = self._inside(path)
         if target is None:
             self._inner.remove_checkpoint(path)
@@ -106,7 +106,7 @@ class DurableCheckpointIO(UnlistedCheckpointIO):
             self._inner.remove_checkpoint(str(removed))
 
     def teardown(self) -> None:
-        """Tear the other CheckpointIO down."""
+        """Tear down the wrapped CheckpointIO."""
         self._inner.teardown()
 
     def _inside(self, path: _PATH) -> Path | None:
@@ -114,15 +114,15 @@ class DurableCheckpointIO(UnlistedCheckpointIO):
         if "://" in text:
             return None
         target = Path(os.path.abspath(text))
-        # Follow links in the parents, but not a link of the file's own name: a new checkpoint replaces that.
+        # Resolve links in the parents only: if the file itself is a link, a new checkpoint replaces it.
         return target if target.parent.resolve().is_relative_to(self._folder.resolve()) else None
 
 
 def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     """Make a Trainer write its checkpoints in ``folder`` through ``DurableCheckpointIO``; a second call does nothing.
 
-    It wraps the innermost CheckpointIO, so that ``AsyncCheckpointIO`` and the user's own wrappers stay in place, and
-    removes the unfinished checkpoints of a killed run. Sharded strategies write without a CheckpointIO.
+    It wraps the innermost CheckpointIO, so that ``AsyncCheckpointIO`` and the user's wrappers stay in place. It also
+    removes unfinished checkpoints that a killed run left. Sharded strategies write without a CheckpointIO.
     """
     outer: WrappingCheckpointIO | None = None
     inner: CheckpointIO | None = trainer.strategy.checkpoint_io
@@ -135,7 +135,7 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     if outer is None:
         trainer.strategy.checkpoint_io = durable
     else:
-        outer._checkpoint_io = durable  # its setter refuses to replace one
+        outer._checkpoint_io = durable  # the property's setter refuses to replace a CheckpointIO
     if trainer.local_rank == 0:
         for unfinished in [*Path(folder).rglob(f"*{IGNORED}")]:
             _discard(unfinished)
@@ -143,12 +143,12 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def disk_errors_explained(what: str, folder: Path, intact: str) -> Iterator[None]:
-    """Raise a CheckpointError with advice in place of an error from writing.
+    """Replace an error of the block's writes with a CheckpointError that gives advice.
 
     Args:
-        what: What is written.
-        folder: The folder that it is written to.
-        intact: What is intact.
+        what: Name of what the block writes.
+        folder: The destination folder.
+        intact: A sentence on what is still intact.
     """
     try:
         yield
@@ -169,7 +169,7 @@ def disk_errors_explained(what: str, folder: Path, intact: str) -> Iterator[None
 
 
 def _discard(path: Path) -> None:
-    """Remove a file or a folder, which need not exist; leave what cannot be removed."""
+    """Remove a file or a folder if it exists, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         remove_folder(path)
     else:
@@ -178,7 +178,7 @@ def _discard(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or all files of a folder, to the disk."""
+    """Flush a file, or all files in a folder, to disk."""
     for file in [path, *path.rglob("*")]:
         if file.is_file():
             with file.open("rb") as opened:

@@ -1,8 +1,8 @@
-"""Which of a script's fits a checkpoint is from, so that a script with several Trainers resumes each from its own.
+"""The identity of a script's fits, so that a script with several Trainers resumes each from the right checkpoint.
 
-A restarted script need not make the Trainers that it made before: it may skip one whose result it finds. So a Trainer
-is known by the place in the script that makes it, with the variables of the ``for`` loops and comprehensions around;
-only Trainers that share both are numbered.
+A restarted script may not make all the Trainers again: it may skip one whose result exists. So a Trainer is identified
+by the place in the script that makes it, and the variables of the ``for`` loops and comprehensions around it. Only
+Trainers that share both are numbered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_sm.errors import CheckpointError
 
 _LIBRARIES = tuple(folder + os.sep for folder in (os.path.dirname(os.__file__), *site.getsitepackages()))
 _OWN_PACKAGE = str(Path(__file__).parents[2]) + os.sep
-# How many Trainers this process has made at each place.
+# Number of Trainers that this process has made at each place.
 _made: Counter[str] = Counter()
 
 
@@ -32,11 +32,10 @@ class Fit:
     """A fit of a script.
 
     Attributes:
-        place: The lines of the script that made its Trainer, the outermost first, and the variables of the loops
-            around them.
-        repeat: Number of the Trainer among those that were made at this place, from 1.
-        order: Number of the Trainer among all of the script, from 1.
-        number: Number of the fit among those of its Trainer, from 1.
+        place: The script lines that made its Trainer, outermost first, and the variables of the loops around them.
+        repeat: Number of the Trainer among those made at this place, from 1.
+        order: Number of the Trainer among all Trainers of the script, from 1.
+        number: Number of the fit among the fits of its Trainer, from 1.
     """
 
     place: str
@@ -46,14 +45,14 @@ class Fit:
 
     @classmethod
     def before_first(cls) -> Fit:
-        """Register the Trainer that the script is making, which has no fit yet."""
+        """Register the Trainer that the script is making, before its first fit."""
         place = _place(inspect.currentframe())
         _made[place] += 1
         return cls(place, _made[place], _made.total(), number=0)
 
     @classmethod
     def of(cls, saved: Any) -> Fit | None:
-        """Return the fit that a checkpoint states; None if it states none."""
+        """Return the fit recorded in a checkpoint, or None."""
         try:
             return cls(**saved)
         except TypeError:
@@ -61,7 +60,7 @@ class Fit:
 
     @property
     def trainer(self) -> tuple[str, int]:
-        """What tells its Trainer from the others of the script."""
+        """Key of the Trainer, unique in the script."""
         return self.place, self.repeat
 
     def __str__(self) -> str:
@@ -70,31 +69,31 @@ class Fit:
 
 
 def may_resume(own: Fit, saved: Fit, of_job: Sequence[Fit], *, is_own_job: bool) -> bool:
-    """Return whether a fit may resume from the checkpoint of another one.
+    """Return whether a fit may resume from a checkpoint, given the fit that saved it.
 
-    In the same job, the script is the same: the place of the Trainer decides. The script of an earlier job may have
-    been edited since, which moves its lines: there the order of the Trainers decides, unless the place is found.
+    Within a job, the script does not change, so the place of the Trainer decides. Since an earlier job, the script may
+    have been edited, which moves lines: then the order of the Trainers decides, unless a checkpoint has the same place.
 
     Args:
         own: The fit that is to resume.
-        saved: The fit of the checkpoint.
-        of_job: The fits of all checkpoints of the same job.
-        is_own_job: Whether that is the job of this process.
+        saved: The fit that saved the checkpoint.
+        of_job: The fits of all checkpoints of the job that saved it.
+        is_own_job: Whether that job is the current job.
 
     Raises:
-        CheckpointError: The checkpoints do not show which of them is of this fit.
+        CheckpointError: The checkpoints do not show which of them belongs to this fit.
     """
     if saved.number != own.number:
         return False
-    if is_own_job or any(one.trainer == own.trainer for one in of_job):
+    if is_own_job or any(fit.trainer == own.trainer for fit in of_job):
         return saved.trainer == own.trainer
     if saved.order != own.order:
         return False
-    if len({one.trainer for one in of_job}) > 1:
+    if len({fit.trainer for fit in of_job}) > 1:
         raise CheckpointError(
-            f"An earlier job of the same checkpoint_s3_uri has a checkpoint of {saved}, and its script made several "
-            f"Trainers; this is {own}. If they are the same, name the checkpoint as ckpt_path. If not, give this job a "
-            "checkpoint_s3_uri of its own."
+            f"An earlier job with the same checkpoint_s3_uri has a checkpoint of {saved}, and its script made several "
+            f"Trainers; this is {own}. If both are the same fit, pass the checkpoint as ckpt_path. If not, use another "
+            "checkpoint_s3_uri for this job."
         )
     return True
 
@@ -105,16 +104,16 @@ def _place(frame: FrameType | None) -> str:
         if not frame.f_code.co_filename.startswith(("<frozen ", _OWN_PACKAGE)):
             frames.append(frame)
         frame = frame.f_back
-    # A program may be installed like a library.
-    scripts = [one for one in frames if not one.f_code.co_filename.startswith(_LIBRARIES)] or frames
-    lines = " > ".join(f"{os.path.basename(one.f_code.co_filename)}:{one.f_lineno}" for one in reversed(scripts))
-    variables = {name: value for one in reversed(scripts) for name, value in _loop_variables(one)}
+    # If all frames are in libraries, the script itself is installed as one.
+    scripts = [item for item in frames if not item.f_code.co_filename.startswith(_LIBRARIES)] or frames
+    lines = " > ".join(f"{os.path.basename(item.f_code.co_filename)}:{item.f_lineno}" for item in reversed(scripts))
+    variables = {name: value for item in reversed(scripts) for name, value in _loop_variables(item)}
     shown = ", ".join(f"{name}={value!r}" for name, value in variables.items())
     return f"{lines} with {shown}" if shown else lines
 
 
 def _loop_variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """Yield the plain variables of the loops that a frame is in."""
+    """Yield the plain variables of the loops around a frame's current line."""
     for first, last, names in _loops(frame.f_code.co_filename):
         if first <= frame.f_lineno <= last:
             for name in names:
@@ -127,19 +126,19 @@ def _loops(file: str) -> list[tuple[int, int, list[str]]]:
     """Return the first line, the last line and the variables of each loop and comprehension in a file."""
     try:
         tree = ast.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):  # compiled, typed in, or deleted since
+    except (OSError, SyntaxError, ValueError):  # compiled, interactive, or deleted since
         return []
     loops = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-            targets = [one.target for one in getattr(node, "generators", [node])]
-            names = [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+            targets = [loop.target for loop in getattr(node, "generators", [node])]
+            names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
             loops.append((node.lineno, node.end_lineno or node.lineno, names))
     return loops
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether the text of a value is the same in every attempt."""
+    """Return whether the repr of a value is the same in every attempt."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (str, int, float, type))

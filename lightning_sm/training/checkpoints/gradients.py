@@ -1,4 +1,4 @@
-"""Gradients that a fit has accumulated when it saves a checkpoint: Lightning does not save them."""
+"""Saving and restoring accumulated gradients, which Lightning's checkpoints lack."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def accumulated_gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients that the next steps may add to, by parameter.
+    """Return the gradients that the next steps may add to, by parameter. A collective call.
 
-    With automatic optimization, there are none after an optimizer step. With manual optimization, only the user's code
-    knows whether it adds to them. The mean over the ranks is what the next exchange makes of gradients that ranks
-    accumulate without exchanging them (``no_sync``); others are equal.
-
-    A collective call.
+    With automatic optimization, there are none after an optimizer step. With manual optimization, the user's code may
+    always add to them. The result is the mean over the ranks: if ranks accumulate gradients without exchanging them
+    (``no_sync``), their next exchange averages them anyway; otherwise, their gradients are equal.
     """
     model = trainer.lightning_module
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -31,17 +29,17 @@ def accumulated_gradients(trainer: Any) -> dict[str, torch.Tensor]:
     if model.automatic_optimization and not is_accumulating:
         return {}
     parameters = dict(model.named_parameters())
-    names = [name for name, one in parameters.items() if one.grad is not None]
+    names = [name for name, parameter in parameters.items() if parameter.grad is not None]
     if names and not _has_whole_gradients(trainer.strategy):
         if trainer.is_global_zero:
             _warn_once(type(trainer.strategy).__name__)
         return {}
     names_of_ranks = of_all_ranks(names)
-    names = [name for name in parameters if any(name in one for one in names_of_ranks)]
+    names = [name for name in parameters if any(name in names_of_rank for names_of_rank in names_of_ranks)]
     saved: dict[str, torch.Tensor] = {}
-    for name in names:  # one after the other, because the device may have no room for a copy of all
-        own = parameters[name].grad
-        gradient = torch.zeros_like(parameters[name]) if own is None else own.detach().clone()
+    for name in names:  # one at a time: the device may not have enough memory to copy them all
+        grad = parameters[name].grad
+        gradient = torch.zeros_like(parameters[name]) if grad is None else grad.detach().clone()
         if trainer.world_size > 1:
             torch.distributed.all_reduce(gradient)
             gradient.div_(trainer.world_size)
@@ -66,7 +64,7 @@ def _has_whole_gradients(strategy: Any) -> bool:
 @cache
 def _warn_once(strategy: str) -> None:
     logger.warning(
-        "Gradients are not saved with checkpoints, because %s splits them over the ranks. If they accumulate over "
-        "several batches, training that resumes lacks those of the batches before.",
+        "Gradients are not saved in checkpoints, because %s splits them across ranks. If gradients accumulate over "
+        "several batches, a resumed run lacks the gradients of earlier batches.",
         strategy,
     )

@@ -1,4 +1,4 @@
-"""The state that a checkpoint restores, kept while user code runs that an undisturbed fit would not run again."""
+"""Preserving the checkpoint's state while a resumed fit repeats hooks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 @contextmanager
 def keep_checkpointed_state(trainer: Any) -> Iterator[None]:
-    """Undo the changes to weights, buffers, optimizers and learning rate schedulers at the end of the block.
+    """Undo the block's changes to weights, buffers, optimizers and learning rate schedulers.
 
-    The copy of the weights is on the CPU, where loading the checkpoint has just needed more memory.
+    The weights are copied to the CPU, where loading the checkpoint has just needed more memory than that.
     """
     model = trainer.lightning_module
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_writable(tensor)]
-    # A DTensor holds the tensor of this rank.
+    # Of a DTensor, copy the part that this rank holds.
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    optimizers = [(one, *_state_of(one)) for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
-    schedulers = [(one.scheduler, deepcopy(one.scheduler.state_dict())) for one in trainer.lr_scheduler_configs]
+    optimizers = [(item, *_state_of(item)) for item in trainer.optimizers if isinstance(item, torch.optim.Optimizer)]
+    schedulers = [(item.scheduler, deepcopy(item.scheduler.state_dict())) for item in trainer.lr_scheduler_configs]
     yield
     with torch.no_grad():
         for tensor, copy in zip(tensors, copies, strict=True):
@@ -42,6 +42,6 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-    """Return an optimizer's groups, without parameters, and its state. Tensors are not copied."""
+    """Return an optimizer's groups without their parameters, and its state. Tensors are not copied."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return deepcopy(groups), {parameter: dict(state) for parameter, state in optimizer.state.items()}

@@ -1,7 +1,7 @@
-"""The latest valid checkpoint, from which a restarted job resumes, found by the contents of the files.
+"""The search for the latest valid checkpoint, from which a restarted job resumes.
 
-Every host starts with all files of the job's checkpoint folder in S3. Their times are those of the download, the user
-chose their names, and the latest may be truncated, because its host was taken away during the upload.
+Every host starts with all files of the job's checkpoint folder in S3. File times are those of the download, and users
+choose the names, so only contents count. The latest may be truncated, if its host was taken away during the upload.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ JOB_KEY = "lightning_sm.job"
 Gather = Callable[[Any], list[Any]]
 
 _SUFFIX = ".ckpt"
-# Files that torch.distributed.checkpoint and Lightning write into a sharded checkpoint's folder, besides the shards.
+# Files beside the shards that torch.distributed.checkpoint and Lightning write into a sharded checkpoint's folder.
 _SHARDS_INDEX, _SHARDS_META = ".metadata", "meta.pt"
-# Written last into the folder of a DeepSpeed checkpoint: the name of the subfolder with the files of the ranks.
+# Written last into a DeepSpeed checkpoint's folder; holds the name of the subfolder with the files of the ranks.
 _DEEPSPEED_TAG = "latest"
 _DEEPSPEED_MAIN = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 
@@ -43,9 +43,9 @@ def job_facts(job: SageMakerJob, fit: Fit, *, is_ending: bool = False, is_interr
 
     Args:
         job: The job.
-        fit: Which of the script's fits it is.
+        fit: The fit that saves the checkpoint.
         is_ending: Whether a callback such as ``EarlyStopping`` has ended the fit.
-        is_interruption: Whether it is saved because of an interruption, after all hooks of its step.
+        is_interruption: Whether the checkpoint is saved for an interruption, after all hooks of its step.
     """
     facts = {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri, "fit": asdict(fit)}
     marks = {"is_ending": is_ending, "is_interruption": is_interruption}
@@ -59,37 +59,37 @@ def newest_checkpoint(
     fit: Fit | None = None,
     gather: Gather = lambda own: [own],
 ) -> FoundCheckpoint | None:
-    """Find the valid checkpoint with the most progress; those of ``job`` itself come before those of earlier jobs.
+    """Find the valid checkpoint with the most progress; checkpoints of ``job`` take precedence over earlier jobs'.
 
-    Candidates are files, and folders of torch.distributed.checkpoint and DeepSpeed, that are named ``*.ckpt`` at any
-    depth and are neither hidden nor unfinished. Hosts with the same files find the same checkpoint. A warning names
-    each invalid candidate that may have more progress.
+    Candidates are all ``*.ckpt`` files and folders (of torch.distributed.checkpoint and DeepSpeed) at any depth that
+    are neither hidden nor unfinished. Hosts with the same files find the same checkpoint. A warning names each invalid
+    candidate that may have more progress.
 
-    No code of a checkpoint runs here. If a file holds objects, such as those in hyperparameters, it is valid only if it
-    states that it is of this job or of one with its S3 address. Anyone who can write to the folder can forge the
-    statement: the check protects from files left there by accident.
+    This function never runs code from a checkpoint. A file that holds objects, such as those in hyperparameters, is
+    valid only if it names this job, or a job with the same S3 address, as its origin. Anyone who can write to the
+    folder can forge this: the check protects against files left there by accident.
 
     Args:
         folder: The checkpoint folder; it need not exist.
-        job: The current job. Checkpoints of another job with another S3 address, which a warm pool may leave behind,
-            are invalid. None accepts checkpoints of any job.
-        fit: Which of the script's fits is to resume; checkpoints of other fits do not count. None accepts all.
-        gather: Returns a value of this host and of all others that call this function at the same time, in the order
-            of hosts: the hosts then judge all their files together. By default, this host has all files.
+        job: The current job. Checkpoints of a job with another name and S3 address, which a warm pool may leave behind,
+            are invalid. If None, checkpoints of any job are valid.
+        fit: The fit that is to resume; checkpoints of other fits are skipped. If None, checkpoints of any fit count.
+        gather: Returns the values of all hosts that call this function at the same time, in the order of hosts, so that
+            they judge all their files together. By default, this host has all files.
 
     Returns:
-        The checkpoint, which may have a ``doubt``; None if there is no valid one.
+        The checkpoint, which may have a ``doubt``, or None if no checkpoint is valid.
     """
     paths = sorted(_candidates(Path(folder)))
     sizes = _joined(gather({str(path): _sizes(path) for path in paths}))
     own = [_read(path, sizes[str(path)], job) for path in paths]
-    readings = _best_of_each([replace(one, host=host) for host, found in enumerate(gather(own)) for one in found])
+    readings = _best_of_each([replace(item, host=host) for host, items in enumerate(gather(own)) for item in items])
     if fit is not None:
         readings = _of_fit(readings, fit, job)
     best = _best(readings, job)
-    # Every host compares its own copy: one that is damaged would count as equal to the others.
+    # Check every host's copy: reading the progress does not show damage, so a damaged copy looks like the others.
     while best is not None and (damage := next(filter(None, gather(_damage(best.path))), None)) is not None:
-        readings = [replace(one, fault=damage) if one is best else one for one in readings]
+        readings = [replace(item, fault=damage) if item is best else item for item in readings]
         best = _best(readings, job)
     for reading in readings:
         if reading.fault is None:
@@ -106,14 +106,14 @@ def newest_checkpoint(
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint, and what reading it has shown.
+    """A checkpoint, and the facts that reading it has revealed.
 
     Attributes:
         path: The file, or the folder of a sharded checkpoint.
         progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
-        job: Its ``job_facts``, which identify the job that wrote it; None if it has none, and then holds no objects.
+        job: The ``job_facts`` of the job that wrote it. None if missing; a valid checkpoint then holds no objects.
         fault: Why training cannot resume from it; None if it is valid.
-        doubt: Why it is unclear whether it is of the fit that is to resume; None if that is clear.
+        doubt: Why it is unclear whether it belongs to the fit that is to resume; None if that is clear.
         host: Number of the host that has read it, in the order of hosts.
     """
 
@@ -126,13 +126,13 @@ class FoundCheckpoint:
 
     @property
     def job_name(self) -> str | None:
-        """The name of that job, if it is known."""
+        """Name of the job that wrote the checkpoint, or None if unknown."""
         name: str | None = (self.job or {}).get("name")
         return name
 
     @property
     def fit(self) -> Fit | None:
-        """Which of the fits of that job's script it is from, if it says so."""
+        """The fit that wrote the checkpoint, or None if unknown."""
         return Fit.of((self.job or {}).get("fit"))
 
     def is_of(self, job: SageMakerJob | None) -> bool:
@@ -141,14 +141,14 @@ class FoundCheckpoint:
 
 
 class _UnusableError(Exception):
-    """The reason why a checkpoint is invalid: the predicate of a sentence whose subject is the checkpoint."""
+    """The reason why a checkpoint is invalid, worded to follow the checkpoint's path in a sentence."""
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Yield all ``*.ckpt`` except links: the walk finds the target of a link itself, if it is inside the folder."""
+    """Yield all ``*.ckpt`` except links: if the target of a link is inside the folder, the walk finds it anyway."""
     for parent, folders, files in os.walk(folder):
         checkpoints = [name for name in (*folders, *files) if name.endswith(_SUFFIX) and not name.startswith(".")]
-        # In place: os.walk descends into the folders that remain in this list, but not into links.
+        # Change the list in place: os.walk descends into the folders that remain in it, but not into links.
         folders[:] = [
             name for name in folders if not name.startswith(".") and name not in checkpoints and not is_ignored(name)
         ]
@@ -161,7 +161,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _joined(of_hosts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Return the files of all hosts, by checkpoint."""
+    """Return the file sizes of each checkpoint, joined over all hosts."""
     joined: dict[str, dict[str, int]] = {}
     for checkpoints in of_hosts:
         for path, sizes in checkpoints.items():
@@ -170,7 +170,7 @@ def _joined(of_hosts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, di
 
 
 def _read(path: Path, sizes: Mapping[str, int], job: SageMakerJob | None) -> FoundCheckpoint:
-    """Describe a checkpoint, whose files on any host have these sizes."""
+    """Read a checkpoint, given the sizes of its files on all hosts."""
     try:
         main = path
         if path.is_dir():
@@ -194,18 +194,18 @@ def _read(path: Path, sizes: Mapping[str, int], job: SageMakerJob | None) -> Fou
         return FoundCheckpoint(path, fault="is truncated, or not a file of torch.save")
     except Exception as error:  # noqa: BLE001 - a broken file may raise anything
         return FoundCheckpoint(path, fault=f"cannot be read ({type(error).__name__}: {error})")
-    # A periodic checkpoint of the same step lacks what later hooks of that step did.
+    # Prefer an interruption's checkpoint: a periodic one of the same step lacks the work of the step's later hooks.
     is_interruption = facts is not None and facts.get("is_interruption") is True
     return FoundCheckpoint(path, (*progress, int(is_interruption)), facts, fault)
 
 
 def _main_of_shards(path: Path, sizes: Mapping[str, int]) -> Path:
-    """Check that the hosts have all shards of a checkpoint, and return the file with all but the weights."""
+    """Check that the hosts have all shards of a checkpoint, and return the file with everything but the weights."""
     for name in (_SHARDS_INDEX, _SHARDS_META):
         if name not in sizes:
             raise _UnusableError(f"is a folder without {name}: an incomplete sharded checkpoint, or another format")
         if not (path / name).is_file():
-            raise _UnusableError(f"is a folder whose {name} another host has")
+            raise _UnusableError(f"is a folder whose {name} is on another host")
     for place in inert_pickle((path / _SHARDS_INDEX).read_bytes()).storage_data.values():
         end = place.offset + place.length
         if sizes.get(place.relative_path, 0) < end:
@@ -214,9 +214,9 @@ def _main_of_shards(path: Path, sizes: Mapping[str, int]) -> Path:
 
 
 def _main_of_deepspeed(path: Path) -> Path:
-    """Return rank 0's file of a DeepSpeed checkpoint, which has the Trainer's state."""
+    """Return rank 0's file of a DeepSpeed checkpoint, which holds the Trainer's state."""
     if not (path / _DEEPSPEED_TAG).is_file():
-        raise _UnusableError(f"is a folder whose file {_DEEPSPEED_TAG} another host has")
+        raise _UnusableError(f"is a folder whose file {_DEEPSPEED_TAG} is on another host")
     folder = path / (path / _DEEPSPEED_TAG).read_text(encoding="utf-8").strip()
     for file in folder.iterdir():
         if _DEEPSPEED_MAIN.fullmatch(file.name):
@@ -225,7 +225,7 @@ def _main_of_deepspeed(path: Path) -> Path:
 
 
 def _check_deepspeed(checkpoint: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Check that the hosts have the optimizer's states of all ranks, which ZeRO splits; without it, there are none."""
+    """Check that the hosts have the optimizer states of all ranks; without ZeRO, there are no such files."""
     num_ranks = checkpoint["dp_world_size"] if checkpoint["param_shapes"] is not None else 0
     num_found = sum(name.endswith("optim_states.pt") for name in sizes)
     if num_found < num_ranks:
@@ -233,7 +233,7 @@ def _check_deepspeed(checkpoint: Mapping[str, Any], sizes: Mapping[str, int]) ->
 
 
 def _progress(checkpoint: Any) -> tuple[int, ...]:
-    """Return counts to compare checkpoints by, optimizer steps first; the others order checkpoints of one step."""
+    """Return counts to compare checkpoints by: optimizer steps first, then counts that order checkpoints of a step."""
     if not isinstance(checkpoint, Mapping) or not {"global_step", "epoch", "loops"} <= checkpoint.keys():
         raise _UnusableError("is not a checkpoint of a Lightning Trainer")
     fit_loop = checkpoint["loops"]["fit_loop"]
@@ -243,25 +243,25 @@ def _progress(checkpoint: Any) -> tuple[int, ...]:
 
 
 def _fault_of_unknown(file: Path) -> str | None:
-    """Return the fault of a file that does not state its job: it must not hold objects, whose code would run."""
+    """Return the fault of a file that does not name its job: it must not hold objects, whose code would run."""
     try:
         torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        # The rest of torch's message is about its own options.
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        named = f" ({found[1]})" if found else ""
+        # Take only the class from torch's message: the rest is about options of torch.load.
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        class_name = f" ({match[1]})" if match else ""
         return (
-            f"holds objects{named}, whose code would run, and does not state which job wrote it. To resume from it, "
-            "name it as ckpt_path with weights_only=False"
+            f"holds objects{class_name}, whose code would run, and does not state which job wrote it. To resume from "
+            "it, pass it as ckpt_path with weights_only=False"
         )
     return None
 
 
 def _fault_of_another_job(facts: Mapping[str, Any], job: SageMakerJob) -> str | None:
-    """Return the fault of a checkpoint that another job wrote, unless this job continues that one at its S3 address."""
+    """Return the fault of a checkpoint that another job wrote, unless both jobs use the same S3 address."""
     name = facts.get("name")
     uri = facts.get("checkpoint_s3_uri")
-    # Without a name, only the address tells jobs apart. Jobs that have neither cannot be told apart.
+    # Without names, compare the addresses. Jobs without either cannot be told apart, and count as the same job.
     if name == job.name and (name is not None or uri == job.checkpoint_uri):
         return None
     if uri and job.checkpoint_uri and str(uri).rstrip("/") == job.checkpoint_uri.rstrip("/"):
@@ -273,42 +273,42 @@ def _fault_of_another_job(facts: Mapping[str, Any], job: SageMakerJob) -> str | 
 
 
 def _best_of_each(readings: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
-    """Return one reading of each path: a valid one, of those the one with the most progress, and the first of equals.
+    """Return the best reading of each path: valid, with the most progress, and from the first host.
 
-    Hosts have different files of one name where only one host has overwritten what all had downloaded.
+    Hosts may have different files of the same name: all downloaded a file, and one host has since overwritten it.
     """
     best: dict[str, FoundCheckpoint] = {}
-    for one in readings:
-        known = best.get(str(one.path))
-        if known is None or (known.fault is not None, *one.progress) > (one.fault is not None, *known.progress):
-            best[str(one.path)] = one
+    for reading in readings:
+        known = best.get(str(reading.path))
+        if known is None or (known.fault is not None, *reading.progress) > (reading.fault is not None, *known.progress):
+            best[str(reading.path)] = reading
     return list(best.values())
 
 
 def _of_fit(readings: Sequence[FoundCheckpoint], own: Fit, job: SageMakerJob | None) -> list[FoundCheckpoint]:
-    """Return the readings without those of the script's other fits; one that states no fit is of any."""
+    """Return the readings that belong to a fit; a checkpoint that names no fit belongs to any."""
     kept = []
-    for one in readings:
-        of_job = [other.fit for other in readings if other.job_name == one.job_name and other.fit is not None]
-        is_own_job = job is not None and one.job_name == job.name is not None
+    for reading in readings:
+        of_job = [other.fit for other in readings if other.job_name == reading.job_name and other.fit is not None]
+        is_own_job = job is not None and reading.job_name == job.name is not None
         try:
-            if one.fit is None or may_resume(own, one.fit, of_job, is_own_job=is_own_job):
-                kept.append(one)
+            if reading.fit is None or may_resume(own, reading.fit, of_job, is_own_job=is_own_job):
+                kept.append(reading)
         except CheckpointError as error:
-            kept.append(replace(one, doubt=str(error)))
+            kept.append(replace(reading, doubt=str(error)))
     return kept
 
 
 def _best(readings: Sequence[FoundCheckpoint], job: SageMakerJob | None) -> FoundCheckpoint | None:
     valid = [reading for reading in readings if reading.fault is None]
-    return max(valid, key=lambda one: (one.is_of(job), one.progress), default=None)
+    return max(valid, key=lambda reading: (reading.is_of(job), reading.progress), default=None)
 
 
 def _damage(path: Path) -> str | None:
-    """Return the fault of a checkpoint whose bytes differ from what was written; None if there is no such fault.
+    """Return the fault of a checkpoint whose bytes have changed since it was written, or None.
 
-    torch does not compare the checksums of its archives. This reads the whole file, as loading does afterwards: only
-    the checkpoint that would be chosen is checked. Shards of torch.distributed.checkpoint are not archives.
+    torch does not verify the checksums in its archives. This function reads the whole file, as loading does later, so
+    call it only for the checkpoint to resume from. Shards of torch.distributed.checkpoint are not archives.
     """
     if not path.exists():  # on another host
         return None

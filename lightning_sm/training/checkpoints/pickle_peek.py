@@ -1,7 +1,7 @@
-"""Reading of pickles without running any code, neither of the file nor of the classes that it names.
+"""Reading pickles without running any code, neither from the file nor from the classes that it names.
 
 ``pickle.load`` and ``torch.load(weights_only=False)`` call whatever a file asks them to call. Here, each such call
-yields an object that does nothing; plain values (dicts, lists, numbers, texts) are read as they are.
+returns an inert object. Plain values (dicts, lists, numbers, strings) are read unchanged.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Inert:
         """Ignore the arguments."""
 
     def __call__(self, *_: Any, **__: Any) -> Inert:
-        """Stand for the result of a function, too."""
+        """Return self as the result of any call."""
         return self
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the attributes; ignore a state of another form."""
+        """Set the attributes from a mapping; ignore any other state."""
         if isinstance(state, Mapping):
             vars(self).update({name: value for name, value in state.items() if isinstance(name, str)})
 
@@ -64,10 +64,10 @@ def inert_pickle(data: bytes) -> Any:
 
 
 def inert_checkpoint(file: Path) -> Any:
-    """Return what ``torch.save`` wrote into a file, as ``inert_pickle`` does; the tensors are not read.
+    """Return the contents of a ``torch.save`` file, as ``inert_pickle`` does, without reading the tensors.
 
     Raises:
-        Exception: Of any type, if the file cannot be read, or ``torch.save`` has not written it.
+        Exception: Of any type, if the file cannot be read, or was not written by ``torch.save``.
     """
     with zipfile.ZipFile(file) as archive:
         (name,) = (name for name in archive.namelist() if name.rpartition("/")[2] == _PICKLE)

@@ -1,4 +1,4 @@
-"""Resuming of a fit from the latest valid checkpoint of its job, however the script starts the fit."""
+"""Automatic resumption of a fit from its job's latest valid checkpoint, however the script starts the fit."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_sm.training.checkpoints.transfer import HostLeaders, on_every_hos
 
 logger = logging.getLogger(__name__)
 
-# What code that reads the fields of a checkpoint raises if they are others than it expects.
+# Errors of code that does not find the fields it expects in a checkpoint.
 _OTHER_FIELDS = (KeyError, IndexError, ValueError, TypeError, AttributeError)
-# torch names each tensor of a large model. The advice must fit into the failure file, too.
+# Shorten torch's error, which lists each tensor of a large model: the advice must fit into the failure file, too.
 _MAX_CHARS = 250
 
 
 class CheckpointLoader:
-    """The loading of a Trainer's checkpoints in a job: files are sent to hosts that lack them.
+    """A loader of a Trainer's checkpoints in a job, which sends files to hosts that lack them.
 
     Args:
         trainer: The Trainer.
@@ -48,22 +48,23 @@ class CheckpointLoader:
 
     @classmethod
     def of(cls, trainer: Any, job: SageMakerJob) -> CheckpointLoader:
-        """Return the loader of a Trainer, which is made by the first call."""
-        found = getattr(trainer._checkpoint_connector.resume_start, "__self__", None)
-        return found if isinstance(found, cls) else cls(trainer, job)
+        """Return the loader of a Trainer, and create it on the first call."""
+        existing = getattr(trainer._checkpoint_connector.resume_start, "__self__", None)
+        return existing if isinstance(existing, cls) else cls(trainer, job)
 
     def resume_from_latest(self, folder: Path, fit: Fit) -> None:
         """Let the current fit resume from the job's latest valid checkpoint; call it in a callback's ``setup``.
 
-        A checkpoint of an earlier attempt of this job takes precedence over the script's ``ckpt_path``, from which
-        every restart would lose the progress of earlier attempts; ``ckpt_path`` takes precedence over a checkpoint of
+        A checkpoint of an earlier attempt of this job takes precedence over the script's ``ckpt_path``: restarts from
+        ``ckpt_path`` would lose the progress of earlier attempts. ``ckpt_path`` takes precedence over a checkpoint of
         another job with the same folder.
 
-        The hosts choose here, where all ranks are connected: before finders search, which a resumed fit does not.
+        The hosts choose the checkpoint here, because all ranks are connected and finders have not searched; in a
+        resumed fit, they must not search.
 
         Args:
             folder: The job's checkpoint folder.
-            fit: Which of the script's fits this is.
+            fit: The current fit.
         """
         allow_searches(self._trainer)
         found = None
@@ -73,15 +74,15 @@ class CheckpointLoader:
         self._chosen = self._trainer.strategy.broadcast(found)
         if self._chosen is not None:
             skip_searches(self._trainer)
-        # Where checkpoints are loaded after the search, the first one may be the finder's own.
+        # If the strategy loads checkpoints after the search, the first loaded checkpoint may be the finder's.
         self._restores_searched = not (self._chosen is None and self._trainer.strategy.restore_checkpoint_after_setup)
 
     def _resume_start(self, checkpoint_path: Any = None, **options: Any) -> None:
-        """Take the place of the connector's ``resume_start``, with which Lightning loads all checkpoints."""
+        """Replace the connector's ``resume_start``, through which Lightning loads all checkpoints."""
         trainer, connector = self._trainer, self._connector
         chosen, self._chosen, self._chosen_path = self._chosen, None, None
         restores_searched, self._restores_searched = self._restores_searched, False
-        if trainer.state.fn != "fit":  # the fit has failed in between, and the script went on
+        if trainer.state.fn != "fit":  # the fit has failed since, and the script continued
             chosen, restores_searched = None, False
         if chosen is not None and checkpoint_path is not None and not chosen.is_of(self._job):
             chosen = None
@@ -93,25 +94,25 @@ class CheckpointLoader:
             if trainer.is_global_zero:
                 instead = "" if checkpoint_path is None else f" It takes precedence over ckpt_path={checkpoint_path}."
                 logger.info("Resuming from %s, the latest valid checkpoint of the job.%s", chosen.path, instead)
-            # What states its job may hold objects. Lightning 2.5 has no such parameter, and loads all files with False.
+            # A checkpoint that names its job may hold objects. Lightning 2.5 lacks the parameter: it always uses False.
             if chosen.job is not None and "weights_only" in inspect.signature(self._load).parameters:
                 options["weights_only"] = False
             self._chosen_path = chosen.path
             self._load_on_all_hosts(str(chosen.path), options, chosen.host)
             if (chosen.job or {}).get("is_ending") and chosen.is_of(self._job):
-                # Callbacks such as EarlyStopping have their states again, but look at a metric only after an epoch.
+                # Callbacks such as EarlyStopping are restored, too, but check their metric only after an epoch.
                 trainer.should_stop = True
                 if trainer.is_global_zero:
-                    logger.info("The fit had ended in an earlier attempt: it does not train any further.")
+                    logger.info("The fit had already ended in an earlier attempt: it does not train any further.")
         if restores_searched and connector._ckpt_path:
             skip_searches(trainer)
             restore_searched(trainer, connector._ckpt_path, connector._loaded_checkpoint)
 
     def _restore(self, restore: Callable[[], None]) -> None:
-        """Take the place of the connector's methods that read the loaded checkpoint.
+        """Replace the connector's methods that read the loaded checkpoint.
 
         Raises:
-            CheckpointMismatchError: The checkpoint was not the script's choice, and does not fit the script.
+            CheckpointMismatchError: The job chose the checkpoint, not the script, and it does not fit the script.
         """
         try:
             restore()
@@ -122,9 +123,9 @@ class CheckpointLoader:
             raise CheckpointMismatchError(
                 f"The job resumes automatically from {path}, the latest valid checkpoint in its folder, but that does "
                 f"not fit this script. {type(error).__name__}: {shortened(str(error), _MAX_CHARS)}\n"
-                "It is of another model or optimizer. To start anew, set another checkpoint_s3_uri (in a job file: "
-                f"checkpoints), or delete what lies there ({path.parent} on this host). To continue, use the model "
-                "that the checkpoint was saved with."
+                "It belongs to another model or optimizer. To start over, set another checkpoint_s3_uri (in a job "
+                f"file: checkpoints), or delete the files there ({path.parent} on this host). To continue, use the "
+                "model that the checkpoint was saved with."
             ) from error
 
     def _load_on_all_hosts(self, path: Any, options: dict[str, Any], host: int = 0) -> None:
@@ -132,7 +133,7 @@ class CheckpointLoader:
         with on_every_host(self._trainer, path, folder, host) as shared:
             self._load(shared, **options)
         if shared is not None and path is not None:
-            self._connector._ckpt_path = path  # not a copy, which is removed by now
+            self._connector._ckpt_path = path  # not the copy, which has been removed
 
 
 def _is_misfit(error: Exception) -> bool:
@@ -140,5 +141,5 @@ def _is_misfit(error: Exception) -> bool:
         return False
     if isinstance(error, _OTHER_FIELDS):
         return True
-    # torch says so by a plain RuntimeError, as it does for an error of the GPU: only its own comparison counts.
+    # For a mismatch, torch raises a plain RuntimeError, as for a GPU error: accept it only from load_state_dict.
     return isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].name == "load_state_dict"

@@ -1,7 +1,7 @@
-"""Searches before a fit, by ``LearningRateFinder`` and ``BatchSizeFinder``: a resumed fit keeps what they found.
+"""Results of ``LearningRateFinder`` and ``BatchSizeFinder``, which a resumed fit keeps instead of searching again.
 
-To search, they train on, and then load a temporary checkpoint from before that. In a fit that resumes, Lightning would
-take this one for the checkpoint of the fit, and start at step 0 with the weights of the interruption.
+For a search, these callbacks train, and then load a temporary checkpoint from before. In a resumed fit, Lightning would
+mistake it for the fit's checkpoint, and start at step 0 with the weights of the interruption.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from lightning_sm._lightning import BatchSizeFinder, LearningRateFinder, parsing
 logger = logging.getLogger(__name__)
 
 _KEY = "lightning_sm.searched"
-# The attributes that LearningRateFinder sets if it is given no name.
+# The attributes that LearningRateFinder sets by default.
 _RATE_NAMES = ("lr", "learning_rate")
 
 
 def save_searched(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Put the values of the attributes that the Trainer's finders set into a checkpoint."""
+    """Save the attributes that the Trainer's finders set in a checkpoint."""
     model = trainer.lightning_module
     values = {
         name: parsing.lightning_getattr(model, name) for _, name in _finders(trainer) if _is_attribute(model, name)
@@ -30,24 +30,24 @@ def save_searched(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def allow_searches(trainer: Any) -> None:
-    """Let the finders of a Trainer search again."""
+    """Let the finders of a Trainer search again, after ``skip_searches``."""
     for finder, _ in _finders(trainer):
         vars(finder).pop("on_fit_start", None)
 
 
 def skip_searches(trainer: Any) -> None:
-    """Let the finders of a Trainer not search in the fit that is about to start."""
+    """Prevent the finders of a Trainer from searching in the fit that is about to start."""
     for finder, _ in _finders(trainer):
         finder.on_fit_start = _search_nothing
 
 
 def restore_searched(trainer: Any, path: object, checkpoint: Mapping[str, Any]) -> None:
-    """Set what earlier searches have found.
+    """Restore the results of earlier searches.
 
     Args:
         trainer: The Trainer.
         path: The checkpoint from which the fit resumes.
-        checkpoint: Its contents.
+        checkpoint: The contents of the checkpoint.
     """
     model = trainer.lightning_module
     values = checkpoint.get(_KEY, {})
@@ -59,8 +59,8 @@ def restore_searched(trainer: Any, path: object, checkpoint: Mapping[str, Any]) 
             logger.info("%s does not search again: training resumes with %s=%s.", kind, name, values[name])
         else:
             logger.warning(
-                "%s does not search, because training resumes from %s, which has no %s: the value of the script stays. "
-                "Set it to that of the earlier training.",
+                "%s does not search, because training resumes from %s, which has no %s. The script's value is used: "
+                "set it to the value of the earlier training.",
                 kind,
                 path,
                 name,
@@ -68,11 +68,11 @@ def restore_searched(trainer: Any, path: object, checkpoint: Mapping[str, Any]) 
 
 
 def _search_nothing(_trainer: Any, _pl_module: Any) -> None:
-    """Take the place of a finder's ``on_fit_start``."""
+    """Replace a finder's ``on_fit_start``."""
 
 
 def _finders(trainer: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the finders, and the names of the attributes that they set."""
+    """Yield each finder with the name of the attribute that it sets."""
     for callback in trainer.callbacks:
         if isinstance(callback, BatchSizeFinder):
             yield callback, callback._batch_arg_name

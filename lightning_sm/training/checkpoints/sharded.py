@@ -1,6 +1,6 @@
-"""Checkpoints that are folders: each host has the files that its own ranks wrote, and no host has all of them.
+"""Checkpoints that are folders: each host has only the files that its ranks wrote.
 
-Hosts share no folder while a job runs; only a restarted job finds all files on every host.
+Hosts do not share a folder while a job runs; only a restarted job finds all files on every host.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from lightning_sm.errors import StrategyError
 
 
 def install_shard_hooks(trainer: Trainer) -> None:
-    """Let a sharded strategy remove checkpoints on every host, and make an old one invalid before it is overwritten.
+    """Make a sharded strategy remove checkpoints on every host, and remove an old checkpoint before overwriting it.
 
-    Lightning removes checkpoints on rank 0 only, so the disks of the other hosts would fill. And if a host is taken
-    away while a checkpoint such as last.ckpt is overwritten, its shards are of two steps, and nothing shows it.
+    Lightning removes checkpoints on rank 0 only, so the disks of the other hosts would fill up. And if a host is taken
+    away while a checkpoint such as last.ckpt is overwritten, it would silently mix shards of two steps.
 
     Raises:
-        StrategyError: The strategy cannot restore the optimizer from its own shards, or cannot write to the dirpath of
-            a callback.
+        StrategyError: The strategy cannot restore the optimizer from the shards that it writes, or cannot write to the
+            dirpath of a callback.
     """
     strategy: Any = trainer.strategy
     if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)):
@@ -35,7 +35,7 @@ def install_shard_hooks(trainer: Trainer) -> None:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder, which need not exist, as far as possible."""
+    """Remove a folder if it exists, as far as possible."""
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -51,24 +51,24 @@ def object_stores(trainer: Trainer) -> list[str]:
 
 
 def _refuse_object_stores(trainer: Trainer) -> None:
-    # Lightning makes a pathlib.Path of the address, even for a checkpoint that is a single file. Nothing would reach
-    # the store, and a restarted job would start from scratch, without an error.
+    # Lightning converts the address to a pathlib.Path, even for a checkpoint that is a single file. Nothing would reach
+    # the store, and a restarted job would silently start from scratch.
     for address in object_stores(trainer):
         raise StrategyError(
             f"{type(trainer.strategy).__name__} cannot write checkpoints to {address}, which is the dirpath of a "
-            f"callback: it would make a folder {Path(address)} on each host's disk. Leave dirpath out: checkpoints "
+            f"callback: it would create a folder {Path(address)} on each host's disk. Remove dirpath: checkpoints "
             "then go to the job's checkpoint folder, which SageMaker uploads to checkpoint_s3_uri."
         )
 
 
 def _refuse_shards_of_replicas(strategy: Any) -> None:
-    # torch's load_sharded_optimizer_state_dict, which Lightning calls, spreads the state over all ranks, whichever
-    # group shards the model: a resumed run had other momenta than the interrupted one, without an error.
+    # Lightning calls torch's load_sharded_optimizer_state_dict, which spreads the state over all ranks even if only a
+    # group of them shards the model. Resumed runs silently had other momenta than the interrupted ones.
     if strategy._state_dict_type == "sharded" and "HYBRID" in strategy.sharding_strategy.name:
         raise StrategyError(
             f"FSDPStrategy with sharding_strategy={strategy.sharding_strategy.name} restores a wrong state of the "
             "optimizer from a checkpoint with state_dict_type=sharded. Set state_dict_type=full, or use "
-            "ModelParallelStrategy with a mesh of replicas and shards for fully_shard."
+            "ModelParallelStrategy and pass fully_shard a mesh of replicas and shards."
         )
 
 
@@ -77,7 +77,7 @@ def _save_afresh(
 ) -> None:
     path = strategy.broadcast(filepath)
     if strategy.local_rank == 0:
-        # Otherwise, old shards that other hosts wrote would be read in place of new ones, which this host lacks.
+        # Otherwise, this host would read old shards in place of the new ones, which only other hosts have.
         remove_folder(path)
     strategy.barrier("lightning_sm.save_afresh")
     save(checkpoint, path, storage_options)

@@ -1,10 +1,10 @@
-"""Checkpoints for all ranks: files that only some hosts have are sent to the others before the ranks load them.
+"""The transfer of checkpoints between hosts: files are sent to the hosts that lack them before the ranks load them.
 
-Hosts share no folder while a job runs. A checkpoint that is a file lies on the host of rank 0; of one that is a folder,
-each host has the shards of its own ranks. Files travel by Gloo, whatever the backend of the training is, so that they
-need neither memory of a GPU nor a communicator of NCCL.
+Hosts do not share a folder while a job runs. If a checkpoint is a file, only the host of rank 0 has it; if it is a
+folder, each host has the shards of its ranks. Files are sent over Gloo, whatever the training's backend is: this needs
+neither GPU memory nor an NCCL communicator.
 
-A host that cannot read or write a file raises an error, which ends the job.
+A host that cannot read or write a file raises an error, and the job fails.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PIECE_BYTES = 64 << 20
-# SMDDP tolerates no Gloo beside it: its ranks load what their own hosts have.
+# SMDDP does not work beside Gloo: with it, ranks load the files that their hosts have.
 _WITHOUT_GLOO = "smddp"
-# The shards of torch.distributed.checkpoint, of which a host gets the parts that its ranks read.
+# Shards of torch.distributed.checkpoint; a host receives only the parts that its ranks read.
 _SHARD = ".distcp"
 
 
 class HostLeaders:
-    """One rank of each host, local rank 0, which reads and writes files for its host.
+    """The ranks that read and write files for their hosts: local rank 0 of each host.
 
-    Making one is a collective call of all ranks.
+    The constructor makes a collective call of all ranks.
 
     Args:
         trainer: The Trainer, whose strategy has set up its processes.
 
     Attributes:
-        is_leader: Whether this rank is one of them.
-        ranks: Their ranks, in the order of hosts.
+        is_leader: Whether this rank is a leader.
+        ranks: Ranks of the leaders, in the order of hosts.
         host: Number of this rank's host, in that order.
         num_hosts: Number of hosts that exchange files.
     """
@@ -70,11 +70,11 @@ class HostLeaders:
 
     @property
     def group(self) -> Any:
-        """Their process group."""
+        """Process group of the leaders."""
         return gloo_group(self.ranks)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all hosts, in their order. A collective call of the leaders."""
+        """Return the values of all hosts, in the order of hosts. A collective call of the leaders."""
         if self.num_hosts == 1:
             return [value]
         values: list[Any] = [None] * self.num_hosts
@@ -93,14 +93,14 @@ class HostLeaders:
 def on_every_host(trainer: Any, path: Any, folder: Path, holder: int = 0) -> Iterator[Any]:
     """Make a checkpoint readable for all ranks while they load it. A collective call of all ranks.
 
-    A host that lacks a file, or has another file at this path, receives it: once per host, in pieces, into ``folder``.
-    Of shards, it receives those parts that its ranks read, when they read them.
+    A host that lacks a file, or has another file at this path, receives it once, in pieces, into ``folder``. Of shards,
+    a host receives only the parts that its ranks read, when they read them.
 
     Args:
         trainer: The Trainer.
-        path: The checkpoint, as rank 0 knows it; an address of an object store and None are returned as they are.
-        folder: Where this host keeps what it receives, until the ranks have loaded it.
-        holder: Number of the host whose file counts if hosts have different files at the path.
+        path: The checkpoint; rank 0's value is used. An address of an object store and None are yielded unchanged.
+        folder: Where this host keeps received files until the ranks have loaded them.
+        holder: Number of the host whose file is used if hosts have different files at the path.
 
     Yields:
         The path to load, the same on all ranks.
@@ -129,7 +129,7 @@ def on_every_host(trainer: Any, path: Any, folder: Path, holder: int = 0) -> Ite
 
 
 class _Transfer:
-    """The files of one checkpoint, which hosts see in a folder of links to their own files and of received ones."""
+    """The files of a checkpoint, as a folder that holds links to this host's files, and the files it has received."""
 
     def __init__(self, leaders: HostLeaders, path: Path, folder: Path, holder: int) -> None:
         self.view = folder / path.name
@@ -137,13 +137,13 @@ class _Transfer:
         self._path = path
         self._folder = folder
         self._order = [holder, *(host for host in range(leaders.num_hosts) if host != holder)]
-        # By host and name, what differs for different files.
+        # The identity of each file, by host and name.
         self._files: list[dict[str, tuple[int, str]]] = []
-        # By name, the host whose file counts.
+        # The host whose file is used, by name.
         self._sources: dict[str, int] = {}
 
     def is_needed(self) -> bool:
-        """Return whether a host lacks a file that another one has. A collective call of the leaders."""
+        """Return whether any host lacks a file that another host has. A collective call of the leaders."""
         real = self._path.resolve()
         own = {str(file.relative_to(real)): _identity(file) for file in files_of(real)}
         self._files = self.leaders.gather(own)
@@ -152,7 +152,7 @@ class _Transfer:
         return any(map(self._receivers, self._sources))
 
     def receive_files(self) -> None:
-        """Make the view: links to this host's files, and all files but shards that it lacks; a call of the leaders."""
+        """Create the view: link this host's files, and receive missing files except shards; a call of the leaders."""
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a process that was killed
         self._folder.mkdir(parents=True)
         for name, source in self._sources.items():
@@ -168,9 +168,9 @@ class _Transfer:
         """Fetch parts of shards; a call of the leaders.
 
         Args:
-            needed: For each host, what its ranks read: names, offsets and lengths.
+            needed: For each host, the parts that its ranks read: names, offsets and lengths.
         """
-        # All hosts go through the transfers in the same order, so that no two wait for each other.
+        # Sort the parts: all hosts must process transfers in the same order, or they would wait for each other.
         for host, parts in enumerate(needed):
             for name, offset, length in sorted(parts):
                 if host not in self._receivers(name):
@@ -179,12 +179,12 @@ class _Transfer:
                     self._pass_on(name, start, min(_PIECE_BYTES, offset + length - start), host)
 
     def remove(self) -> None:
-        """Remove the view, which no rank of this host reads any more."""
+        """Remove the view, once no rank of this host reads it."""
         if self.leaders.is_leader:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _receivers(self, name: str) -> list[int]:
-        """Return the hosts that lack a file, or have another one of this name; none if no host has it."""
+        """Return the hosts that lack a file, or have a different file of this name; none if no host has it."""
         if name not in self._sources:
             return []
         wanted = self._files[self._sources[name]][name]
@@ -193,7 +193,7 @@ class _Transfer:
     def _broadcast(self, name: str, source: int, *, is_receiver: bool) -> None:
         """Send a file from one host to all others."""
         length, _ = self._files[source][name]
-        # A file without content is a piece without bytes, so that the receiver makes the file.
+        # Send an empty file as one empty piece, so that the receiver creates the file.
         for start in range(0, max(1, length), _PIECE_BYTES):
             piece = torch.empty(min(_PIECE_BYTES, length - start), dtype=torch.uint8)
             if self.leaders.host == source:
@@ -205,7 +205,7 @@ class _Transfer:
             logger.info("Received %s from another host.", self._path / name)
 
     def _pass_on(self, name: str, start: int, length: int, receiver: int) -> None:
-        """Send a piece of a shard from the host that has it to another one."""
+        """Send a piece of a shard from the host that has it to another host."""
         source = self._sources[name]
         piece = torch.empty(length, dtype=torch.uint8)
         if self.leaders.host == source:
@@ -237,9 +237,9 @@ class _Transfer:
 
 @contextmanager
 def _fetched_shards(transfer: _Transfer) -> Iterator[None]:
-    """Fetch what ``torch.distributed.checkpoint`` is about to read, which it knows when it has made its plan.
+    """Fetch the parts in the read plan of ``torch.distributed.checkpoint`` before it reads them.
 
-    Every rank reads as often as the others: a load of it is a collective call.
+    All ranks read equally often, because loading is a collective call there.
     """
     read = FileSystemReader.read_data
 
@@ -260,10 +260,10 @@ def _fetched_shards(transfer: _Transfer) -> Iterator[None]:
 
 
 def _identity(file: Path) -> tuple[int, str]:
-    """Return what differs for different contents, without reading all of a checkpoint where that is possible.
+    """Return a value that differs for different contents, if possible without reading the whole file.
 
-    A zip archive, which torch.save writes, lists checksums of its entries. Shards are named by the rank that has
-    written them, and each host has only those of its own ranks, or all of them from S3: their sizes suffice.
+    A zip archive, which torch.save writes, lists the checksums of its entries. Shards are named by the rank that has
+    written them, and a host has either only the shards of its ranks, or all from S3, so comparing sizes is enough.
     """
     length = file.stat().st_size
     if file.suffix == _SHARD:

@@ -1,1 +1,1 @@
-"""The strategies that lightning_sm adds to those of Lightning."""
+"""Strategies that lightning_sm adds to Lightning."""

@@ -1,4 +1,4 @@
-"""The strategy that the SDK's ``distribution={...}`` asks for, if the script has chosen none."""
+"""The choice of the strategy that the SDK's ``distribution={...}`` asks for, unless the script has chosen one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _log_once = rank_zero_only(logger.info)
 
 
 def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> dict[str, Any]:
-    """Return the Trainer's ``strategy`` if ``distribution={...}`` asks for one; warn if SMDDP is asked for in vain.
+    """Return the Trainer's ``strategy`` if ``distribution={...}`` asks for one; warn if SMDDP cannot be used.
 
-    A request for SMDDP is not an error where SMDDP cannot run: that for ``pytorchddp`` looks the same, and is for any
-    GPUs and any strategy.
+    It is not an error if SMDDP cannot run: a request for ``pytorchddp``, which supports any GPU and strategy, looks the
+    same as a request for SMDDP.
 
     Args:
         job: The job.
@@ -28,7 +28,7 @@ def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> di
         chosen: The user's ``strategy``; None or "auto" leaves the choice to the job.
 
     Raises:
-        StrategyError: It asks for model parallelism, and the user has chosen another strategy.
+        StrategyError: ``distribution`` asks for model parallelism, but the user has chosen another strategy.
     """
     split = requested_model_parallelism(job.hyperparameters)
     if split is not None:
@@ -52,10 +52,10 @@ def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> di
 
 
 def pipeline_options() -> dict[str, Any]:
-    """Return the arguments of ``PipelineParallelStrategy`` for ``strategy=pipeline``: those of ``distribution={...}``.
+    """Return the arguments of ``distribution={...}`` for ``PipelineParallelStrategy`` with ``strategy=pipeline``.
 
     Raises:
-        StrategyError: It asks for a model that is not split.
+        StrategyError: ``distribution`` asks for a model that is not split.
     """
     job = SageMakerJob.from_environment()
     split = None if job is None else requested_model_parallelism(job.hyperparameters)
@@ -66,13 +66,13 @@ def pipeline_options() -> dict[str, Any]:
 
 
 def refuse_in_fabric(job: SageMakerJob) -> None:
-    """Refuse a job that asks for a split model and whose script uses Fabric.
+    """Refuse a job that asks for a split model, because its script uses Fabric.
 
     Args:
         job: The job.
 
     Raises:
-        StrategyError: The job asks for it.
+        StrategyError: The job asks for a split model.
     """
     split = requested_model_parallelism(job.hyperparameters)
     if split is not None and split.strategy == "pipeline":
@@ -88,13 +88,13 @@ def _check_chosen(split: ModelParallelism, chosen: Any) -> None:
     if fits:
         return
     raise StrategyError(
-        f"{split.source}, which is {split} here, but the script has strategy={name}. Remove one of them: modelparallel "
-        "from distribution, or the script's strategy."
+        f"{split.source}, which is {split} here, but the script has strategy={name}. Remove modelparallel from "
+        "distribution, or remove the script's strategy."
     )
 
 
 def _name_of(strategy: Any) -> str:
-    """Return the name of a strategy: text, an object, or its class in a configuration."""
+    """Return the name of a strategy, given its name, an instance, or its class in a configuration."""
     if isinstance(strategy, str):
         return strategy
     return str(getattr(strategy, "class_path", type(strategy).__name__)).rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""The names by which ``Trainer(strategy=...)`` finds the strategies of lightning_sm.
+"""Registration of the names by which ``Trainer(strategy=...)`` finds the strategies of lightning_sm.
 
-Lightning has no entry points for strategies (its groups are for callbacks), and ``import lightning_sm`` loads neither
-torch nor Lightning. So that import adds the names if Lightning is loaded already; otherwise, loading Lightning does.
+Lightning has entry points for callbacks, but not for strategies, and ``import lightning_sm`` loads neither torch nor
+Lightning. So that import registers the names if Lightning is already loaded, or else an import hook when it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from lightning_sm._import_hook import after_import
 from lightning_sm.errors import MixedLightningError
 
-# Where the two distributions of Lightning have their registries.
+# Modules of the registries in the two distributions of Lightning.
 _REGISTRIES = ("pytorch_lightning.strategies", "lightning.pytorch.strategies")
 
 
@@ -24,7 +24,7 @@ def register_with_lightning() -> None:
 
 
 def _register(strategies: ModuleType) -> None:
-    # Load a strategy only when a Trainer asks for it by name: most scripts use none of them.
+    # Load a strategy only when a Trainer asks for it by name, because most scripts use none of ours.
     register = partial(strategies.StrategyRegistry.register, override=True)
     distribution = strategies.__name__.removesuffix(".strategies")
     pipeline = partial(_pipeline, distribution)
@@ -43,6 +43,6 @@ def _make(distribution: str, module: str, name: str, **arguments: Any) -> Any:
     if distribution != chosen:
         raise MixedLightningError(
             f"The Trainer is {distribution}'s, but lightning_sm was loaded with {chosen}, whose classes are different "
-            f"objects. Import {distribution} before lightning_sm, and only one of the two in a script."
+            f"objects. Import {distribution} before lightning_sm, and import only one of the two in a script."
         )
     return getattr(importlib.import_module(f"lightning_sm.training.strategies.{module}"), name)(**arguments)

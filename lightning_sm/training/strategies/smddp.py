@@ -1,4 +1,4 @@
-"""SMDDPStrategy: DDP whose collective calls are made by SageMaker's data parallel library (SMDDP).
+"""SMDDPStrategy: DDP over SageMaker's data parallel library (SMDDP).
 
 Source:
     SageMaker developer guide, "Run distributed training with the SageMaker AI distributed data parallelism library".
@@ -26,9 +26,9 @@ _warn_once = rank_zero_only(logger.warning)
 
 _BACKEND = "smddp"
 _LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
-# Those of SMDDP 2. Earlier versions also ran on ml.p3.16xlarge and ml.p3dn.24xlarge.
+# Supported by SMDDP 2. Earlier versions also ran on ml.p3.16xlarge and ml.p3dn.24xlarge.
 _INSTANCE_TYPES = ("ml.p4d.24xlarge", "ml.p4de.24xlarge")
-# SMDDP can only sum, so these gather first. The names are those of Lightning's self.log(reduce_fx=...).
+# SMDDP can only sum, so gather values for these operations, named as in Lightning's self.log(reduce_fx=...).
 _REDUCED_BY_GATHERING: dict[str, Callable[..., Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
@@ -39,33 +39,33 @@ _REDUCED_BY_GATHERING: dict[str, Callable[..., Tensor]] = {
 class SMDDPStrategy(DDPStrategy):
     """``DDPStrategy`` with the backend ``smddp``, restricted to the calls that SMDDP supports.
 
-    SMDDP has no operation but SUM, no ``new_group()``, and tolerates no other backend beside it. So a mean is a divided
-    sum, a maximum is taken over gathered values, and the ranks wait for ``prepare_data`` at a barrier of SMDDP's own,
-    within ``timeout``. Hooks, callbacks and metrics that call ``torch.distributed`` themselves must observe the same
-    limits.
+    SMDDP supports only SUM, has no ``new_group()``, and does not work beside another backend. So the strategy computes
+    a mean as a divided sum, and a maximum from gathered values, and the ranks wait for ``prepare_data`` at an SMDDP
+    barrier, within ``timeout``. Hooks, callbacks and metrics that call ``torch.distributed`` directly must observe the
+    same limits.
 
     It needs a SageMaker job with two or more hosts of type ml.p4d.24xlarge or ml.p4de.24xlarge, and an image with the
-    library: docs/strategies.md names the versions of torch. ``--trainer.strategy=smddp`` selects this strategy.
+    library: docs/strategies.md lists the versions of torch. Select it with ``--trainer.strategy=smddp``.
 
     Args:
         **kwargs: Arguments of ``DDPStrategy``, except for ``process_group_backend``.
 
     Raises:
-        StrategyError: SMDDP cannot run in this job; raised when the Trainer is made. The message names an alternative.
+        StrategyError: SMDDP cannot run in this job (raised when the Trainer is made). The message names an alternative.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(process_group_backend=_BACKEND, **kwargs)
 
     def _configure_launcher(self) -> None:
-        # The Trainer has set num_nodes by now, and starts the other ranks of this host afterwards.
+        # Check here: the Trainer has set num_nodes by now, and starts the other ranks of this host afterwards.
         obstacle = obstacle_to_smddp(SageMakerJob.from_environment(), self.num_nodes)
         if obstacle is not None:
             raise StrategyError(f"strategy=smddp cannot be used: {obstacle} Use strategy=ddp: it runs everywhere.")
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Make the process group, and let Lightning wait for ``prepare_data`` without a Gloo group."""
+        """Create the process group, and make Lightning wait for ``prepare_data`` without a Gloo group."""
         data_connector._InfiniteBarrier = _PrepareDataBarrier  # type: ignore[attr-defined]
         _warn_once(SMDDP)
         super().setup_environment()
@@ -74,9 +74,9 @@ class SMDDPStrategy(DDPStrategy):
         """Reduce a tensor over all ranks, in place.
 
         Args:
-            tensor: The tensor of this rank. Anything else is returned as it is.
-            group: The process group; None for all ranks.
-            reduce_op: "mean" or "avg", "sum", "max", "min", "product", or the ``ReduceOp`` of one of them.
+            tensor: The tensor of this rank. Any other value is returned unchanged.
+            group: The process group. If None, all ranks.
+            reduce_op: "mean" or "avg", "sum", "max", "min", "product", or the corresponding ``ReduceOp``.
 
         Returns:
             The same tensor, with the same values on all ranks.
@@ -95,7 +95,7 @@ class SMDDPStrategy(DDPStrategy):
 
 
 class _PrepareDataBarrier(InfiniteBarrier):
-    """The barrier at which ranks wait for ``prepare_data``: SMDDP's own if there is one, else that of a Gloo group."""
+    """The barrier at which ranks wait for ``prepare_data``: SMDDP's under SMDDP, otherwise a Gloo group's."""
 
     def __enter__(self) -> Any:
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == _BACKEND:
@@ -105,14 +105,14 @@ class _PrepareDataBarrier(InfiniteBarrier):
 
 
 def obstacle_to_smddp(job: SageMakerJob | None, num_nodes: int) -> str | None:
-    """Return why SMDDP cannot run.
+    """Return the reason why SMDDP cannot run, or None.
 
     Args:
-        job: The job of this process; None off SageMaker.
+        job: The job of this process; None outside SageMaker.
         num_nodes: Number of trainer hosts.
 
     Returns:
-        A sentence; None if nothing is known to be in the way.
+        A sentence, or None if there is no known obstacle.
     """
     if job is None:
         return "SMDDP runs in SageMaker jobs only."
@@ -125,12 +125,13 @@ def obstacle_to_smddp(job: SageMakerJob | None, num_nodes: int) -> str | None:
             f"{', '.join(unsupported)} ({job.source})."
         )
     if num_nodes == 1:
-        return "SMDDP needs at least two trainer hosts, but the job has one: it speeds up traffic between hosts."
+        return "SMDDP speeds up traffic between hosts, so it needs at least two trainer hosts, but the job has one."
     try:
         importlib.import_module(_LIBRARY)
     except ImportError as error:
         return (
             f"the library cannot be imported ({error}). Its last known release, SMDDP 2.5.0, is built for PyTorch "
-            f"2.4.1, and this is PyTorch {torch.__version__}: none is known for 2.6 or newer, which lightning_sm needs."
+            f"2.4.1, but this is PyTorch {torch.__version__}. No release is known for PyTorch 2.6 or newer, which "
+            "lightning_sm needs."
         )
     return None

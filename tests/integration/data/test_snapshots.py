@@ -104,7 +104,7 @@ def test_a_trainer_learns_the_channels_of_data_hosts(server):
 
 def test_a_trainer_that_learns_nothing_says_why(server, monkeypatch):
     """A host that is not there is awaited for the time that the setting says; a wrong token is an error at once."""
-    with pytest.raises(DataHostUnreachableError, match=r"within 5 s \(data_service.startup_timeout_s\) which channels"):
+    with pytest.raises(DataHostUnreachableError, match=r"channels within 5 s \(data_service.startup_timeout_s\)"):
         connection("127.0.0.1:1").host_channels(is_quiet=True)
     monkeypatch.setenv(JOB_SECRET.name, "of another job " * 4)
     with pytest.raises(DataHostMismatchError, match="refused the token"):

@@ -114,14 +114,14 @@ def test_a_data_host_that_is_started_by_hand_has_a_secret_of_its_own(monkeypatch
     with hosts[0] as host, hosts[3] as other:
         assert num_batches(host.address) == num_batches(other.address) == 2
         monkeypatch.delenv(JOB_SECRET.name)
-        assert f"to train in another one, set the same {JOB_SECRET.name} in both" in refusal(host.address)
+        assert f"to train in another process, set the same {JOB_SECRET.name} in both" in refusal(host.address)
         monkeypatch.setenv(JOB_SECRET.name, secret)
         DataHost()
         assert os.environ[JOB_SECRET.name] == secret
 
 
 NOT_OF_THE_JOB = (
-    "what answers there is not a data host of this job: it did not prove that it has the token of this trainer"
+    "the server at this address is not a data host of this job: it did not prove that it has the token of this trainer"
 )
 
 
@@ -135,7 +135,7 @@ def test_a_data_host_without_the_token_gets_nothing_and_nothing_of_it_is_read(to
     with host.serving(guard=impostor) as address:
         error = refusal(address)
     assert NOT_OF_THE_JOB in error
-    assert f"set the same {JOB_SECRET.name} in both. If both have the same token, another process" in error
+    assert f"set the same {JOB_SECRET.name} in both. If the tokens are the same, another process" in error
     assert f"(data host at {address})" in error
     assert impostor.called <= {"Heartbeat", "Finish"}
 

@@ -203,4 +203,4 @@ def test_a_script_is_imported_by_spawned_workers(tmp_path, guard):
         assert "BATCH [104, 109]" in out
     else:
         assert ended.returncode == 1, out
-        assert 'Put what starts anything under `if __name__ == "__main__":`' in out
+        assert 'Put that code under `if __name__ == "__main__":`' in out

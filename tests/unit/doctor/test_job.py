@@ -93,7 +93,7 @@ def test_settings_are_shown_and_wrong_ones_found():
     wrong, unread, settings = job.variables(Context.of(env))
     assert (wrong.status, unread.status, settings.status) == (Status.PROBLEM, Status.WARNING, Status.OK)
     assert wrong.found.startswith("LIGHTNING_SM_HANG_S='x': expected a number of seconds")
-    assert unread.advice == "Was LIGHTNING_SM_MAX_RESTARTS meant?"
+    assert unread.advice == "Did you mean LIGHTNING_SM_MAX_RESTARTS?"
     assert settings.found == "LIGHTNING_SM_HANG_S=x, LIGHTNING_SM_JOB_SECRET=(hidden)"
 
 

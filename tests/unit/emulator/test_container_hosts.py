@@ -116,12 +116,12 @@ def test_a_script_is_named_as_the_container_sees_it(calls, tmp_path, monkeypatch
 def test_an_image_with_another_entry_point_takes_no_script(calls, tmp_path, monkeypatch):
     """It would ignore the script, and train something else."""
     monkeypatch.setenv("ENTRY_POINT", '["train"]')
-    with pytest.raises(ScriptError, match=r"The entry point of an-image is train, which takes no script"):
+    with pytest.raises(ScriptError, match=r"The entry point of an-image is train, which does not accept a script"):
         ContainerRuntime("an-image", tmp_path).check_command(["train.py"])
 
 
 def test_docker_is_named_where_it_is_missing(tmp_path, monkeypatch):
     """With what works without it."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ContainerError, match=r"needs Docker, whose command docker is not on PATH"):
+    with pytest.raises(ContainerError, match=r"needs Docker, but its command docker is not on PATH"):
         ContainerRuntime("an-image")

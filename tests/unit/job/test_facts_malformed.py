@@ -28,7 +28,7 @@ def group(name: object, hosts: object, **others: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("resources", "message"),
     [
-        (broken(current_host="algo-9"), r"current_host is 'algo-9', none of \['algo-1', "),
+        (broken(current_host="algo-9"), r"current_host is 'algo-9', not one of \['algo-1', "),
         (broken(current_host=None), r"Expected `str`, got `null` - at `\$\.current_host`"),
         (broken(current_host=1), r"Expected `str`, got `int` - at `\$\.current_host`"),
         (broken(current_host=""), r"Expected `str` of length >= 1 - at `\$\.current_host`"),
@@ -123,7 +123,7 @@ def test_other_malformed_files_are_errors(tmp_path, files, message):
         ({"SM_HOSTS": "algo-1"}, r"^SM_HOSTS: not valid JSON"),
         ({"SM_HOSTS": '{"a": 1}'}, r"^SM_HOSTS: Expected `array`, got `object`"),
         ({"SM_HOSTS": '["a"]'}, r"^SM_HOSTS/SM_CURRENT_HOST: .*`\$\.current_host`"),
-        ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, r"current_host is 'b', none of \['a'\]"),
+        ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, r"current_host is 'b', not one of \['a'\]"),
         (
             {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a", "SM_INSTANCE_GROUPS_DICT": "[]"},
             r"^SM_INSTANCE_GROUPS_DICT: Expected `object`",

@@ -105,7 +105,7 @@ def test_one_partition_is_ddp(parameters):
             ["ddp_dist_backend='smddp'", "$.ddp_dist_backend"],
         ),
         ({"sharded_data_parallel_degree": 8}, ["sharded_data_parallel_degree=8", "strategy=fsdp"]),
-        ({"hybrid_shard_degree": 8}, ["unknown field `hybrid_shard_degree`", "Known are activation_loading_horizon"]),
+        ({"hybrid_shard_degree": 8}, ["unknown field `hybrid_shard_degree`", "Known parameters: activation_loading"]),
         ({"partitions": 2, "microbatch": 4}, ["unknown field `microbatch`", "microbatches"]),
         ([2], ["mp_parameters is [2]", "dict"]),
     ],

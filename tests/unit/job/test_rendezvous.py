@@ -111,7 +111,5 @@ ALL = "0.0.0.0"  # noqa: S104 - the warning says so
 def test_servers_listen_on_the_interface_of_the_job(caplog, facts, address, reason):
     """Else on that of the host's name; a warning says why it is all of them."""
     assert own_address(make_job({"gpu": ("nowhere.invalid",)}, **facts)) == address
-    expected = (
-        f"The address of host nowhere.invalid is unknown: {reason}, and its own name does not resolve. Listening on"
-    )
+    expected = f"The address of host nowhere.invalid is unknown: {reason}, and its name does not resolve. Listening on"
     assert [message.startswith(expected) for message in caplog.messages] == [True] * (reason is not None)

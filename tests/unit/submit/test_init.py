@@ -77,7 +77,7 @@ def test_an_existing_file_is_not_replaced(folder, caplog):
     put(folder, train=PARSER)
     (folder / "job.yaml").write_text("mine")
     assert main(["init", "train.py"]) == 2
-    assert "job.yaml exists, and is not replaced." in caplog.text
+    assert "job.yaml already exists." in caplog.text
     assert (folder / "job.yaml").read_text() == "mine"
     assert main(["init", "train.py", "-o", "other.yaml"]) == 0
     assert read_job("other.yaml").script == "train.py"

@@ -96,7 +96,7 @@ MISTAKES = [
     ("name: digits", "name: digits\n1: x", 4, ["a name is a number; expected text. Quote it."]),
     ("name: digits", "name: digits\n<<: {a: x}", 4, ["<< merges nothing in a job file. Repeat the keys here."]),
     ("name: digits", "name: digits\n[a]: x", 4, ["a name is a list; expected text. Quote it."]),
-    ("name: digits", "request: &a {Tags: *a}", None, ["an anchor (&) has an alias (*) of itself in it"]),
+    ("name: digits", "request: &a {Tags: *a}", None, ["an anchor (&) contains its own alias (*)"]),
     ("name: digits", f"request: {'[' * 3000}", None, ["values are nested too deeply"]),
     # keys
     (GOOD[: GOOD.index("\n") + 1], "", None, ["job.yaml: image is missing, as in image: 1111"]),

@@ -91,9 +91,7 @@ def test_a_value_that_is_too_long_says_what_to_do(tmp_path):
     """A config file with a value beyond the service's 2500 characters has to come with the code."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"model": {"layers": list(range(2000))}}))
-    with pytest.raises(
-        HyperparameterError, match=r"'model' has \d+ characters in JSON; .* by the hyperparameter config"
-    ):
+    with pytest.raises(HyperparameterError, match=r"'model' has \d+ characters in JSON; .* set hyperparameter config"):
         encoded(replace(JOB, config=str(path)))
 
 

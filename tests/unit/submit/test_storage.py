@@ -49,7 +49,7 @@ def test_the_default_bucket_is_used_if_it_is_the_accounts_own(clients):
     clients.answers("s3", "head_bucket", {}, **EXPECTED)
     create_output(clients.s3, job(), "eu-west-1")
     clients.stubbers["s3"].add_client_error("head_bucket", "403", "Forbidden", 403, expected_params=EXPECTED)
-    with pytest.raises(SubmitError, match=rf"{BUCKET}.*another account than 111122223333.*Set output: s3://"):
+    with pytest.raises(SubmitError, match=rf"{BUCKET}.*an account other than 111122223333.*Set output: s3://"):
         create_output(clients.s3, job(), "eu-west-1")
 
 

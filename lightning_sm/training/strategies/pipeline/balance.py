@@ -1,4 +1,4 @@
-"""The cuts between the layers of a network that make it stages."""
+"""Ways to cut the layers of a network into stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_sm.errors import StrategyError
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cut layers into stages such that the most expensive stage costs as little as possible.
+    """Cut layers into stages so that the most expensive stage is as cheap as possible.
 
     Args:
         costs: Cost of each layer, in any unit.
@@ -23,24 +23,24 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
 
     @cache
     def best(end: int, stages: int) -> tuple[float, list[int]]:
-        """Return the cost of the most expensive of some stages for the first layers, and where they end."""
+        """Return the best cut of the first ``end`` layers: the cost of its most expensive stage, and the stage ends."""
         if stages == 1:
             return before[end], [end]
-        found = []
+        cuts = []
         for begin in range(stages - 1, end):
             others, ends = best(begin, stages - 1)
-            found.append((max(others, before[end] - before[begin]), [*ends, end]))
-        return min(found)
+            cuts.append((max(others, before[end] - before[begin]), [*ends, end]))
+        return min(cuts)
 
     _, ends = best(len(costs), num_stages)
     return [range(begin, end) for begin, end in pairwise([0, *ends])]
 
 
 def explicit_split(begins: Sequence[int | str], names: Sequence[str], num_stages: int) -> list[range]:
-    """Cut layers where the user says.
+    """Cut layers where the user asks for it.
 
     Args:
-        begins: The layer with which each stage but the first begins: its index or its name.
+        begins: The first layer of each stage but the first: its index or its name.
         names: The names of all layers.
         num_stages: Number of stages.
 
@@ -50,7 +50,7 @@ def explicit_split(begins: Sequence[int | str], names: Sequence[str], num_stages
     Raises:
         StrategyError: The list does not fit the layers or the number of stages.
     """
-    # Strings of digits: the names of an nn.Sequential's layers are their indices.
+    # Look names up first: layers of an nn.Sequential are named by strings of digits.
     indices = [names.index(begin) if begin in names else begin for begin in begins]
     bounds = [0, *(index for index in indices if isinstance(index, int)), len(names)]
     stages = [range(begin, end) for begin, end in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""The checkpoint of a pipeline is that of a single process: one file, whatever the number of stages."""
+"""Checkpoints of a pipeline: one file for any number of stages, the same as that of a single process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_sm.training.strategies.pipeline.tied import TiedNames
 
 
 class LogicalCheckpoint:
-    """The checkpoint of the whole module: joins the stages' parts by parameter name, and takes a stage's part out.
+    """The checkpoint of the whole module, joined from the stages' parts by parameter name, and split again on loading.
 
     Args:
         module: The LightningModule before it is cut.
         replica: The ranks of this replica.
-        tied: Its tied parameters; each is stored once, under all of its names.
-        is_written: Whether this replica's first rank writes checkpoints; the others need not gather anything.
+        tied: The module's tied parameters; each is stored once, under all of its names.
+        is_written: Whether this replica's first rank writes checkpoints; other replicas gather nothing.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class LogicalCheckpoint:
         self._is_written = is_written
         self._entries = list(module.state_dict())
         self._order = {name: i for i, (name, _) in enumerate(module.named_parameters())}
-        self._first_name = {name: one.names[0] for one in tied for name in one.names}
+        self._first_name = {name: names[0] for names, _ in tied for name in names}
 
     def weights(self) -> dict[str, Any]:
-        """Return the state dict of the whole module on the replica's first rank, elsewhere that of this rank's stages.
+        """Return the state dict of the whole module on the replica's first rank, and of this rank's stage elsewhere.
 
         A collective call of the replica.
         """
@@ -45,15 +45,15 @@ class LogicalCheckpoint:
             return dict(own)
         merged = {name: value for part in reversed(parts) for name, value in part.items()}
         merged.update({name: merged[first] for name, first in self._first_name.items() if first in merged})
-        added = [name for name in merged if name not in self._entries]  # such as states of a callback's module
+        added = [name for name in merged if name not in self._entries]  # such as the state of a callback's module
         return {name: merged[name] for name in (*self._entries, *added) if name in merged}
 
     def load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the part of this rank's stages from a state dict.
+        """Load the weights of this rank's stage from a state dict.
 
         Args:
             weights: The state dict of the whole module.
-            strict: Whether it must have the module's names, no more and no less.
+            strict: Whether it must have exactly the module's names.
 
         Raises:
             CheckpointError: ``strict`` is set, and the names differ.
@@ -69,10 +69,10 @@ class LogicalCheckpoint:
         self._module.load_state_dict(own, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of the optimizer as if it had all parameters; on ranks other than the first, its own part.
+        """Return the optimizer state for all parameters on the replica's first rank, and for this rank's elsewhere.
 
-        A collective call of the replica. Parameters are numbered group by group, as in torch, and within a group in the
-        order of the module.
+        A collective call of the replica. Parameters are numbered group by group, as in torch, and in the module's order
+        within a group.
 
         Args:
             optimizer: This rank's optimizer.
@@ -95,27 +95,27 @@ class LogicalCheckpoint:
         }
 
     def load_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
-        """Load the part of this rank's stages from the state of an optimizer that has all parameters.
+        """Load the optimizer state of this rank's stage from the state for all parameters.
 
         A collective call of the replica.
 
         Args:
             optimizer: This rank's optimizer.
-            whole: What ``optimizer_state`` returned, or the state of a single process.
+            whole: The result of ``optimizer_state``, or the state of a single process.
 
         Raises:
-            CheckpointError: It has other groups of parameters.
+            CheckpointError: The state has other parameter groups.
         """
         groups = self._names_by_group(optimizer)
         members = self._joined(self._replica.broadcast(self._replica.gather(groups), 0))
         sizes = [len(group["params"]) for group in whole["param_groups"]]
         if sizes != [len(group) for group in members]:
             raise CheckpointError(
-                f"The checkpoint's optimizer has groups of {sizes} parameters, but configure_optimizers makes groups "
-                f"of {[len(group) for group in members]} in all stages. Resume with the same model and optimizer."
+                f"The checkpoint's optimizer has groups of {sizes} parameters, but configure_optimizers returns groups "
+                f"of {[len(group) for group in members]} over all stages. Resume with the same model and optimizer."
             )
-        # A single process numbers a group's parameters in the order in which the script passes them to the optimizer:
-        # that of the module, unless the script sorts them.
+        # A single process numbers a group's parameters in the order in which the script passes them to the optimizer.
+        # That is the module's order, unless the script sorts them.
         numbered = (number for group in whole["param_groups"] for number in group["params"])
         numbers = dict(zip(_flat(members), numbered, strict=True))
         own = {name: i for i, name in enumerate(_flat(groups))}
@@ -136,7 +136,7 @@ class LogicalCheckpoint:
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def _joined(self, parts: Sequence[list[list[str]]]) -> list[list[str]]:
-        """Return the names in each of the optimizer's groups, of all stages."""
+        """Return the parameter names of all stages in each group of the optimizer."""
         return [sorted(_flat(part[i] for part in parts), key=self._order.__getitem__) for i in range(len(parts[0]))]
 
 

@@ -1,4 +1,4 @@
-"""What a step does on the rank of the last stage, done again on all ranks of its replica."""
+"""The side effects of a step on the rank of the last stage, replayed on all ranks of its replica."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from lightning_sm.training.strategies.pipeline.random_state import random_state,
 
 
 class _MetricValue(NamedTuple):
-    """A metric in place of its value, by its name in the module, with the value of its last batch."""
+    """A logged metric, sent as its name in the module and the value for its last batch."""
 
     name: str
     batch_value: Any
 
 
 class StepEffects:
-    """The effects of the user's steps, which the rank of the last stage alone runs to their end.
+    """The side effects of the user's steps, which only the rank of the last stage runs to the end.
 
-    Effects are calls of ``self.log`` and ``self.print``, which are recorded in a step and made after it, on all ranks,
-    and buffers around the network. Attributes of the module stay on the last rank, and so do the states of metrics,
-    whose ``compute`` gives all ranks their value.
+    Calls of ``self.log`` and ``self.print`` are recorded during a step and made after it, on all ranks. Buffers outside
+    the network are copied to all ranks. Attributes of the module stay on the last rank, as do the states of metrics,
+    but a metric's ``compute`` returns the value on all ranks.
 
     Args:
         module: The LightningModule.
-        network: Its network, which is not looked at: ranks have different layers.
+        network: The module's network, which is skipped because ranks have different layers.
         replica: The ranks of this replica.
     """
 
@@ -50,7 +50,7 @@ class StepEffects:
 
     @contextmanager
     def recorded(self, step: str) -> Iterator[None]:
-        """Record the calls of a step, of which those of the last rank count, and let metrics compute on this rank only.
+        """Record the calls of a step (only the last rank's count), and let metrics compute on this rank only.
 
         Args:
             step: Name of the user's method.
@@ -66,7 +66,7 @@ class StepEffects:
                 kept = _MetricValue(names[id(value)], value._forward_cache)
             elif isinstance(value, Tensor):
                 kept = value.detach().clone()
-            # Here, an error is one of the step, and is raised on all ranks.
+            # Fail inside the step, where an error is raised on all ranks.
             pickle.dumps((value if kept is value else None, arguments, keywords))
             self._calls.append(("log", (name, kept, *arguments), keywords))
 
@@ -84,13 +84,13 @@ class StepEffects:
             del module.log, module.print
 
     def share(self, result: Any) -> Any:
-        """Give all ranks the effects of the last rank's step; a collective call of the replica.
+        """Apply the effects of the last rank's step on all ranks; a collective call of the replica.
 
         Args:
-            result: What the step returned; used on the last rank.
+            result: The result of the step; used on the last rank.
 
         Returns:
-            The result on the last rank, and its numbers on the others.
+            The result on the last rank, and only the numbers in it on the others.
         """
         effects: Any = None
         if self._replica.is_last:
@@ -119,14 +119,14 @@ class StepEffects:
         }
 
     def _for_all_ranks(self, compute: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a metric's ``compute`` that returns the value of the last rank on all of them, except within steps."""
+        """Wrap a metric's ``compute``: outside steps, it returns the last rank's value on all ranks."""
 
         def shared() -> Any:
             if self._is_alone:
                 return compute()
             value = None
             if self._replica.is_last:
-                self._is_alone = True  # a metric may compute others
+                self._is_alone = True  # a metric may call compute() of other metrics
                 try:
                     value = compute()
                 finally:
@@ -137,7 +137,7 @@ class StepEffects:
 
 
 class _NoLogger:
-    """A logger that must not be used: those of other ranks than 0 write nothing.
+    """A stand-in for loggers inside steps, which raises when used: only rank 0's logger writes anything.
 
     Args:
         step: Name of the user's method that would use it.
@@ -148,13 +148,13 @@ class _NoLogger:
 
     def __getattr__(self, name: str) -> Any:
         raise StrategyError(
-            f"{self._step} uses self.logger.{name}. Only the ranks of the last stage run it, and the logger of rank 0 "
-            "alone writes. Log with self.log, or set outputs: all of the strategy."
+            f"{self._step} uses self.logger.{name}. Only the ranks of the last stage run it, but only the logger of "
+            "rank 0 writes. Log with self.log, or set outputs: all of the strategy."
         )
 
 
 def _numbers_of(result: Any) -> Any:
-    """Return the numbers of what a step returns; the rest may be as large as the network's outputs."""
+    """Return only the numbers in a step's result; the rest may be as large as the network's outputs."""
     if isinstance(result, Mapping):
         return {name: value for name, value in result.items() if _is_number(value)}
     return result if _is_number(result) else None

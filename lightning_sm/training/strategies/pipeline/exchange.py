@@ -1,4 +1,4 @@
-"""The exchange of values of any structure between the ranks of a replica: tensors as they are, all else pickled."""
+"""The exchange of nested values between the ranks of a replica: tensors are sent directly, all else is pickled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_sm.errors import StrategyError
 
 @dataclass(frozen=True)
 class _Gap:
-    """The place of a tensor in the pickled rest of a value."""
+    """A placeholder for a tensor in the pickled part of a value."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -26,15 +26,15 @@ class _Gap:
 
 
 class Replica:
-    """The process group of a replica of the model.
+    """The process groups of a replica of the model.
 
-    Structures travel over a group of their own on CPUs: over NCCL, each would be copied to the device and back, and the
-    process would wait for the device's queue.
+    Pickled values are sent over a Gloo group: NCCL would copy each to the device and back, and the process would wait
+    for the device's queue.
 
     Args:
         group: The group for tensors.
-        objects: The group for structures: the same ranks on Gloo.
-        ranks: Its global ranks, by position in the pipeline, in ascending order.
+        objects: The group for pickled values: the same ranks on Gloo.
+        ranks: The replica's global ranks, by position in the pipeline, in ascending order.
         device: This rank's device.
     """
 
@@ -51,10 +51,10 @@ class Replica:
         self._device = device
 
     def broadcast(self, value: Any, position: int) -> Any:
-        """Return the value of one position, on all ranks of the replica.
+        """Return the value of one position on all ranks of the replica.
 
         Args:
-            value: Anything; only that of the given position is used.
+            value: Any value; used only on the given position.
             position: The position in the pipeline.
         """
         tensors: list[Tensor] = []
@@ -63,7 +63,7 @@ class Replica:
         return self._with_tensors(around[0], tensors, partial(dist.broadcast, group=self.group, group_src=position))
 
     def send(self, value: Any, position: int) -> None:
-        """Send a value to a position, which calls ``receive``."""
+        """Send a value to a position; the rank there must call ``receive``."""
         tensors: list[Tensor] = []
         around = [self._without_tensors(value, tensors)]
         dist.send_object_list(around, group=self._objects, group_dst=position)
@@ -85,7 +85,7 @@ class Replica:
     def gather(self, value: Any) -> list[Any] | None:
         """Return the values of all positions at position 0, in main memory, and None elsewhere.
 
-        Tensors are gathered and moved one by one, so that a device needs room for one tensor more.
+        Tensors are gathered and moved one by one, so a device needs memory for only one additional tensor.
 
         Args:
             value: This rank's value.
@@ -103,8 +103,8 @@ class Replica:
             error: This rank's error.
 
         Raises:
-            Exception: On ranks that have one.
-            StrategyError: On the others; it has the rank and the text of the first.
+            Exception: On ranks with an error: that error.
+            StrategyError: On the others; it names the first rank with an error, and quotes it.
         """
         failed = torch.tensor(int(error is not None))
         dist.all_reduce(failed, group=self._objects)
@@ -121,7 +121,7 @@ class Replica:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise an error of the block on all ranks of the replica; a collective call, which may be within another."""
+        """Raise an error of the block on all ranks of the replica; a collective call, which may be nested."""
         error: Exception | None = None
         try:
             yield
@@ -133,23 +133,23 @@ class Replica:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Raise an error of the block on this rank at once, also within ``together``.
+        """Raise an error of the block on this rank at once, even inside ``together``.
 
-        In the middle of a schedule, the others wait for tensors of this rank, and end when its process does.
+        In the middle of a schedule, the other ranks wait for this rank's tensors; they fail when its process exits.
         """
         try:
             yield
         except Exception as error:  # noqa: BLE001  # raised below
-            # torch wraps what a layer raises.
+            # torch wraps the errors of layers.
             self._raised = error.__cause__ if isinstance(error.__cause__, Exception) else error
             raise self._raised from None
 
     def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
         def take(value: Tensor | bytes) -> Any:
-            # Lightning would go over each byte, and there are thousands in a random state.
+            # Return bytes whole: Lightning would visit each byte, and a random state has thousands.
             if isinstance(value, bytes):
                 return value
-            # NCCL sends tensors of its device only; others travel in the pickled rest.
+            # NCCL sends only strided tensors on its device; the others are pickled.
             if value.device.type != self._device.type or value.layout is not torch.strided:
                 return value.cpu()
             tensors.append(value.detach().contiguous())

@@ -1,4 +1,4 @@
-"""Forward passes through the stages of a replica, in which an error of one rank is raised on all of them."""
+"""Forward passes through the stages of a replica; if one rank fails, all of them raise."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from lightning_sm.training.strategies.pipeline.random_state import preserve_rand
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches
 from lightning_sm.training.strategies.pipeline.stage import Stage, as_tuple
 
-# Highest difference of outputs, relative to the largest: above rounding, also of kernels that differ with the rows.
+# Largest difference between outputs that counts as rounding, relative to the largest output. Kernels may differ with
+# the number of rows, so it is above rounding within one kernel.
 _TOLERANCE = 1e-2
 _TOLERANCE_EPS = 16
 
 
 class StageShapes(NamedTuple):
-    """What a stage gets and returns for a microbatch, as tensors without data (device "meta").
+    """The inputs and outputs of a stage for a microbatch, as tensors without data (device "meta").
 
     Attributes:
-        inputs: What it gets.
-        outputs: What it returns.
-        changing: Names of the classes of its modules that change their buffers.
+        inputs: The inputs.
+        outputs: The outputs.
+        changing: Class names of the stage's modules that change their buffers.
     """
 
     inputs: tuple[Tensor, ...]
@@ -42,13 +43,13 @@ def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microba
         stage: This rank's stage.
         replica: The ranks of this replica.
         inputs: The network's inputs: of the same shapes on all ranks, and used on the first.
-        most_microbatches: Highest number of microbatches.
+        most_microbatches: Maximum number of microbatches.
 
     Returns:
         The network's output on the last rank, None elsewhere.
     """
     rows = {len(value) for value in inputs if isinstance(value, Tensor) and value.ndim}
-    # Inputs of different lengths cannot be split by rows.
+    # Inputs of different lengths cannot be split by rows, so run them as one microbatch.
     number = num_microbatches(rows.pop(), most_microbatches) if len(rows) == 1 and 0 not in rows else 1
     split = [value.chunk(number) if isinstance(value, Tensor) and value.ndim else [value] * number for value in inputs]
     with stage_stream(replica.position), torch.no_grad():
@@ -62,7 +63,7 @@ def evaluate(stage: Stage, replica: Replica, inputs: Sequence[Any], most_microba
 def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) -> None:
     """Refuse a network whose output for a row depends on other rows; a collective call of the replica.
 
-    Layers run as in an evaluation, where dropout is none, and BatchNorm, of which a warning tells, mixes no rows.
+    Layers run in eval mode, without dropout. There, BatchNorm does not mix rows either; a separate warning covers it.
 
     Args:
         stage: This rank's stage.
@@ -70,38 +71,38 @@ def refuse_mixed_rows(stage: Stage, replica: Replica, inputs: Sequence[Tensor]) 
         inputs: The network's inputs for two microbatches: of the same shapes on all ranks, and used on the first.
 
     Raises:
-        StrategyError: The outputs of the microbatches are not those of their rows as one batch.
+        StrategyError: The outputs of the two microbatches differ from the output of their rows as one batch.
     """
     training = [module for module in stage.modules() if module.training]
     stage.eval()
-    # An error of the last rank would leave the others in a step that it does not begin.
+    # Raise together: otherwise, if the last rank fails, the others wait for it in a step that it never begins.
     with replica.together(), preserve_random_state():
         whole, again, apart = (as_tuple(evaluate(stage, replica, inputs, number)) for number in (1, 1, 2))
-        for one, same, parts in zip(whole, again, apart, strict=True):
-            if one is None or not one.is_floating_point():
+        for output, repeated, parts in zip(whole, again, apart, strict=True):
+            if output is None or not output.is_floating_point():
                 continue
-            kind, largest = one.device.type, float(one.abs().max())
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else one.dtype
+            kind, largest = output.device.type, float(output.abs().max())
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else output.dtype
             tolerance = largest * max(_TOLERANCE, _TOLERANCE_EPS * torch.finfo(dtype).eps)
-            difference = float((parts - one).abs().max()) if parts.shape == one.shape else math.inf
-            # Layers that draw random numbers in an evaluation, too, differ from themselves.
-            if difference > tolerance >= float((same - one).abs().max()):
+            difference = float((parts - output).abs().max()) if parts.shape == output.shape else math.inf
+            # If layers draw random numbers even in eval mode, the outputs of equal runs differ: accept them.
+            if difference > tolerance >= float((repeated - output).abs().max()):
                 raise StrategyError(
                     f"The network's output for a row depends on other rows of its batch: for rows 0 to "
                     f"{len(inputs[0]) - 1} as one batch and as two microbatches it differs by {difference:.2g} "
                     f"(largest value {largest:.2g}). A pipeline cuts batches along dimension 0. If that is time, put "
-                    "the samples first, as nn.LSTM and nn.TransformerEncoderLayer take them with batch_first=True. If "
-                    "layers compare the samples of a batch, use num_microbatches=1, or strategy=ddp or fsdp."
+                    "the samples first; with nn.LSTM and nn.TransformerEncoderLayer, set batch_first=True. If layers "
+                    "compare the samples of a batch, use num_microbatches=1, or strategy=ddp or fsdp."
                 )
     for module in training:
         module.training = True
 
 
 def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Callable[[Any], Any]) -> StageShapes:
-    """Return the shapes of what this rank's stage exchanges for a microbatch; a collective call of the replica.
+    """Return the shapes that this rank's stage exchanges for a microbatch; a collective call of the replica.
 
-    torch would find them by a forward and backward pass with undefined values, in which an error on one rank leaves the
-    others waiting. Here, values are real. The pass leaves no trace in buffers and random numbers.
+    torch would infer them from a forward and backward pass with undefined values, in which an error on one rank leaves
+    the others waiting. This pass uses real values, and changes neither buffers nor random states.
 
     Args:
         stage: This rank's stage.
@@ -112,15 +113,15 @@ def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Ca
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     shapes: list[StageShapes] = []
 
-    def watched(*own: Any) -> Any:
-        output = functional_call(stage, buffers, own)
-        shapes.append(StageShapes(_without_data(own), _without_data(as_tuple(output))))
+    def recorded(*stage_inputs: Any) -> Any:
+        output = functional_call(stage, buffers, stage_inputs)
+        shapes.append(StageShapes(_without_data(stage_inputs), _without_data(as_tuple(output))))
         if replica.is_last:
             loss(output)
         return output
 
     with preserve_random_state(), torch.enable_grad():
-        _run(watched, replica, [inputs])
+        _run(recorded, replica, [inputs])
     changing = {
         type(module).__name__
         for path, module in stage.named_modules()
@@ -133,22 +134,22 @@ def try_out(stage: Stage, replica: Replica, inputs: tuple[Tensor, ...], loss: Ca
 def _run(
     stage: Callable[..., Any], replica: Replica, microbatches: Sequence[tuple[Any, ...]]
 ) -> list[tuple[Tensor, ...]]:
-    """Return the outputs of microbatches on the last rank."""
+    """Run microbatches through the stages, and return their outputs on the last rank."""
     outputs: list[tuple[Tensor, ...]] = []
     error: Exception | None = None
     for microbatch in microbatches:
-        # None after an error.
+        # After an error, stages send None, so that no rank waits.
         inputs = microbatch if replica.position == 0 else replica.receive(replica.position - 1)
-        made: tuple[Tensor, ...] | None = None
+        output: tuple[Tensor, ...] | None = None
         if inputs is not None and error is None:
             try:
-                made = as_tuple(stage(*inputs))
+                output = as_tuple(stage(*inputs))
             except Exception as raised:  # noqa: BLE001  # raised on all ranks below
                 error = raised
         if not replica.is_last:
-            replica.send(made, replica.position + 1)
-        elif made is not None:
-            outputs.append(made)
+            replica.send(output, replica.position + 1)
+        elif output is not None:
+            outputs.append(output)
     replica.raise_together(error)
     return outputs
 

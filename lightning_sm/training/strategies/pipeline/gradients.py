@@ -1,4 +1,4 @@
-"""Gradients that a schedule has computed, passed through Lightning's own order of a step."""
+"""The gradients that a schedule computes, held back until Lightning's step order expects them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepGradients:
             parameter.grad = gradient
 
     def loss(self, value: Tensor, after: Callable[[list[nn.Parameter]], None]) -> Tensor:
-        """Return a loss whose ``backward`` adds the gradients to those that have accumulated.
+        """Return a loss whose ``backward`` adds the step's gradients to the accumulated gradients.
 
         Args:
             value: The loss, a scalar.
@@ -53,7 +53,7 @@ class StepGradients:
             after(self._parameters)
 
         loss = value.detach().clone().requires_grad_()
-        # Its argument is the factor by which Lightning has scaled the loss.
+        # The hook's argument is the factor by which Lightning has scaled the loss.
         loss.register_hook(deliver)  # type: ignore[no-untyped-call]
         return loss
 
@@ -61,12 +61,12 @@ class StepGradients:
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, size: int) -> None:
     """Average gradients over the replicas of a stage, in place.
 
-    A parameter without gradient counts as 0, as the others may have one: all ranks must send the same.
+    A missing gradient counts as 0: another replica may have one, and all ranks must send the same tensors.
 
     Args:
         parameters: The stage's parameters.
         group: The ranks with the same stage in all replicas.
-        size: Their number.
+        size: Number of ranks in the group.
     """
     sent = []
     for parameter in parameters:

@@ -20,7 +20,7 @@ class Network:
 
     Args:
         module: The LightningModule.
-        name: Name of the network in it; None: the only child that can be cut.
+        name: Name of the network in the module. If None, the only child that can be cut.
 
     Raises:
         StrategyError: The network does not exist, or it cannot be split across ranks.
@@ -28,10 +28,10 @@ class Network:
 
     def __init__(self, module: LightningModule, name: str | None) -> None:
         self.name, self.module = _find(module, name)
-        listed: Any = self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
-        self.layers: list[nn.Module] = list(listed)
+        layers: Any = self.module if isinstance(self.module, nn.Sequential) else self.module.pipeline_layers()  # type: ignore[operator]
+        self.layers: list[nn.Module] = list(layers)
         paths = {id(child): path for path, child in self.module.named_modules()}
-        # A layer that pipeline_layers() makes, such as nn.Flatten, has no path.
+        # A layer that pipeline_layers() creates, such as nn.Flatten, has no path.
         self._paths = [paths.get(id(layer)) for layer in self.layers]
         self.names = [path or type(layer).__name__ for path, layer in zip(self._paths, self.layers, strict=True)]
         self._check(module)
@@ -40,16 +40,16 @@ class Network:
         """Return the layers of a stage as one module.
 
         Args:
-            layers: Their indices.
+            layers: Indices of the layers.
         """
         names = [f"{self.name}.{self.names[i]}" for i in layers]
         return Stage([self.layers[i] for i in layers], names, is_first=layers.start == 0)
 
     def remove(self, layers: range) -> None:
-        """Replace layers that another rank holds by placeholders, which keeps the names of the remaining layers.
+        """Replace layers that another rank holds with placeholders, so that the remaining layers keep their names.
 
         Args:
-            layers: Their indices.
+            layers: Indices of the layers.
         """
         for i in layers:
             path = self._paths[i]
@@ -60,22 +60,22 @@ class Network:
     def _check(self, module: LightningModule) -> None:
         if any(isinstance(layer, RemoteLayerPlaceholder) for layer in self.module.modules()):
             raise StrategyError(
-                f"{type(module).__name__}.{self.name} was cut by the strategy of another Trainer, and this rank has "
+                f"{type(module).__name__}.{self.name} was cut by the strategy of another Trainer, so this rank has "
                 "only a part of it. Use the same Trainer again, or a new model with ckpt_path."
             )
         with_parameters = [id(layer) for layer in self.layers if next(layer.parameters(), None) is not None]
         if len(set(with_parameters)) < len(with_parameters):
             raise StrategyError(
-                f"A layer occurs twice among those of {self.name}, and two stages could not both have it. Use two "
-                "layers; they may share parameters."
+                f"{self.name} contains the same layer twice, but two stages cannot share a layer. Use two layers; they "
+                "may share parameters."
             )
-        _initializers(self.layers)  # here, where all ranks have all layers, so that all of them raise
+        _initializers(self.layers)  # while all ranks have all layers, so that all of them raise
         inside = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
         outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
         if outside:
             raise StrategyError(
                 f"The parameters {', '.join(outside)} of {type(module).__name__} belong to no layer of "
-                f"{self.name}, so that no stage would train them. Make them part of {self.name}'s layers."
+                f"{self.name}, so no stage would train them. Move them into {self.name}'s layers."
             )
 
 
@@ -88,19 +88,19 @@ class RemoteLayerPlaceholder(nn.Module):
         Raises:
             StrategyError: Always.
         """
-        raise StrategyError("Another rank has this layer: the log shows which. Call the whole network, not its layers.")
+        raise StrategyError("Another rank has this layer (see the log). Call the whole network, not its layers.")
 
     def __getattr__(self, name: str) -> Any:
-        """Say that another rank has the layer, and what to do.
+        """Explain that another rank has the layer, and what to do instead.
 
         Args:
             name: The attribute.
 
         Raises:
-            AttributeError: Always; attributes of every ``nn.Module`` are found before.
+            AttributeError: Always. Python calls this method only for attributes that ``nn.Module`` lacks.
         """
         raise AttributeError(
-            f"Another rank has this layer, and this one none of its attributes, such as {name!r}. "
+            f"Another rank has this layer, so its attribute {name!r} is not available here. "
             "self.trainer.strategy.lightning_module_state_dict() returns the weights of all stages on rank 0: call it "
             "on all ranks, in a hook such as on_train_epoch_end. To use a layer's weights in a step, use strategy=ddp "
             "or fsdp."
@@ -109,15 +109,15 @@ class RemoteLayerPlaceholder(nn.Module):
 
 def _find(module: LightningModule, name: str | None) -> tuple[str, nn.Module]:
     children = dict(module.named_children()) if name is None else {name: module.get_submodule(name)}
-    found = {child: network for child, network in children.items() if _can_be_cut(network)}
-    if len(found) != 1:
-        have = ", ".join(f"{child} ({type(network).__name__})" for child, network in children.items())
+    candidates = {child: network for child, network in children.items() if _can_be_cut(network)}
+    if len(candidates) != 1:
+        names = ", ".join(f"{child} ({type(network).__name__})" for child, network in children.items())
         raise StrategyError(
-            f"Of the modules {have} of {type(module).__name__}, {len(found)} can be cut into stages. Say with "
-            f"network=NAME which one to cut: an nn.Sequential, or a module with a method {_LAYERS}() that returns its "
-            "layers in order, each of which takes what the one before returns."
+            f"Of the modules {names} of {type(module).__name__}, {len(candidates)} can be cut into stages. Choose one "
+            f"with network=NAME: an nn.Sequential, or a module with a method {_LAYERS}() that returns its layers in "
+            "order, each of which accepts the output of the one before."
         )
-    return next(iter(found.items()))
+    return next(iter(candidates.items()))
 
 
 def _can_be_cut(network: nn.Module) -> bool:
@@ -125,13 +125,13 @@ def _can_be_cut(network: nn.Module) -> bool:
 
 
 def materialize(layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Give layers on the meta device memory and initial values.
+    """Allocate and initialize layers that are on the meta device.
 
-    Modules are initialized by their ``reset_parameters``, inner ones first, as by torch's FSDP.
+    As in torch's FSDP, each module's ``reset_parameters`` initializes it, inner modules first.
 
     Args:
         layers: The layers.
-        device: The device that gets them.
+        device: The device to move them to.
 
     Raises:
         StrategyError: A module with parameters or buffers on the meta device cannot initialize itself.
@@ -143,19 +143,19 @@ def materialize(layers: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def _initializers(layers: Sequence[nn.Module]) -> list[tuple[nn.Module, Callable[[], Any]]]:
-    """Return the modules that have tensors of their own on the meta device, inner ones first, and what fills them."""
-    found = []
+    """Return the modules with tensors on the meta device, inner modules first, and the functions that fill them."""
+    initializers = []
     for module in (module for layer in layers for module in reversed(list(layer.modules()))):
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not any(tensor.is_meta for tensor in own):
             continue
-        # torch's MultiheadAttention has a private one.
+        # In torch's MultiheadAttention, the method is private.
         reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None:
             raise StrategyError(
-                f"{type(module).__name__} has parameters or buffers on the meta device, and no method "
-                "reset_parameters() that gives them their initial values. Add one, or build the module outside of "
+                f"{type(module).__name__} has parameters or buffers on the meta device, but no method "
+                "reset_parameters() that initializes them. Add one, or build the module outside of "
                 'torch.device("meta").'
             )
-        found.append((module, reset))
-    return found
+        initializers.append((module, reset))
+    return initializers

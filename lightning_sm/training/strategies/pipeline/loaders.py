@@ -1,4 +1,4 @@
-"""Loaders of ranks that get their batches from the first rank of their replica."""
+"""The loader of ranks that get their batches from the first rank of their replica."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 
 class FollowingLoader:
-    """A stand-in for a loader, which gives a placeholder, None, for each of its batches.
+    """A stand-in for a loader that yields None in place of each batch, so that this rank fetches nothing.
 
-    ``PipelineParallelStrategy.batch_to_device`` replaces the placeholders by the batches of the first rank, so that
-    this rank fetches none.
+    ``PipelineParallelStrategy.batch_to_device`` replaces each None with the batch of the first rank.
 
     Args:
-        loader: The loader, which has a length.
+        loader: A loader with a length.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -26,7 +25,7 @@ class FollowingLoader:
         return iter([None] * len(self._loader))
 
     def __getattr__(self, name: str) -> Any:
-        # Dataset, sampler, and state: Lightning and callbacks treat all ranks alike.
-        if name == "_loader":  # not yet set in a copy
+        # Delegate everything else: Lightning and callbacks read dataset, sampler and state on every rank.
+        if name == "_loader":  # while being copied: avoid infinite recursion
             raise AttributeError(name)
         return getattr(self._loader, name)

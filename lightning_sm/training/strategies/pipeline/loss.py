@@ -1,4 +1,4 @@
-"""The loss of a step, from those of its microbatches: their weights, and the check that they are right."""
+"""The loss of a step, combined from the losses of its microbatches, and a check of their weights."""
 
 from __future__ import annotations
 
@@ -22,36 +22,35 @@ logger = logging.getLogger(__name__)
 LossKind = Literal["mean", "sum"]
 
 _WEIGHT = "pipeline_weight"
-# Steps that are checked: the first ones, and one in so many, as padding may begin late.
+# Check the first steps, and later one step in so many, because the first padded batch may come late.
 _FIRST_STEPS = 10
 _EVERY_STEPS = 100
-# Highest difference of gradients, relative to their norm: above rounding, below what wrong weights make.
+# Largest accepted difference of gradients, relative to their norm: above rounding, below the effect of wrong weights.
 _TOLERANCE = 1e-3
 _TOLERANCE_EPS = 4
-# Differences below this share of the largest gradient so far are rounding: a trained model's gradients may be no more.
+# A difference below this share of the largest gradient so far is rounding: gradients of a trained model are that small.
 _ROUNDING = 1e-5
 
 
 class StepLoss:
-    """The loss of a step on the rank of the last stage: called by the schedule for each microbatch.
+    """The loss of a step on the rank of the last stage; the schedule calls it for each microbatch.
 
-    The gradient of a step is that of the whole batch's loss only if microbatches have the weights with which that loss
-    averages: rows, unless the module has a method ``pipeline_weight(batch)``, which returns any other number, such as
-    that of tokens that are not padding.
-    ``check`` compares the gradients that two microbatches give with those of both as one batch. It compares gradients,
-    because the losses of a model at its start are nearly equal for all tokens.
+    A step has the gradient of the whole batch's loss only if microbatches are weighted as that loss averages: by rows,
+    or by the number that the module's method ``pipeline_weight(batch)`` returns, such as the number of tokens that are
+    not padding. ``check`` compares the gradients of two microbatches with those of their rows as one batch. It compares
+    gradients because the losses of an untrained model are nearly equal for all tokens.
 
     Args:
         module: The LightningModule.
-        steps: Its steps.
+        steps: The steps of the module.
         kind: "mean" or "sum" of the microbatches' losses.
 
     Raises:
-        StrategyError: There are weights for a loss that is a sum.
+        StrategyError: The loss is a sum, but the module has weights.
 
     Attributes:
-        error: The error of the user's code in this step: raised in the middle of a schedule, it would leave the other
-            ranks waiting.
+        error: The error of the user's code in this step. Raise it only after the schedule: in the middle, it would
+            leave the other ranks waiting.
     """
 
     def __init__(self, module: LightningModule, steps: UserSteps, kind: LossKind) -> None:
@@ -61,8 +60,8 @@ class StepLoss:
         self._weigh: Any = getattr(module, _WEIGHT, None)
         if self._is_sum and self._weigh is not None:
             raise StrategyError(
-                f"The strategy has loss=sum, which adds the microbatches' losses up, but {type(module).__name__} has a "
-                f"method {_WEIGHT}, with which they are averaged. Remove one of them."
+                f"The strategy has loss=sum, which adds up the losses of microbatches, but {type(module).__name__} has "
+                f"a method {_WEIGHT}, which is for averaging them. Remove one of the two."
             )
         self._is_random = False
         self._largest = 0.0
@@ -70,21 +69,21 @@ class StepLoss:
         self.error: Exception | None = None
 
     def begin(self, arguments: tuple[Any, ...], rows: int, microbatches: int, *, step: int) -> None:
-        """Take a step's batch.
+        """Begin a step.
 
         Args:
-            arguments: Those of ``training_step``; the first is the batch.
+            arguments: The arguments of ``training_step``; the first is the batch.
             rows: Number of rows of the batch.
             microbatches: Number of microbatches; it divides the rows.
-            step: Number of the step, from which follow the two microbatches that ``check`` compares.
+            step: Number of the step; it determines which two microbatches ``check`` compares.
 
         Raises:
-            StrategyError: ``pipeline_weight`` returns something else than a number of at least 0.
+            StrategyError: ``pipeline_weight`` does not return a finite number of at least 0.
         """
         self._arguments = arguments
         self._rows = rows
         self._size = rows // microbatches
-        # Of steps 100, 200, ... these are 1, 2, ..., so that all pairs have their turn.
+        # Steps 100, 200, ... check pairs 1, 2, ..., so that all pairs have their turn.
         self._pair = step % (_EVERY_STEPS - 1) % max(1, microbatches - 1)
         self._outputs.clear()
         self._sum: Any = 0.0
@@ -95,7 +94,7 @@ class StepLoss:
             if not all(0 <= weight < math.inf for weight in self._weights):
                 raise StrategyError(
                     f"{type(self._module).__name__}.{_WEIGHT}(batch) returned {self._weights} for the microbatches. "
-                    "Return what the loss of their rows averages over, such as their number of tokens."
+                    "Return the number of items over which the loss averages, such as the number of tokens."
                 )
         self._factors = self._factors_of(self._weights)
 
@@ -103,12 +102,12 @@ class StepLoss:
         """Return the weighted loss of a microbatch.
 
         Args:
-            output: The network's output for it.
-            index: Its number.
+            output: The network's output for the microbatch.
+            index: Index of the microbatch.
         """
         if index in (self._pair, self._pair + 1):
             self._outputs[index] = tuple(value.detach() for value in as_tuple(output))
-        # A mean over nothing is not a number, nor are its gradients.
+        # Skip weights of 0: a mean over nothing is NaN, and so are its gradients.
         if self.error is None and self._factors[index]:
             try:
                 loss = self._steps.loss(self._part(index), output) * self._factors[index]
@@ -121,13 +120,13 @@ class StepLoss:
         return torch.stack(empty).sum()
 
     def try_out(self, output: Any) -> None:
-        """Compute the loss of the first microbatch, so that errors show before the schedule runs.
+        """Compute the loss of the first microbatch, to raise its errors before the schedule runs.
 
         Args:
-            output: The network's output for it.
+            output: The network's output for the microbatch.
 
         Raises:
-            StrategyError: See ``UserSteps.loss``, whose other errors are the user's.
+            StrategyError: As in ``UserSteps.loss``; any other error comes from the user's code.
         """
         leaves = _leaves(as_tuple(output))
         trained = [leaf for leaf in leaves if leaf.requires_grad]
@@ -140,7 +139,7 @@ class StepLoss:
             whole: The loss of the whole batch.
 
         Returns:
-            None, or what is wrong and how to declare the loss.
+            An error message that explains how to declare the loss; None if the losses agree.
         """
         if math.isfinite(whole) and not math.isfinite(self._sum):
             return self._wrong(0, len(self._weights), whole, float(self._sum))
@@ -157,20 +156,20 @@ class StepLoss:
                 if factors[i]:
                     apart = apart + self._steps.loss(self._part(first + i), _whole(half)) * factors[i]
             self._is_random = before != random_state()
-        weights = {name: one for name, one in self._module.named_parameters() if one.requires_grad}
+        weights = {name: weight for name, weight in self._module.named_parameters() if weight.requires_grad}
         gradients = torch.autograd.grad(together, list(weights.values()), allow_unused=True, retain_graph=True)
         used = [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]
         if used:
             return (
-                f"The loss of {self._steps.where} uses the parameters {', '.join(used)} outside of the network's call. "
-                "Each rank has only its own stage's parameters: for decay, use the optimizer's weight_decay; layers "
-                "belong in the network."
+                f"The loss of {self._steps.where} uses the parameters {', '.join(used)} outside of the network's call, "
+                "but each rank has only the parameters of its stage. For weight decay, use the optimizer's "
+                "weight_decay; move layers into the network."
             )
         if self._is_random:
             if number > 1:
                 logger.warning(
-                    "%s draws random numbers after it calls the network, so that the losses of microbatches cannot be "
-                    "compared with that of their batch. Make sure that the loss is %s.",
+                    "%s draws random numbers after it calls the network, so the losses of microbatches cannot be "
+                    "compared with the loss of their batch. Make sure that the loss is %s.",
                     self._steps.where,
                     self._described,
                 )
@@ -181,7 +180,7 @@ class StepLoss:
         )
         norm = _norm(expected)
         difference = _norm([ours - theirs for ours, theirs in zip(found, expected, strict=True)])
-        if math.isfinite(norm):  # otherwise of the user's own making: in one process, too
+        if math.isfinite(norm):  # infinite gradients are the user's: one process would have them, too
             self._largest = max(self._largest, norm)
         dtypes = [value.dtype for value in (together, *trained)]
         tolerance = max(_TOLERANCE, _TOLERANCE_EPS * max(torch.finfo(dtype).eps for dtype in dtypes))
@@ -193,11 +192,11 @@ class StepLoss:
     def _wrong(self, first: int, number: int, whole: float, apart: float, gradients: str = "") -> str:
         name = type(self._module).__name__
         return (
-            f"The pipeline would train {name} unlike one process: the loss of {self._steps.where} is not "
+            f"The pipeline would train {name} differently from one process: the loss of {self._steps.where} is not "
             f"{self._described}. For rows {first * self._size} to {(first + number) * self._size - 1} of a batch it is "
-            f"{whole:.6g}, but {number} microbatches of them make {apart:.6g}{gradients}. "
-            f"If the loss averages over something else, such as tokens that are not padding or classes with weights, "
-            f"say what in a method of {name}: def {_WEIGHT}(self, batch): return (batch[1] != -100).sum(). "
+            f"{whole:.6g}, but {apart:.6g} from {number} microbatches of these rows{gradients}. "
+            f"If the loss averages over something else, such as tokens that are not padding or weighted classes, add a "
+            f"method to {name} that returns the weight: def {_WEIGHT}(self, batch): return (batch[1] != -100).sum(). "
             "If it adds the rows up, set loss: sum of the strategy. "
             "If it compares the rows of a batch with each other (contrastive losses), microbatches cannot compute it: "
             "use num_microbatches=1, or strategy=ddp or fsdp."
@@ -224,10 +223,10 @@ class StepLoss:
 
 
 def is_checked(step: int) -> bool:
-    """Return whether the losses of a step are checked.
+    """Return whether to check the losses of a step.
 
     Args:
-        step: Number of steps before it, the same on all ranks.
+        step: Number of steps before this one, the same on all ranks.
     """
     return step < _FIRST_STEPS or step % _EVERY_STEPS == 0
 
@@ -237,7 +236,7 @@ def _leaves(values: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _whole(values: Sequence[Tensor]) -> Any:
-    """Return the output of a network that consists of these tensors."""
+    """Return these tensors in the form of a network's output: one tensor or a tuple."""
     return values[0] if len(values) == 1 else tuple(values)
 
 

@@ -1,4 +1,4 @@
-"""The placement of stages and replicas on ranks: arithmetic only, without torch."""
+"""The placement of stages and replicas on ranks. Pure arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PlacementOrder = Literal["cluster", "spread"]
 
 
 def replicas_of(world_size: int, pipeline_size: int, order: PlacementOrder) -> list[list[int]]:
-    """Return the ranks of each replica of the model, by their stages.
+    """Return the ranks of each replica of the model, in the order of its stages.
 
     Args:
         world_size: Number of training processes.
         pipeline_size: Number of stages.
-        order: "cluster": the ranks of a replica are neighbours, ``[0, 1], [2, 3]``; "spread": they are as far apart as
+        order: "cluster": the ranks of a replica are neighbours, ``[0, 1], [2, 3]``. "spread": they are as far apart as
             possible, ``[0, 2], [1, 3]``.
 
     Source:
@@ -34,20 +34,20 @@ def num_stages(
     pipeline_size: int | Literal["auto"],
     data_size: int | Literal["auto"],
 ) -> int:
-    """Return the size of a pipeline; the user may have stated that of pipeline and data parallelism, one, or none.
+    """Return the number of stages, given the sizes that the user set.
 
-    If none is stated, the pipeline spans the processes of a host, or all hosts if each has one process.
+    If both are "auto", the pipeline spans the processes of a host, or all hosts if each has one process.
 
     Args:
         world_size: Number of training processes.
-        processes_per_host: How many of them each host has.
+        processes_per_host: Number of training processes on each host.
         pipeline_size: ``pipeline_parallel_size`` of the strategy.
         data_size: ``data_parallel_size`` of the strategy.
 
     Raises:
-        StrategyError: The sizes do not make up the world size, or the pipeline has fewer than 2 ranks.
+        StrategyError: The product of the sizes is not the world size, or the pipeline has fewer than 2 ranks.
     """
-    stated = f"pipeline_parallel_size={pipeline_size} and data_parallel_size={data_size}"
+    settings = f"pipeline_parallel_size={pipeline_size} and data_parallel_size={data_size}"
     if pipeline_size == "auto":
         if data_size == "auto":
             pipeline_size = processes_per_host if processes_per_host > 1 else world_size
@@ -55,10 +55,10 @@ def num_stages(
             pipeline_size = world_size // max(1, data_size)
     if data_size == "auto":
         data_size = world_size // max(1, pipeline_size)
-    if pipeline_size < 2 or pipeline_size * data_size != world_size:  # noqa: PLR2004  # a pipeline of one is none
+    if pipeline_size < 2 or pipeline_size * data_size != world_size:  # noqa: PLR2004  # one stage is no pipeline
         raise StrategyError(
-            f"The strategy has {stated}, but the number of training processes (num_nodes x devices) is {world_size}. "
-            "It must be the product of both, with at least 2 processes for each replica of the model: choose "
+            f"The strategy has {settings}, but the number of training processes (num_nodes x devices) is {world_size}. "
+            "It must be the product of both sizes, with at least 2 processes for each replica of the model: choose "
             f"pipeline_parallel_size from {[size for size in range(2, world_size + 1) if world_size % size == 0]}, "
             "change the number of hosts, or use strategy=ddp."
         )

@@ -1,9 +1,9 @@
-"""The random numbers of a pipeline: the same on all ranks of a replica in hooks, others in each stage.
+"""The random numbers of a pipeline: equal on all ranks of a replica in hooks, different in each stage.
 
-User code outside the stages draws from the default generators of Python, NumPy and torch, whose states are equal on all
-ranks of a replica: where one rank alone draws, the others get its state. The stages of a rank draw from a stream of
-their own, whose seed is drawn from the default generator for each run. So a checkpoint with the state of the default
-generators has all that the stages draw later.
+Outside the stages, user code draws from the default generators of Python, NumPy and torch. Their states are equal on
+all ranks of a replica: if only one rank draws, the others get its state. Each stage draws from a separate stream,
+seeded from the default generator for each run. So the state of the default generators in a checkpoint determines all
+later draws of the stages.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_sm._random_state import RandomState
 
 
 def random_state() -> bytes:
-    """Return the state of the default generators, to be compared, or sent to another rank."""
+    """Return the state of the default generators, to compare it or send it to another rank."""
     return pickle.dumps(RandomState.now())
 
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Give the generators the state back that they have now."""
+    """Restore the current state of the generators after the block."""
     before = RandomState.now()
     try:
         yield
@@ -38,26 +38,26 @@ def take_random_state(sent: bytes) -> None:
     """Set the default generators to the state of another rank.
 
     Args:
-        sent: What ``random_state`` has returned there.
+        sent: The result of ``random_state`` on that rank.
     """
-    state: RandomState = pickle.loads(sent)  # noqa: S301 - a rank's own
+    state: RandomState = pickle.loads(sent)  # noqa: S301 - from another rank of this job
     state.restore()
 
 
 @contextmanager
 def stage_stream(position: int) -> Iterator[None]:
-    """Let code draw from a rank's own stream of random numbers, and the default generators go on as before it.
+    """Let the block draw from the stage's random stream, then restore the default generators.
 
-    The seed of this run comes from the default generator, the same on ranks with the same state.
+    The seed is drawn from the default generator, so ranks with the same state draw the same seed.
 
     Args:
-        position: The rank's position in the replica: stages would otherwise drop the same features.
+        position: The rank's position in the replica; added to the seed, or all stages would drop the same features.
     """
-    own = int(torch.randint(2**62, (), device="cpu")) + position
+    seed = int(torch.randint(2**62, (), device="cpu")) + position
     with preserve_random_state():
-        torch.default_generator.manual_seed(own)
+        torch.default_generator.manual_seed(seed)
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed(own)  # that of this rank's device alone
-        random.seed(own)
-        np.random.seed(own % 2**32)
+            torch.cuda.manual_seed(seed)  # of this rank's device only
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         yield

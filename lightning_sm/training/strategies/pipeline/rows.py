@@ -1,4 +1,4 @@
-"""The rows of a batch, which are cut into microbatches along dimension 0."""
+"""Functions that cut the rows of a batch (dimension 0) into microbatches."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def num_rows(batch: Any) -> int:
         found = f"tensors of {numbers} rows (dimension 0)" if lengths else "no tensor with rows"
         raise StrategyError(
             f"A pipeline cuts batches into microbatches along dimension 0, but the batch ({type(batch).__name__}) has "
-            f"{found}. Return tensors with one row for each sample; what does not depend on the sample belongs in "
-            "the LightningModule."
+            f"{found}. Return tensors with one row per sample; keep what does not depend on the sample in the "
+            "LightningModule."
         )
     return lengths.pop()
 
 
 def rows_of(batch: Any, rows: int, part: slice) -> Any:
-    """Return some rows of a batch, in the same structure.
+    """Return some rows of a batch in the same structure.
 
-    A list of one text or number per row, such as ``default_collate`` makes of texts, is cut, too.
+    Lists of one string or number per row, such as ``default_collate`` makes from strings, are cut, too.
 
     Args:
         batch: The batch.
@@ -62,5 +62,5 @@ def rows_of(batch: Any, rows: int, part: slice) -> Any:
 
 
 def num_microbatches(rows: int, wanted: int) -> int:
-    """Return the largest number of equal microbatches up to ``wanted``: the shapes of a schedule are fixed."""
+    """Return the largest number of microbatches up to ``wanted`` that divides the rows: schedules need equal shapes."""
     return max(number for number in range(1, min(rows, wanted) + 1) if rows % number == 0)

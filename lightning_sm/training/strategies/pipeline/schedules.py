@@ -1,4 +1,4 @@
-"""The schedules: orders in which a rank runs the forward and backward passes of the microbatches of a step."""
+"""Pipeline schedules: the order in which a rank runs the forward and backward passes of a step's microbatches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_sm.training.strategies.pipeline.stage import Stage
 
 logger = logging.getLogger(__name__)
 
-# The names in torch.distributed.pipelining, in small letters.
+# The names in torch.distributed.pipelining, in lower case.
 ScheduleName = Literal["gpipe", "1f1b"]
 
 
 class ScheduleRunner:
-    """A runner of training steps over this rank's stage.
+    """A runner of training steps on this rank's stage.
 
     Args:
         stage: The stage.
@@ -40,12 +40,12 @@ class ScheduleRunner:
         self._name = name
         self._loss = loss
         self._shapes: dict[Hashable, StageShapes] = {}
-        # The last one, with the buffers of its shapes. Another one is made of known shapes without a forward pass.
+        # The latest schedule, with buffers for its shapes. Others are recreated from _shapes, without a forward pass.
         self._schedule: Any = None
         self._key: Hashable = None
 
     def step(self, inputs: tuple[Tensor, ...], microbatches: int) -> Any:
-        """Run forward and backward passes, which leave the sum of the microbatches' gradients in ``.grad``.
+        """Run forward and backward passes, which sum the microbatches' gradients in ``.grad``.
 
         A collective call of the replica.
 
@@ -63,25 +63,25 @@ class ScheduleRunner:
             changing = self._shapes[key].changing
             if changing and microbatches > 1 and len(self._shapes) == 1 and 0 in self._replica.ranks:
                 logger.warning(
-                    "Layers change their buffers in each forward pass (%s), and a step has one for each microbatch. "
-                    "BatchNorm's statistics, for example, are of microbatches; GroupNorm and LayerNorm have none.",
+                    "Layers change their buffers in each forward pass (%s), and each microbatch is a forward pass. "
+                    "BatchNorm, for example, computes statistics of microbatches; GroupNorm and LayerNorm keep none.",
                     ", ".join(changing),
                 )
         if key != self._key:
             self._schedule, self._key = self._make(microbatches, self._shapes[key]), key
-        # The schedule splits only tensors. Give it the microbatches' numbers, by which the loss finds its rows.
+        # The schedule splits only tensors, so the target is the microbatches' indices: the loss finds its rows by them.
         target = torch.arange(microbatches) if self._replica.is_last else None
-        own = inputs if self._replica.position == 0 else ()
+        stage_inputs = inputs if self._replica.position == 0 else ()
         with torch.enable_grad(), self._replica.alone():
-            return self._schedule.step(*own, target=target, return_outputs=self._replica.is_last)
+            return self._schedule.step(*stage_inputs, target=target, return_outputs=self._replica.is_last)
 
     def _make(self, microbatches: int, shapes: StageShapes) -> Any:
-        # Imported here, so that scripts with another strategy need not wait 0.2 s for it.
+        # Import here: it takes 0.2 s, which scripts with another strategy need not wait for.
         from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
         from torch.distributed.pipelining.schedules import get_schedule_class  # noqa: PLC0415
 
         num_stages = len(self._replica.ranks)
-        # The stage objects, not the modules, hold the shapes of the activations.
+        # Make a new stage object: it holds the shapes of the activations.
         stage = PipelineStage(
             self._stage,
             self._replica.position,
@@ -91,7 +91,7 @@ class ScheduleRunner:
             output_args=shapes.outputs,
             group=self._replica.group,
         )
-        # 1F1B needs a microbatch for each stage.
+        # 1F1B needs at least one microbatch per stage.
         name = self._name if microbatches >= num_stages else "gpipe"
         return get_schedule_class(name)(
             stage, microbatches, loss_fn=lambda output, i: self._loss(output, int(i)), scale_grads=False

@@ -13,12 +13,12 @@ from lightning_sm.errors import StrategyError
 
 
 class Stage(nn.Module):
-    """Layers that run one after the other, each on the output of the one before, as in an ``nn.Sequential``.
+    """A sequence of layers, each of which gets the output of the one before, as in an ``nn.Sequential``.
 
     Args:
         layers: The layers.
-        names: Their names, for messages.
-        is_first: Whether it gets the network's inputs.
+        names: The names of the layers, for messages.
+        is_first: Whether this stage gets the network's inputs.
     """
 
     def __init__(self, layers: Sequence[nn.Module], names: Sequence[str], *, is_first: bool) -> None:
@@ -31,10 +31,10 @@ class Stage(nn.Module):
         """Run the layers.
 
         Args:
-            inputs: The output of the stage before, or the network's inputs.
+            inputs: The output of the previous stage, or the network's inputs.
 
         Returns:
-            A tensor, or a tuple of at least two, contiguous: process groups send no others.
+            A contiguous tensor, or a tuple of at least two: process groups send only contiguous tensors.
 
         Raises:
             StrategyError: The last layer returns something else, which stages cannot exchange.
@@ -43,23 +43,23 @@ class Stage(nn.Module):
             inputs = tuple(_Received.apply(tensor) for tensor in inputs)
         value: Any = inputs if len(inputs) > 1 else inputs[0]
         for i, layer in enumerate(self.layers):
-            # Only the network's own inputs come as several arguments; a tuple between layers is one.
+            # Only the network's inputs are passed as several arguments; between layers, a tuple is one argument.
             value = layer(*inputs) if i == 0 and self._is_first else layer(value)
         is_tuple = isinstance(value, tuple) and len(value) > 1 and all(isinstance(item, Tensor) for item in value)
         if not isinstance(value, Tensor) and not is_tuple:
             kinds = [type(item).__name__ for item in value] if isinstance(value, (tuple, list)) else []
             shown = f"{type(value).__name__} of {', '.join(kinds)}" if kinds else type(value).__name__
             raise StrategyError(
-                f"{self._names[-1]}, the last layer of its stage, returns a {shown}. Stages exchange a tensor or a "
-                "tuple of at least two tensors: change what it returns, or cut elsewhere (split=[...])."
+                f"{self._names[-1]}, the last layer of its stage, returns a {shown}, but stages exchange a tensor or a "
+                "tuple of at least two tensors. Change what the layer returns, or cut elsewhere with split=[...]."
             )
         return tree_map(torch.Tensor.contiguous, value)
 
 
 class _Received(torch.autograd.Function):
-    """A copy of a stage's input, which its first layer may change in place, with a contiguous gradient.
+    """A copy of a stage's input, because its first layer may change it in place, with a contiguous gradient.
 
-    torch sends the gradient as it is, and no process group sends others.
+    torch sends the gradient unchanged, but process groups send only contiguous tensors.
     """
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Received(torch.autograd.Function):
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
-    """Return the output of a stage as the arguments of the next one.
+    """Return the output of a stage as arguments for the next stage.
 
     Args:
         output: A tensor, or a tuple of tensors.

@@ -1,4 +1,4 @@
-"""The user's steps, which call a network that is spread over several ranks."""
+"""The user's steps, which call a network that is split across several ranks."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class _LeftError(BaseException):
-    """The way out of the user's step at the network's call, past the user's exception handlers."""
+    """An exception that leaves the user's step at the network's call; no ``except Exception`` catches it."""
 
 
 class UserSteps:
-    """The caller of the user's steps, whose network is spread over several ranks.
+    """A runner of the user's steps, whose network is split across several ranks.
 
-    The LightningModule is left as the user wrote it. Each rank of a replica runs a step up to the network's call, in
-    which all of them run their stages. The last one has the output, and goes on to the end of the step. The others
-    leave it, and get its effects (see ``StepEffects``). While the stages run a training step, the last rank also runs
-    ``training_step`` for each microbatch, to get the loss, on a copy of the module.
+    The LightningModule stays as the user wrote it. Each rank of a replica runs a step up to the call of the network,
+    where it runs its stage. The last rank gets the output, and runs the step to the end. The others leave the step, and
+    get its effects (see ``StepEffects``). While the stages run a training step, the last rank also runs
+    ``training_step`` for each microbatch, on a copy of the module, to get the loss.
 
     Args:
         module: The LightningModule.
-        network: Its network.
+        network: The network of the module.
         replica: The ranks of this replica.
-        everywhere: Called with the inputs of a call outside of steps; returns the output on all ranks.
-        group: The ranks over which metrics are reduced: the replicas.
-        are_everywhere: Whether all ranks go on to the end of steps.
+        everywhere: Called with the network's inputs outside of steps; returns the output on all ranks.
+        group: The ranks over which metrics are reduced: one per replica.
+        are_everywhere: Whether all ranks run steps to the end.
 
     Attributes:
-        where: The name of ``training_step`` for messages.
+        where: The name of ``training_step`` in messages.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class UserSteps:
         are_everywhere: bool,
     ) -> None:
         self._module = module
-        # What copies of the module share with it.
-        self._shared = {id(one): one for one in (*network.module.modules(), *module.parameters(), group)}
+        # A memo for deepcopy: copies of the module share these objects with it.
+        self._shared = {id(item): item for item in (*network.module.modules(), *module.parameters(), group)}
         self._name = network.name
         self.where = f"{type(module).__name__}.training_step"
         self._replica = replica
@@ -70,19 +70,20 @@ class UserSteps:
             if isinstance(metric, Metric):
                 metric.process_group = group
         self._effects = None if are_everywhere else StepEffects(module, network.module, replica)
-        # On the instance, so that the user's forward hooks still run.
+        # Set forward on the instance, so that the user's forward hooks still run.
         network.module.forward = self._call
 
     def run(self, name: str, step: Callable[[], Any], forward: Callable[[tuple[Any, ...]], Any]) -> Any:
-        """Run a step of the user's; a collective call of the replica.
+        """Run one of the user's steps; a collective call of the replica.
 
         Args:
             name: Name of the user's method.
-            step: Calls it, with or without more to do at its end.
-            forward: Called with the network's inputs; runs the stages, and returns the output on ranks that go on.
+            step: Calls the method, and may do more work after it.
+            forward: Called with the network's inputs; runs the stages, and returns the output on ranks that run the
+                step to the end.
 
         Returns:
-            What ``step`` returns; on ranks that do not go on, the numbers of that.
+            The result of ``step``; on ranks that leave the step, only the numbers in it.
         """
         effects = self._effects
         goes_on = effects is None or self._replica.is_last
@@ -100,7 +101,7 @@ class UserSteps:
         return result if effects is None else effects.share(result)
 
     def check_inputs(self, inputs: tuple[Any, ...], rows: int, before: bytes) -> None:
-        """Check the inputs with which ``training_step`` calls the network.
+        """Check the inputs that ``training_step`` passes to the network.
 
         Args:
             inputs: The inputs.
@@ -108,26 +109,27 @@ class UserSteps:
             before: The random state before the step.
 
         Raises:
-            StrategyError: They have other rows, or the step has drawn random numbers: microbatches would draw others.
+            StrategyError: The inputs have other rows than the batch, or the step has drawn random numbers, which would
+                differ in each microbatch.
         """
         if any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
             shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in inputs)
             raise StrategyError(
                 f"{self.where} calls self.{self._name}(...) with ({shown}), but the batch has {rows} rows. "
-                "Microbatches are rows of both: pass tensors with one row (dimension 0) for each sample."
+                "Microbatches are cut from the rows of both: pass tensors with one row (dimension 0) per sample."
             )
         if before != random_state():
             raise StrategyError(
-                f"{self.where} draws random numbers before it calls self.{self._name}(...). It runs again for each "
+                f"{self.where} draws random numbers before it calls self.{self._name}(...), but it runs again for each "
                 "microbatch, with different numbers. Draw them in on_after_batch_transfer, which runs once."
             )
 
     def loss(self, arguments: tuple[Any, ...], output: Any) -> Tensor:
-        """Return the loss of a microbatch, from the network's output, without any trace in the module.
+        """Return the loss of a microbatch from the network's output, without changing the module.
 
         Args:
-            arguments: Those of ``training_step``, with the rows of the microbatch.
-            output: The network's output for it.
+            arguments: The arguments of ``training_step``, with the rows of the microbatch.
+            output: The network's output for the microbatch.
 
         Raises:
             StrategyError: ``training_step`` calls the network several times, or returns no loss.
@@ -139,16 +141,16 @@ class UserSteps:
     def _call(self, *inputs: Any, **keywords: Any) -> Any:
         if keywords:
             raise StrategyError(
-                f"{type(self._module).__name__} calls self.{self._name}({', '.join(keywords)}=...). Stages get "
-                "positional arguments only: remove the names."
+                f"{type(self._module).__name__} calls self.{self._name}({', '.join(keywords)}=...), but stages accept "
+                "only positional arguments: remove the names."
             )
         return self._forward(*inputs)
 
     def _with_network(self, forward: Callable[..., Any], where: str, step: Callable[[], Any]) -> Any:
-        """Call a step whose one call of the network is answered by a function.
+        """Run a step in which ``forward`` handles the one call of the network.
 
         Raises:
-            StrategyError: The step does not call the network, or does so again.
+            StrategyError: The step does not call the network exactly once.
         """
         calls = 0
 
@@ -157,9 +159,9 @@ class UserSteps:
             calls += 1
             if calls > 1:
                 raise StrategyError(
-                    f"{where} calls the network several times. A pipeline runs it once for each step: join the inputs "
-                    "along dimension 0 into one call if their rows belong together, or use outputs: all for "
-                    "evaluations, or strategy=ddp or fsdp."
+                    f"{where} calls the network several times, but a pipeline runs it once per step. If the rows of "
+                    "the inputs belong together, concatenate them along dimension 0 into one call. Otherwise, use "
+                    "outputs: all for evaluation, or strategy=ddp or fsdp."
                 )
             return forward(*inputs)
 
@@ -173,9 +175,9 @@ class UserSteps:
         return result
 
     def _copy(self) -> Any:
-        """Return a copy of the module with the same network, whose step logs nothing: a counter counts in the replay.
+        """Return a copy of the module with the same network, for replays: its steps log nothing and leave no trace.
 
-        Autograd forbids changing back in place what a loss depends on, so buffers and metrics are copies, too.
+        Buffers and metrics are copied, too: restoring them in place would break autograd if a loss depends on them.
         """
         module: Any = object.__new__(type(self._module))
         attributes = vars(module)
@@ -191,7 +193,7 @@ class UserSteps:
 
     @cached_property
     def _spares(self) -> dict[int, Any]:
-        """A copy of each metric, by identity: states of an epoch are not copied, and are on the device by now."""
+        """A copy of each metric, by the metric's id; made once, on the device, so that no epoch's states are copied."""
         metrics = [child for child in self._module.modules() if isinstance(child, (Metric, MetricCollection))]
         known = dict(self._shared)
         return {id(metric): copy.deepcopy(metric, known) for metric in metrics if id(metric) not in known}
@@ -202,19 +204,19 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 def loss_of(result: Any, where: str) -> Tensor:
-    """Return the loss of what ``training_step`` has returned.
+    """Return the loss in the result of ``training_step``.
 
     Args:
-        result: What it returned.
-        where: Its name for messages.
+        result: The result.
+        where: The name of ``training_step`` in messages.
 
     Raises:
-        StrategyError: There is none.
+        StrategyError: The result has no loss.
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise StrategyError(
-            f"{where} returned {type(result).__name__} without a loss. In a pipeline every step needs one: the ranks "
-            "of a replica cannot skip a batch by themselves."
+            f"{where} returned {type(result).__name__} without a loss. In a pipeline, every step needs one, because a "
+            "rank of a replica cannot skip a batch alone."
         )
     return loss

@@ -1,4 +1,4 @@
-"""PipelineParallelStrategy: the stages of a network on several ranks, and several replicas of such pipelines."""
+"""PipelineParallelStrategy: pipeline parallelism, combined with data parallelism over replicas of the pipeline."""
 
 from __future__ import annotations
 
@@ -42,44 +42,44 @@ from lightning_sm.training.strategies.pipeline.tied import TiedWeights, find_tie
 
 logger = logging.getLogger(__name__)
 
-# With 2.9, neighbouring stages greet each other with tensors of different sizes, and Gloo ends the process.
+# In 2.9, neighbouring stages send each other tensors of different sizes at the start, and Gloo aborts the process.
 _OLDEST_TORCH = "2.11"
 _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
 
 class PipelineParallelStrategy(DDPStrategy):
-    """A strategy that spreads the layers of a model over several processes, with data parallelism over the rest.
+    """A strategy that splits the layers of a model across processes, combined with data parallelism.
 
-    The LightningModule is an ordinary one: its network is an ``nn.Sequential``, or a module with a method
+    Write an ordinary LightningModule: its network is an ``nn.Sequential``, or a module with a method
     ``pipeline_layers()`` that returns its layers in order, and ``training_step`` calls the network once. Each process
-    keeps its stages of the network. Logged values, metrics, the returned loss, gradient accumulation, clipping,
-    schedulers, validation, test and prediction are those of DDP with one process for each replica, and so are
-    checkpoints: one file, from which any number of stages, or a single process, can resume.
+    keeps one stage of the network. Logged values, metrics, the returned loss, gradient accumulation, clipping,
+    schedulers, validation, test and prediction work as in DDP with one process per replica. So do checkpoints: any
+    number of stages, or a single process, can resume from the one file.
 
     Args:
-        pipeline_parallel_size: Processes for one replica of the model; "auto": those of a host, or of all hosts if each
-            has one.
-        data_parallel_size: Replicas; "auto": as many as the processes make up.
-        num_microbatches: Number of microbatches per step. With fewer, ranks wait longer for each other; choose at
-            least as many as there are stages. Batches are cut into equal parts, as many as possible up to this number.
-        schedule: Order of forward and backward passes: "1f1b" holds activations of at most as many microbatches as
-            there are stages, "gpipe" those of all.
-        placement: "cluster": the ranks of a replica are neighbours, mostly on one host; "spread": they are as far apart
+        pipeline_parallel_size: Processes per replica of the model. "auto": all processes of a host, or of all hosts if
+            each has one.
+        data_parallel_size: Number of replicas. "auto": as many as the processes allow.
+        num_microbatches: Number of microbatches per step. The fewer, the longer ranks wait for each other: choose at
+            least one per stage. Batches are cut into equal parts, as many as possible up to this number.
+        schedule: Order of forward and backward passes. "1f1b" holds the activations of at most as many microbatches as
+            there are stages, "gpipe" those of all microbatches.
+        placement: "cluster": the ranks of a replica are neighbours, mostly on one host. "spread": they are as far apart
             as possible, so that replicas of a stage are neighbours.
-        network: Name of the network in the LightningModule; None: its only child that can be cut.
-        loss: How the loss of a batch follows from those of its microbatches: "mean" weighs them by rows, or by what the
-            module's method ``pipeline_weight(batch)`` returns; "sum" adds them up. A check compares gradients in the
-            first steps and in one of a hundred.
-        split: Where the network is cut: "parameters" balances their number; a list names the layer that begins each
-            stage but the first.
-        outputs: "loss": the ranks of the last stage alone have the network's outputs in training, validation and test;
-            the others get what the step logs, its metrics and buffers, and the numbers that it returns. "all": the
-            outputs go to all ranks, and each runs all of the step. Predictions always go to all ranks.
+        network: Name of the network in the LightningModule. If None, its only child that can be cut.
+        loss: How to combine the losses of microbatches into the loss of the batch: "mean" weights them by rows, or by
+            the result of the module's method ``pipeline_weight(batch)``; "sum" adds them up. The strategy verifies this
+            by comparing gradients in the first steps, and then in one step out of a hundred.
+        split: Where to cut the network: "parameters" balances their number; a list names the first layer of each stage
+            but the first.
+        outputs: "loss": in training, validation and test, only the ranks of the last stage get the network's outputs;
+            the others get what the step logs, its metrics and buffers, and the numbers that it returns. "all": all
+            ranks get the outputs and run the whole step. Predictions always go to all ranks.
         process_group_backend: As for DDP.
-        timeout: Time after which waiting for another process is an error.
+        timeout: How long to wait for another process before raising an error.
 
     Raises:
-        StrategyError: An argument is invalid. Later, in ``setup``: the model or the Trainer cannot be pipelined.
+        StrategyError: An argument is invalid, or, in ``setup``, the model or the Trainer cannot be pipelined.
     """
 
     def __init__(  # noqa: PLR0917  # as Lightning's strategies
@@ -99,8 +99,8 @@ class PipelineParallelStrategy(DDPStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if TorchVersion(torch.__version__) < _OLDEST_TORCH:
             raise StrategyError(
-                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, and this is {torch.__version__}. With torch "
-                "2.6 the first step hangs on Gloo, and with 2.9 it ends the process. Update torch, or use "
+                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, and this is {torch.__version__}. On Gloo, "
+                "the first step hangs with torch 2.6 and aborts the process with 2.9. Update torch, or use "
                 "strategy=fsdp."
             )
         for option, value, known in (
@@ -112,11 +112,11 @@ class PipelineParallelStrategy(DDPStrategy):
             if value not in known:
                 raise StrategyError(f"{option}={value!r} is not one of {', '.join(known)}.")
         if num_microbatches < 1:
-            raise StrategyError(f"num_microbatches={num_microbatches} is not at least 1.")
+            raise StrategyError(f"num_microbatches={num_microbatches} must be at least 1.")
         if split != "parameters" and not isinstance(split, list):
             raise StrategyError(f"split={split!r} is neither 'parameters' nor a list of layers.")
         if process_group_backend == "smddp":
-            raise StrategyError("A pipeline needs a group for each replica, and SMDDP has only one. Use nccl.")
+            raise StrategyError("A pipeline needs a process group per replica, but SMDDP has only one. Use nccl.")
         self._sizes = (pipeline_parallel_size, data_parallel_size)
         self._num_microbatches = num_microbatches
         self._schedule = schedule
@@ -127,21 +127,21 @@ class PipelineParallelStrategy(DDPStrategy):
         self._group_timeout = timeout
         self._outputs = outputs
         self._num_steps = 0
-        # The ranks of each replica, by their stages.
+        # The ranks of each replica, in the order of its stages.
         self._replicas: list[list[int]] = []
         self._cut_module: LightningModule | None = None
         self._is_sync_blocked = False
-        # Loaders draw numbers when they start, only on the rank that fetches batches: hooks come after that.
+        # Starting loaders draws random numbers, but only on the rank that fetches batches: share its state afterwards.
         share = {f"on_{stage}_start": self._share_random_state for stage in ("train", "validation", "test", "predict")}
         self._shared_draws = LambdaCallback(**share)
 
     # Ranks
 
     def setup_environment(self) -> None:
-        """Connect the ranks, and make the groups of replicas and stages.
+        """Connect the ranks, and create the process groups of replicas and stages.
 
         Raises:
-            StrategyError: The sizes do not make up the world size.
+            StrategyError: The product of the sizes is not the world size.
         """
         super().setup_environment()
         if self._replicas:
@@ -155,31 +155,31 @@ class PipelineParallelStrategy(DDPStrategy):
         self._replica = Replica(tensors, objects, self._replicas[self._number], self.root_device)
 
     def _group(self, groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """Make groups of ranks; return this rank's."""
+        """Create process groups of ranks, and return this rank's group."""
         own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._group_timeout, backend=backend)
         return cast(dist.ProcessGroup, own)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Number of replicas, and this rank's: all ranks of a replica train on the same samples."""
+        """Number of replicas and index of this rank's replica: all ranks of a replica train on the same samples."""
         return {"num_replicas": len(self._replicas), "rank": self._number}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas: a sum over all ranks would count each replica once for every rank.
+        """Reduce over the replicas: a sum over all ranks would count each replica once per stage.
 
         Args:
-            tensor: A tensor; other values are returned as they are.
-            group: The group; None: this rank's group of replicas.
-            reduce_op: "mean" or "sum", or an operation of torch.
+            tensor: A tensor; other values are returned unchanged.
+            group: The process group. If None, the ranks that hold the same stage.
+            reduce_op: "mean", "sum", or a ``ReduceOp`` of torch.
         """
         return super().reduce(tensor, group or self._data_group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the replicas, as ``reduce`` does.
+        """Gather from the same ranks over which ``reduce`` reduces.
 
         Args:
             tensor: A tensor of any shape.
-            group: The group; None: this rank's group of replicas.
+            group: The process group. If None, the ranks that hold the same stage.
             sync_grads: Whether gradients flow back.
         """
         return super().all_gather(tensor, group or self._data_group, sync_grads)
@@ -189,17 +189,17 @@ class PipelineParallelStrategy(DDPStrategy):
 
         Args:
             decision: This rank's decision.
-            all: Whether all ranks must agree; otherwise, one suffices.
+            all: Whether all ranks must agree; otherwise, one is enough.
         """
         agreeing = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(agreeing)
         return bool(agreeing == self.world_size if all else agreeing > 0)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Give all ranks of the replica the batch of its first rank, after the hooks for its transfer.
+        """Run the transfer hooks on the replica's first rank, and broadcast its batch to the other ranks.
 
         Otherwise, the user's random transforms and samplers could give the stages different batches. The random state
-        that they leave comes along.
+        is broadcast along with the batch.
 
         Args:
             batch: The batch.
@@ -213,16 +213,16 @@ class PipelineParallelStrategy(DDPStrategy):
         return batch
 
     def _share_random_state(self, *_: Any) -> None:
-        """Let all ranks of a replica draw the same numbers as the one that fetches batches; a collective call."""
+        """Copy the random state of the rank that fetches batches to its whole replica; a collective call."""
         take_random_state(self._replica.broadcast(random_state(), 0))
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let only the first rank of a replica fetch batches, if the loader has a length.
 
         Args:
-            dataloader: A loader of the Trainer's.
+            dataloader: One of the Trainer's loaders.
         """
-        # Prediction needs the loader on every rank, to tell writers of predictions which samples a batch has.
+        # For prediction, every rank needs the loader: prediction writers get the sample indices of a batch from it.
         if self._fetches or self._module.trainer.predicting or sized_len(dataloader) is None:
             return dataloader
         return FollowingLoader(dataloader)
@@ -231,7 +231,7 @@ class PipelineParallelStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether checkpoints are loaded after ``setup``: yes, when each rank has only its stages."""
+        """True: checkpoints are loaded after ``setup``, when each rank holds only its stage."""
         return True
 
     def setup(self, trainer: Any) -> None:
@@ -241,7 +241,7 @@ class PipelineParallelStrategy(DDPStrategy):
             trainer: The Trainer.
 
         Raises:
-            StrategyError: The model or the Trainer cannot be pipelined; the message has the reason.
+            StrategyError: The model or the Trainer cannot be pipelined; the message gives the reason.
         """
         module = self._module
         if module is not self._cut_module:
@@ -251,40 +251,40 @@ class PipelineParallelStrategy(DDPStrategy):
                 self._cut(module)
             self._cut_module = module
         if self._shared_draws not in trainer.callbacks:
-            # Before hooks of callbacks, and before those of the module: callbacks may restart loaders.
+            # Share before the callbacks' hooks, and again before the module's: callbacks may restart loaders.
             trainer.callbacks = [self._shared_draws, *trainer.callbacks, self._shared_draws]
-        # Not DDP's setup, which wraps the model, and copies rank 0's weights to ranks with other stages.
+        # Skip DDP's setup: it wraps the model, and copies rank 0's weights to ranks with other stages.
         super(DDPStrategy, self).setup(trainer)
         if not self._fetches:
-            # All ranks get the batch of the first rank, which has called the user's hook on it.
+            # The batch comes from the first rank, which has already called the user's hook on it.
             module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[method-assign]
-        # Clip by the norm of all stages' gradients. clip_gradients of module and plugin then work unchanged.
+        # Clip by the norm over all stages, so that clip_gradients of the module and the plugin work unchanged.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizers, for this rank's parameters.
+        """Create the optimizers for this rank's parameters.
 
         Args:
             trainer: The Trainer.
 
         Raises:
-            StrategyError: An optimizer decides by the gradients of all parameters, of which each rank has a part.
+            StrategyError: An optimizer needs the gradients of all parameters, but each rank has only some of them.
         """
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise StrategyError(
-                "LBFGS searches along a line by the gradients of all parameters. In a pipeline each rank has those of "
-                "its stages only, and the ranks would take different numbers of steps. Use another optimizer, or "
+                "LBFGS needs the gradients of all parameters for its line search. In a pipeline, each rank has only "
+                "those of its stage, so ranks would take different numbers of steps. Use another optimizer, or "
                 "strategy=ddp."
             )
-        # LightningCLI makes the optimizer of --optimizer with all parameters, before the network is cut.
+        # LightningCLI gives all parameters to the optimizer of --optimizer, before the network is cut.
         own = set(map(id, self._tied.without_copies(self._module.parameters())))
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
 
     @property
     def _fetches(self) -> bool:
-        """Whether this rank fetches its replica's batches."""
+        """True if this rank fetches its replica's batches."""
         return self._replica.position == 0
 
     @property
@@ -292,7 +292,7 @@ class PipelineParallelStrategy(DDPStrategy):
         return cast(LightningModule, self.lightning_module)
 
     def _setup_model(self, model: Any) -> Any:
-        # Seeds alone do not give the replicas of a stage the same weights.
+        # Equal seeds do not guarantee equal weights in all replicas of a stage.
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), group=self._data_group, group_src=0)
         self._tied.update_copies()
@@ -330,7 +330,7 @@ class PipelineParallelStrategy(DDPStrategy):
             parameters = list(torch.nn.ModuleList(stages[stage]).parameters())
             if not any(parameter.requires_grad for parameter in parameters):
                 raise StrategyError(
-                    f"Stage {stage} ({layers}) has nothing to train, and its optimizer would be empty. Use fewer "
+                    f"Stage {stage} ({layers}) has no trainable parameters, so its optimizer would be empty. Use fewer "
                     "stages, or cut elsewhere with split=[...]."
                 )
             ranks = ", ".join(str(ranks[stage]) for ranks in self._replicas)
@@ -382,8 +382,8 @@ class PipelineParallelStrategy(DDPStrategy):
         )
         if self._outputs == "loss":
             logger.info(
-                "Steps run to their end on the ranks of the last stage. What they keep in attributes stays there; what "
-                "they log, the values of metrics, and buffers reach all ranks. outputs: all runs them everywhere."
+                "Only the ranks of the last stage run steps to the end. Attributes that a step sets exist only there; "
+                "logged values, metrics and buffers reach all ranks. Set outputs: all to run whole steps on all ranks."
             )
 
     # Steps
@@ -392,17 +392,17 @@ class PipelineParallelStrategy(DDPStrategy):
         """Run a step over all stages.
 
         Args:
-            arguments: Those of the LightningModule's ``training_step``; the first is the batch.
+            arguments: The arguments of the LightningModule's ``training_step``; the first is the batch.
 
         Returns:
-            What ``training_step`` returns for the whole batch, with a loss whose ``backward`` delivers the gradients.
+            The result of ``training_step`` for the whole batch; ``backward`` of its loss delivers the gradients.
         """
         rows = num_rows(arguments[0])
         microbatches = num_microbatches(rows, self._num_microbatches)
         if microbatches < self._num_microbatches and self._num_steps == 0 and self.global_rank == 0:
             logger.warning(
-                "The batch of a replica has %d rows, which num_microbatches=%d does not divide: microbatches: %d. "
-                "Choose a batch size that is a multiple of num_microbatches.",
+                "A replica's batch has %d rows, which is not a multiple of num_microbatches=%d, so it is cut into %d "
+                "microbatches. Choose a batch size that is a multiple of num_microbatches.",
                 rows,
                 self._num_microbatches,
                 microbatches,
@@ -411,7 +411,7 @@ class PipelineParallelStrategy(DDPStrategy):
         gradients = StepGradients(self._module)
 
         def forward(inputs: tuple[Any, ...]) -> Any:
-            """Run the stages forward and backward; return the network's output on ranks that go on with the step."""
+            """Run the stages forward and backward; return the network's output on ranks that continue the step."""
             with self._replica.together():
                 self._steps.check_inputs(inputs, rows, before)
                 if self._num_steps == 0 and microbatches > 1:
@@ -441,19 +441,19 @@ class PipelineParallelStrategy(DDPStrategy):
         return gradients.loss(result, self._average)
 
     def validation_step(self, *arguments: Any) -> Any:
-        """Run a step of a validation over all stages.
+        """Run a validation step over all stages.
 
         Args:
-            arguments: Those of the LightningModule's ``validation_step``; the first is the batch.
+            arguments: The arguments of the LightningModule's ``validation_step``; the first is the batch.
         """
         with self.precision_plugin.val_step_context():
             return self._evaluated("validation_step", arguments)
 
     def test_step(self, *arguments: Any) -> Any:
-        """Run a step of a test over all stages.
+        """Run a test step over all stages.
 
         Args:
-            arguments: Those of the LightningModule's ``test_step``; the first is the batch.
+            arguments: The arguments of the LightningModule's ``test_step``; the first is the batch.
         """
         with self.precision_plugin.test_step_context():
             return self._evaluated("test_step", arguments)
@@ -468,19 +468,19 @@ class PipelineParallelStrategy(DDPStrategy):
         return evaluate(self._stage, self._replica, inputs, self._num_microbatches)
 
     def _forward_everywhere(self, *inputs: Any) -> Any:
-        """Return the network's output, on every rank of the replica."""
+        """Return the network's output on every rank of the replica."""
         return self._replica.broadcast(self._forward_of_last(inputs), self._replica.last)
 
     def _check_loss(self, result: Any) -> None:
-        """Raise the same error on all ranks if a loss is not that of its microbatches."""
+        """Raise the same error on all ranks if a loss does not follow from the losses of its microbatches."""
         if not is_checked(self._num_steps):
             return
-        found: list[str | None] = [None] * self.world_size
-        own = self._loss.check(float(loss_of(result, self._steps.where))) if self._replica.is_last else None
-        dist.all_gather_object(found, own)
-        wrong = next(filter(None, found), None)
-        if wrong is not None:
-            raise StrategyError(wrong)
+        errors: list[str | None] = [None] * self.world_size
+        error = self._loss.check(float(loss_of(result, self._steps.where))) if self._replica.is_last else None
+        dist.all_gather_object(errors, error)
+        first_error = next(filter(None, errors), None)
+        if first_error is not None:
+            raise StrategyError(first_error)
 
     def _average(self, parameters: Sequence[Any]) -> None:
         if self._is_sync_blocked:
@@ -491,7 +491,7 @@ class PipelineParallelStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave each replica's gradients alone while Lightning accumulates them."""
+        """Exchange no gradients while Lightning accumulates them."""
         self._is_sync_blocked = True
         try:
             yield
@@ -499,12 +499,12 @@ class PipelineParallelStrategy(DDPStrategy):
             self._is_sync_blocked = False
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Make a step, which changes tied parameters on one rank; the others get them from it.
+        """Step the optimizer, then copy tied parameters from the rank that owns them to the others.
 
         Args:
             optimizer: This rank's optimizer.
             closure: Computes the loss and the gradients.
-            model: Has hooks around the step; None: the LightningModule.
+            model: The module with the hooks around the step. If None, the LightningModule.
             **kwargs: Arguments of the optimizer's ``step``.
         """
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -516,15 +516,15 @@ class PipelineParallelStrategy(DDPStrategy):
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm(parameters))
 
     def gradient_norm(self, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the gradients of all stages, as of the whole model in one process; a collective call.
+        """Return the norm of the whole model's gradients, over all stages; a collective call.
 
         Args:
-            parameters: This rank's part of the parameters; None: all of the module's.
+            parameters: The parameters to count on this rank. If None, all parameters of the module.
             norm_type: The p of the p-norm; may be infinite.
         """
         counted = self._module.parameters() if parameters is None else parameters
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(self.root_device)  # that of none is on the CPU
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(self.root_device)  # on the CPU without gradients
         if math.isinf(norm_type):
             dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._replica.group)
             return norm
@@ -535,15 +535,15 @@ class PipelineParallelStrategy(DDPStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights of all stages on rank 0, and of this rank's stages elsewhere; a collective call."""
+        """Return the weights of all stages on rank 0, and of this rank's stage elsewhere; a collective call."""
         return self._checkpoint.weights()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the part of this rank's stages from a checkpoint of any number of stages.
+        """Load the weights of this rank's stage from a checkpoint of any number of stages.
 
         Args:
             checkpoint: The checkpoint.
-            strict: Whether its names must be those of the model.
+            strict: Whether the checkpoint must have exactly the model's names.
 
         Raises:
             CheckpointError: ``strict`` is set, and the names differ.
@@ -559,13 +559,13 @@ class PipelineParallelStrategy(DDPStrategy):
         return self._checkpoint.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the part of this rank's stages from the optimizers' states; a collective call.
+        """Load the optimizer states of this rank's stage; a collective call.
 
         Args:
             checkpoint: The checkpoint.
 
         Raises:
-            CheckpointError: It has other groups of parameters.
+            CheckpointError: The checkpoint has other parameter groups.
         """
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._checkpoint.load_optimizer_state(optimizer, state)

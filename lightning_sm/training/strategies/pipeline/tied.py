@@ -1,4 +1,4 @@
-"""Parameters that several layers share, such as those of a language model's embedding and head, on several ranks."""
+"""Parameters shared by layers on several ranks, such as a language model's embedding and head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TiedNames(NamedTuple):
     """The names of one parameter.
 
     Attributes:
-        names: Its names in the LightningModule, in the module's order; torch lists the first of them only.
+        names: Its names in the LightningModule, in the module's order; torch lists only the first.
         stages: The stages that hold it, in order.
     """
 
@@ -27,7 +27,7 @@ def find_tied(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> list[
     """Return the parameters that have several names.
 
     Args:
-        module: The LightningModule, as yet uncut.
+        module: The LightningModule before it is cut.
         stages: The layers of each stage.
     """
     names: dict[int, list[str]] = {}
@@ -37,15 +37,15 @@ def find_tied(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> list[
     for stage, layers in enumerate(stages):
         for parameter in nn.ModuleList(layers).parameters():
             holders.setdefault(id(parameter), []).append(stage)
-    return [TiedNames(names[one], held) for one, held in holders.items() if len(names[one]) > 1]
+    return [TiedNames(names[key], held) for key, held in holders.items() if len(names[key]) > 1]
 
 
 class TiedWeights:
-    """The parameters that layers share, on this rank and on several.
+    """The parameters that several layers share, within this rank or across ranks.
 
-    The layers of this rank share them again, which making layers of the meta device has undone. Of several ranks, the
-    first owns the parameter: it gets the sum of the gradients, and its optimizer alone has it. The others have a copy,
-    which gets the new values after each step.
+    On construction, the layers of this rank are tied again, because ``materialize`` gives each layer new tensors. If
+    several ranks hold a parameter, the first owns it: the owner gets the sum of the gradients, and only its optimizer
+    has the parameter. The other ranks have a copy, which gets the new values after each step.
 
     Args:
         module: The LightningModule with this rank's layers.
@@ -55,24 +55,24 @@ class TiedWeights:
 
     def __init__(self, module: nn.Module, tied: Sequence[TiedNames], replica: Replica) -> None:
         self._replica = replica
-        there = dict(module.named_parameters(remove_duplicate=False))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         self._shared: list[tuple[nn.Parameter, list[int]]] = []
-        for one in tied:
-            found = [name for name in one.names if name in there]
-            for name in found[1:]:
+        for names, stages in tied:
+            names_here = [name for name in names if name in parameters]
+            for name in names_here[1:]:
                 parent, _, attribute = name.rpartition(".")
-                setattr(module.get_submodule(parent), attribute, there[found[0]])
-            if len(one.stages) > 1 and replica.position in one.stages:
-                self._shared.append((there[found[0]], one.stages))
+                setattr(module.get_submodule(parent), attribute, parameters[names_here[0]])
+            if len(stages) > 1 and replica.position in stages:
+                self._shared.append((parameters[names_here[0]], stages))
         copies = [parameter for parameter, (owner, *_) in self._shared if owner != replica.position]
         self._copies = set(map(id, copies))
 
     def without_copies(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters of which this rank is the owner."""
+        """Return the parameters that this rank owns."""
         return [parameter for parameter in parameters if id(parameter) not in self._copies]
 
     def collect_gradients(self) -> None:
-        """Give the owners the sums of all gradients; a collective call of the replica."""
+        """Sum the gradients of shared parameters on their owners; a collective call of the replica."""
         for parameter, (owner, *others) in self._shared:
             if owner != self._replica.position:
                 self._replica.send(parameter.grad, owner)
@@ -84,7 +84,7 @@ class TiedWeights:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def update_copies(self) -> None:
-        """Give all copies the values of the owners; a collective call of the replica."""
+        """Copy the values of shared parameters from their owners; a collective call of the replica."""
         for parameter, (owner, *others) in self._shared:
             if owner != self._replica.position:
                 with torch.no_grad():

@@ -155,7 +155,7 @@ def test_a_resumed_pipeline_draws_as_one_without_an_interruption(fits: Seen):
     ("name", "message"),
     [
         ("raw lstm", "network.0, the last layer of its stage, returns a tuple of Tensor, tuple"),
-        ("lbfgs", "LBFGS searches along a line"),
+        ("lbfgs", "LBFGS needs the gradients of all parameters"),
         ("time first", "depends on other rows of its batch"),
         ("skip", "returned NoneType without a loss"),
         ("draw", "draws random numbers before it calls self.network"),

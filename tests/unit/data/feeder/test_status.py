@@ -28,7 +28,7 @@ def test_a_worker_that_cannot_start_blames_no_sample():
     why = "exited with code 3 in worker_init_fn on data host b:1"
     error = explain("WorkerNotStarted", 7, FailureDecision(is_fatal=True, failures=(why, why)), list(range(40)))
     assert type(error) is DataServiceError
-    assert str(error).startswith(f"The workers of data hosts cannot start: a worker {why} (2 times). Look in worker_")
+    assert str(error).startswith(f"The workers of data hosts cannot start: a worker {why} (2 times). Check worker_")
     assert "indices" not in str(error)
 
 

@@ -202,7 +202,7 @@ def test_a_feeder_that_does_not_answer_costs_the_statistics_only(feeder, reporte
     train(reporter, times, trainer, now)
     feeder.snapshot = snapshot
     reporter.end_epoch(trainer)
-    assert "no statistics of the data service: The feeder process did not answer" in caplog.text
+    assert "Statistics of the data service are unavailable: The feeder process did not answer" in caplog.text
 
 
 def test_the_record_gets_sums_since_the_start(feeder, reporter, times, now):

@@ -78,7 +78,7 @@ def test_variables_of_mpirun_are_set_for_the_script(caplog):
     job = make_job(GROUPS, hyperparameters=hyperparameters)
     expected = {"HF_TOKEN": "S3CR3T=1", "EMPTY": "", "NCCL_DEBUG": "WARN"}
     assert exported_variables(job, Topology.from_job(job)) == expected
-    assert "setting HF_TOKEN, EMPTY, NCCL_DEBUG, as custom_mpi_options says" in caplog.text
+    assert "setting HF_TOKEN, EMPTY, NCCL_DEBUG from custom_mpi_options" in caplog.text
     assert "S3CR3T" not in caplog.text
     data = make_job(GROUPS, hyperparameters=hyperparameters, current_host="algo-3")
     assert exported_variables(data, Topology.from_job(data)) == {}

@@ -54,7 +54,10 @@ def test_an_image_without_the_library_is_told_for_which_torch_there_is_one():
     """And which torch this is, because a library for another torch fails to be imported, too."""
     obstacle = obstacle_to_smddp(make_job(GROUPS, instance_types=TYPES), 2)
     assert "No module named 'smdistributed'" in obstacle
-    assert f"built for PyTorch 2.4.1, and this is PyTorch {torch.__version__}: none is known for 2.6" in obstacle
+    assert (
+        f"built for PyTorch 2.4.1, but this is PyTorch {torch.__version__}. No release is known for PyTorch 2.6"
+        in obstacle
+    )
 
 
 def test_reduce_leaves_alone_what_is_no_tensor_and_what_has_no_peers():

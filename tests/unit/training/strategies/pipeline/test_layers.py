@@ -173,7 +173,7 @@ def test_a_parameter_of_the_network_outside_of_its_layers_is_refused():
 def test_a_layer_that_occurs_twice_is_refused():
     """Only one stage could have it; layers without parameters may occur several times."""
     twice, relu = nn.Linear(4, 4), nn.ReLU()
-    with pytest.raises(StrategyError, match=r"twice among those of network.*they may share parameters"):
+    with pytest.raises(StrategyError, match=r"network contains the same layer twice.*they may share parameters"):
         Network(module_of(network=nn.Sequential(twice, relu, twice, relu)), None)
     Network(module_of(network=nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu)), None)
 

@@ -195,7 +195,7 @@ def test_a_microbatch_whose_loss_alone_is_no_number_is_found():
     """Its gradients would be no numbers, in any step: the check compares the whole batch, too."""
     output = torch.randn(ROWS, TOKENS, CLASSES, requires_grad=True)
     loss = run(Model(mean), output, labels_of([3, 3, 3, 3, 3, 3, 0, 0]))
-    assert "rows 0 to 7 of a batch it is 1.5, but 4 microbatches of them make nan" in loss.check(1.5)
+    assert "rows 0 to 7 of a batch it is 1.5, but nan from 4 microbatches of these rows" in loss.check(1.5)
     assert loss.check(math.nan) is None
 
 

@@ -14,7 +14,7 @@ from lightning_sm.errors import StrategyError
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_microbatches": 0}, "num_microbatches=0 is not at least 1"),
+        ({"num_microbatches": 0}, "num_microbatches=0 must be at least 1"),
         ({"placement": "near"}, "placement='near' is not one of cluster, spread"),
         ({"split": "layers"}, "split='layers' is neither 'parameters' nor a list"),
         ({"schedule": "zbv"}, "schedule='zbv' is not one of gpipe, 1f1b"),
