@@ -1,1 +1,1 @@
-"""The record of a run, which its processes write down, and its readers."""
+"""The record that the processes of a run write, and the code that reads it."""

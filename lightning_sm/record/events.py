@@ -1,12 +1,13 @@
-"""The lines of a run's record, which the processes of a job write while it runs, and how they are read again.
+"""The lines of a run's record: their types, writer and reader.
 
-Each process appends lines of JSON to a file of its own, ``<record folder>/<attempt>/<host>-<who>.jsonl``: launchers
-(``launcher``), and training processes (``rank-3``). The folder lies in the checkpoint folder if the job has one,
-because only that survives a killed attempt; else in the output data, which one archive collects from all hosts.
+While a job runs, each launcher and each training process appends lines of JSON to a separate file,
+``<record folder>/<attempt>/<host>-<who>.jsonl``, where ``<who>`` is ``launcher`` or a rank such as ``rank-3``. The
+record folder is in the checkpoint folder if the job has one, because nothing else survives a killed attempt. Otherwise,
+it is in the output data, which the service collects from all hosts in one archive.
 
-A file begins with a ``FileHead``; another one follows wherever a restarted process continues the file. Each kind of
-line has a class below, whose tag names it in JSON (``kind``). ``t`` is the time in seconds since the Unix epoch; all
-other times are in seconds, too.
+A file begins with a ``FileHead``. A restarted process that continues the file writes another one. Each kind of line has
+a class below; its tag is the line's ``kind`` in JSON. ``t`` is in seconds since the Unix epoch. All other times are in
+seconds, too.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "lightning-sm-record"
 LAUNCHER = "launcher"
-# How a job, a host, or the run of a rank's Trainer ends; see ``End``.
+# Outcomes of a job, a host, or a rank's Trainer; see ``End``.
 SUCCEEDED, FAILED, INTERRUPTED, STOPPED = "succeeded", "failed", "interrupted", "stopped"
-# The parts of a training step, in order, and what people read for them. "backward" includes the exchange of gradients,
-# with which DistributedDataParallel overlaps it; "other" is the time that no hook of Lightning tells apart.
+# The parts of a training step, in order, and their display names. "backward" includes the exchange of gradients, which
+# DistributedDataParallel overlaps with it. "other" is the time that Lightning's hooks cannot attribute.
 PARTS = {
     "data_wait": "waiting for data",
     "to_device": "to the device",
@@ -44,7 +45,7 @@ PARTS = {
     "optimizer": "optimizer",
     "other": "other",
 }
-# What people read for the spans outside the steps, by their names in the record; see ``Span``.
+# Display names of the spans outside the steps, by their names in the record; see ``Span``.
 SPANS = {
     "preparation": "start-up",
     "startup": "start-up",
@@ -56,12 +57,12 @@ SPANS = {
     "test": "test and prediction",
     "predict": "test and prediction",
 }
-# What a line may say: any other value is that of a damaged one, which readers leave out.
+# Valid values. A line with any other value is damaged, and readers skip it.
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
 Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _ENDING = ".jsonl"
-# Such as "1/algo-1-launcher.jsonl"; names of hosts contain dashes, too.
+# Such as "1/algo-1-launcher.jsonl". Host names may contain dashes.
 _FILE = re.compile(rf"(?:.*/)?([1-9][0-9]*)/[^/]+-(?:{LAUNCHER}|rank-[0-9]+)\.jsonl", re.DOTALL)
 
 
@@ -76,23 +77,23 @@ class Line(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True):
 
 
 class FileHead(Line, frozen=True, tag="file"):
-    """The writer of a file: its first line, and another one whenever a restarted process continues it.
+    """The process that writes a file; its first line, and another one for each restarted process that continues it.
 
     Attributes:
         t: When the process began to write.
-        host: Its host.
+        host: Name of its host.
         who: ``launcher`` or ``rank-<global rank>``.
-        job: Name of the job, if it is known.
+        job: Name of the job, if known.
         group: Instance group of the host.
         role: ``trainer`` or ``data``.
         rank: Global rank; None for a launcher.
         world_size: Number of ranks; None for a launcher.
-        hosts: Instance group of each host of the job, by its name.
-        instance_types: Instance type of each group, by its name; None if unknown.
+        hosts: Instance group of each host of the job, by name of the host.
+        instance_types: Instance type of each group, by name of the group; None if unknown.
         cpus: Number of CPUs that the process may use.
         gpus: Number of GPUs of the host.
-        command: The command line of the script, secrets hidden; empty for ranks.
-        hyperparameters: Those of the job, secrets hidden; empty for ranks.
+        command: The command line of the script, with secrets hidden; empty for ranks.
+        hyperparameters: The job's hyperparameters, with secrets hidden; empty for ranks.
     """
 
     host: str
@@ -114,9 +115,9 @@ class GpuUse(msgspec.Struct, frozen=True):
     """The use of one GPU.
 
     Attributes:
-        use: Share of the time in which any kernel ran, 0 to 1. It does not say how much of the GPU was busy.
+        use: Share of the time in which any kernel ran, 0 to 1, however little of the GPU the kernel used.
         memory_bytes: Memory in use.
-        memory_total_bytes: All memory of the GPU.
+        memory_total_bytes: Total memory.
     """
 
     use: Share
@@ -129,10 +130,10 @@ class HostUse(Line, frozen=True, tag="use"):
 
     Attributes:
         t: When it was measured.
-        cpu: Share of all its CPUs in use, 0 to 1.
+        cpu: Share of the host's CPUs in use, 0 to 1.
         memory_bytes: Memory in use.
         memory_total_bytes: Memory that the job may use.
-        gpus: Use of its GPUs; empty if there are none, or if NVML is not installed.
+        gpus: Use of each GPU; empty without GPUs or NVML.
     """
 
     cpu: Share
@@ -147,7 +148,7 @@ class HostUse(Line, frozen=True, tag="use"):
 
     @property
     def gpu(self) -> float | None:
-        """Share of the time in which any kernel ran, the mean of the GPUs."""
+        """Share of the time in which any kernel ran, 0 to 1; the mean over the GPUs."""
         return fmean(gpu.use for gpu in self.gpus) if self.gpus else None
 
     @property
@@ -158,15 +159,15 @@ class HostUse(Line, frozen=True, tag="use"):
 
 
 class Loader(Line, frozen=True, tag="loader"):
-    """The source of a rank's training batches; written when its training begins.
+    """The source of a rank's training batches; written when training begins.
 
     Attributes:
         t: When it was written.
-        workers: Worker processes that this rank's loader asks for; 0 if the training process itself builds the batches.
-            Those of data hosts, which take their place, are in ``DataService``.
-        cpus: Number of CPUs that this rank's process may use, together with the other ranks of the host.
+        workers: Number of worker processes that this rank's loader asks for; 0 if the training process builds the
+            batches. With data hosts, their workers (see ``DataService``) replace these.
+        cpus: Number of CPUs that this rank shares with the other ranks of the host.
         ranks_of_host: Number of ranks on the host.
-        batch: Training batches that are done when the training begins or resumes.
+        batch: Number of training batches completed before training begins or resumes.
     """
 
     workers: Natural = 0
@@ -178,18 +179,18 @@ class Loader(Line, frozen=True, tag="loader"):
 class Steps(Line, frozen=True, tag="steps"):
     """Consecutive training steps of a rank. A step is one training batch.
 
-    Spans between the steps are not part of them. Nor is the first step of a process, which may compile: it is in the
-    span ``first_batch``.
+    Excludes the spans between the steps, and the first step of a process: it may compile, so it counts as the span
+    ``first_batch``.
 
     Attributes:
-        t: When the last one ended.
-        step: ``trainer.global_step`` after it, which counts optimizer steps.
+        t: When the last step ended.
+        step: ``trainer.global_step`` after the last step; it counts optimizer steps.
         n: Number of steps.
-        samples: Number of samples in this rank's batches; 0 if it is unknown.
-        parts: Seconds by part (``PARTS``), of all of them together.
-        gpu_parts: Whether forward, backward and optimizer were measured on the GPU, every few steps. Else they are the
-            time of the host, which only launches the work of a GPU.
-        untimed: Number of steps since the line before that are in no other field: the first one of a process.
+        samples: Number of samples in this rank's batches; 0 if unknown.
+        parts: Seconds by part (``PARTS``), summed over the steps.
+        gpu_parts: Whether forward, backward and optimizer were measured on the GPU, every few steps. If not, they were
+            measured on the host, which only launches the GPU's work.
+        untimed: Number of steps since the previous line that no other field counts: the first step of a process.
     """
 
     step: Natural
@@ -201,7 +202,7 @@ class Steps(Line, frozen=True, tag="steps"):
 
     @property
     def wall_s(self) -> float:
-        """The seconds of all of them together."""
+        """Total seconds of the steps."""
         return sum(self.parts.values())
 
 
@@ -214,8 +215,8 @@ class Span(Line, frozen=True, tag="span"):
             step has ended, which may start workers and compile), ``between`` (from the last step of an epoch until the
             first batch of the next one), ``validation``, ``checkpoint``, ``export``, ``test``, ``predict``; from
             launchers, ``preparation`` (code and requirements).
-        begin: When it began, in the same seconds as ``t``.
-        seconds: How long it took, without other spans inside it.
+        begin: When it began, in seconds since the Unix epoch.
+        seconds: How long it took, without the spans nested in it.
     """
 
     name: str
@@ -229,8 +230,8 @@ class Metrics(Line, frozen=True, tag="metrics"):
     Attributes:
         t: When they were written.
         step: ``trainer.global_step``.
-        epoch: The epoch, from 0.
-        values: The metrics by name; None in place of NaN and infinity.
+        epoch: The epoch, counted from 0.
+        values: The metrics by name; None for NaN and infinity.
     """
 
     step: Natural
@@ -239,7 +240,7 @@ class Metrics(Line, frozen=True, tag="metrics"):
 
 
 class DataService(Line, frozen=True, tag="data"):
-    """The work of data hosts and trainer ranks, as sums since the start; rank 0 of a job with data hosts writes it.
+    """The work of data hosts and ranks, as sums since the start; rank 0 of a job with data hosts writes it.
 
     Attributes:
         t: When it was written.
@@ -270,15 +271,15 @@ class Event(Line, frozen=True, tag="event"):
 
 
 class End(Line, frozen=True, tag="end"):
-    """The end of a launcher, or of the run of a rank's Trainer. A killed process writes none.
+    """The end of a launcher or of a rank's Trainer run. A killed process does not write one.
 
     Attributes:
         t: When it ended.
         outcome: ``succeeded``, ``failed``, ``interrupted`` (it can resume from a checkpoint) or ``stopped``.
-        exit_code: Exit code of the host, in the launcher's line.
-        reason: Why the job did not succeed if ``job_outcome`` is known, else why this host did not, in one line.
-        job_outcome: How the job ended, in the same words, in the line of a launcher that has learned it. A host that
-            was ended because another one had failed is ``stopped``, but its job has ``failed``.
+        exit_code: Exit code of the host; only launchers set it.
+        reason: Why the job did not succeed if ``job_outcome`` is set, else why this host did not, in one line.
+        job_outcome: Outcome of the job, with the values of ``outcome``, from a launcher that was told it. A host that
+            is stopped because another host failed has the outcome ``stopped``, but its job has ``failed``.
     """
 
     outcome: str
@@ -291,7 +292,7 @@ class End(Line, frozen=True, tag="end"):
         msgspec.structs.force_setattr(self, "reason", _without_secrets(self.reason))
 
 
-_DECODER = msgspec.json.Decoder(Union[tuple(Line.__subclasses__())])  # noqa: UP007 - of all of them
+_DECODER = msgspec.json.Decoder(Union[tuple(Line.__subclasses__())])  # noqa: UP007 - a computed union
 
 
 def record_folder(job: SageMakerJob) -> Path:
@@ -300,16 +301,16 @@ def record_folder(job: SageMakerJob) -> Path:
 
 
 def file_attempt(path: PurePath) -> int:
-    """Return the attempt to which a record's file ATTEMPT/HOST-PROCESS.jsonl belongs; 0 if a path is another one."""
-    found = _FILE.fullmatch(path.as_posix())
-    return 0 if found is None else int(found[1])
+    """Return the attempt number in the path of a record's file (ATTEMPT/HOST-PROCESS.jsonl); 0 for any other path."""
+    match = _FILE.fullmatch(path.as_posix())
+    return 0 if match is None else int(match[1])
 
 
 def find_files(folder: Path) -> list[Path]:
-    """Return the files of records in and below a folder.
+    """Return the record files in and below a folder.
 
     Args:
-        folder: A record's folder, or one above it, such as the unpacked output data of a job.
+        folder: A record folder, or a folder above it, such as the unpacked output data of a job.
     """
     return sorted(filter(file_attempt, folder.rglob(f"*{_ENDING}")))
 
@@ -317,7 +318,7 @@ def find_files(folder: Path) -> list[Path]:
 def read_lines(content: bytes) -> list[Line]:
     """Read the lines of a file.
 
-    Malformed ones are left out, such as one that is still being written or was cut short, and unknown kinds.
+    Skip malformed lines, such as one that is incomplete or still being written, and unknown kinds.
     """
     lines: list[Line] = []
     for text in content.split(b"\n"):
@@ -329,11 +330,11 @@ def read_lines(content: bytes) -> list[Line]:
 class Recorder:
     """The writer of this process's file.
 
-    A line is written at once, so that it survives even a kill of the process. Nothing is raised, because a job must not
-    fail because of its record; an obstacle, such as a full disk, is logged once.
+    Each line is written immediately, so it survives even if the process is killed. A job must not fail because of its
+    record, so errors such as a full disk are logged once and never raised.
 
     Args:
-        path: The file; its folder is made.
+        path: The file. Its folder is created if necessary.
 
     Attributes:
         path: The file.
@@ -352,11 +353,11 @@ class Recorder:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            # The line break comes first: an earlier process may have been killed within a line.
+            # Start with the line break: an earlier process may have been killed in the middle of a line.
             os.write(self._file, b"\n" + encode(line))
         except (OSError, ValueError, TypeError) as error:
             self._has_failed = True
-            logger.warning("The record of this run ends here: %s cannot be written: %s", self.path, error)
+            logger.warning("Recording of this run has stopped: %s cannot be written: %s", self.path, error)
 
     def close(self) -> None:
         """Close the file; a later line reopens it."""
@@ -366,14 +367,14 @@ class Recorder:
 
 
 def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Recorder:
-    """Return the recorder of a process; nothing is written yet.
+    """Return the recorder of a process, without writing anything.
 
-    Its file is in the folder of this attempt: the one that the launcher named, else the next one.
+    Its file is in the attempt's folder: the one that the launcher passes in the environment, else the next number.
 
     Args:
         job: The job.
-        who: As in ``FileHead``. The next attempt follows from this process's own files, because those of other hosts
-            may or may not be there yet.
+        who: As in ``FileHead``. Only files of this process determine the next number, because other hosts may not have
+            created theirs.
         env: Environment variables.
     """
     name = f"{job.current_host}-{who}{_ENDING}"
@@ -403,7 +404,7 @@ def head_of(
         rank: Global rank.
         world_size: Number of ranks.
         cpus: Number of CPUs that the process may use.
-        command: The command line, without secrets.
+        command: The command line, with secrets hidden.
     """
     return FileHead(
         t=time.time(),
@@ -424,7 +425,7 @@ def head_of(
 
 
 def _without_secrets(said: str) -> str:
-    """Return what people may see of a text that another program wrote: the part before what it says of a secret."""
+    """Hide another program's message from the first secret on."""
     words = said.split(" ")
     for number in range(len(words)):
         # argparse writes "argument --token/-t: " before the value.
@@ -435,12 +436,12 @@ def _without_secrets(said: str) -> str:
 
 
 def gap_s(elapsed_s: float, least_s: float) -> float:
-    """Return the seconds until the next line of a series: few at first, then more and more.
+    """Return the seconds until the next line of a series, which increase as the series gets longer.
 
-    So its file stays small: the service uploads a file of the checkpoint folder as a whole whenever it has changed.
+    This keeps the file small: whenever a file in the checkpoint folder changes, the service uploads all of it.
 
     Args:
         elapsed_s: Seconds since the series began.
-        least_s: Seconds between two lines at first.
+        least_s: Minimum seconds between two lines.
     """
     return min(30.0, max(least_s, elapsed_s / 600))

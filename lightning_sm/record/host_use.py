@@ -1,7 +1,8 @@
-"""The use that a job makes of a host: CPUs, memory and GPUs.
+"""The CPUs, memory and GPUs of a host that a job uses.
 
-CPUs are those that this process and its descendants use, which are the whole job's on this host. Memory is that of the
-machine, as on SageMaker, where a host has a machine of its own. Where hosts share one, the descendants' memory counts.
+CPU time is counted for this process and its descendants, which include all of the job's processes on this host. Memory
+is the machine's, because on SageMaker each host is a separate machine. If hosts share a machine, memory is counted for
+this process and its descendants, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _GPU_DEVICE = Path("/dev/nvidia0")
 
 
 class HostMeter:
-    """A meter of the use of a host between two calls.
+    """A meter of a host's use between two calls.
 
     Args:
         is_machine_shared: Whether the hosts of the job share this machine (``SageMakerJob.shares_machine``).
@@ -37,7 +38,7 @@ class HostMeter:
         self._before = _take()
 
     def measure(self) -> HostUse:
-        """Return the host's use since the last call, or since this object was made."""
+        """Return the host's use since the last call, or since this object was created."""
         before, after = self._before, _take()
         self._before = after
         memory = psutil.virtual_memory()
@@ -53,7 +54,7 @@ class HostMeter:
 
 
 class Gpus:
-    """The NVIDIA GPUs of this host; none without a driver, or without the package nvidia-ml-py."""
+    """The NVIDIA GPUs of this host; empty without a driver or the package nvidia-ml-py."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -69,10 +70,10 @@ class Gpus:
             if _GPU_DEVICE.exists():
                 logger.info("GPU use is not recorded. To record it, install the package nvidia-ml-py.")
         except self._nvml.NVMLError as error:
-            logger.debug("The use of GPUs is not recorded: %s.", error)
+            logger.debug("GPU use is not recorded: %s.", error)
 
     def measure(self) -> list[GpuUse]:
-        """Return the use of each GPU, without those that cannot report it, such as a part of a GPU (MIG)."""
+        """Return the use of each GPU, except those that cannot report it, such as MIG instances."""
         uses = []
         for handle in self._handles:
             with contextlib.suppress(self._nvml.NVMLError):
@@ -83,7 +84,7 @@ class Gpus:
 
 
 def _take() -> tuple[float, float]:
-    """Return the time, and the CPU seconds of the job, each since an arbitrary start."""
+    """Return the current time and the job's CPU time in seconds, each from an arbitrary start."""
     return time.monotonic(), sum(map(_cpu_s_of, _own_processes()))
 
 
@@ -93,15 +94,15 @@ def _own_processes() -> list[psutil.Process]:
 
 
 def _cpu_s_of(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process and of its children that have exited."""
+    """Return the CPU seconds of a process and its exited children."""
     try:
         return float(sum(process.cpu_times()[:4]))
-    except psutil.Error:  # it has just exited
+    except psutil.Error:  # the process has just exited
         return 0.0
 
 
 def _memory_of(process: psutil.Process) -> int:
-    """Return the memory that a process shares with no other."""
+    """Return the bytes of memory that a process does not share with others."""
     try:
         memory = process.memory_info()
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""What readers of a run mean by waiting, by busy workers, and by a rank that holds up the others. Pure rules."""
+"""Thresholds for waiting, busy workers and slow ranks, shared by all readers of a run. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from statistics import median
 
 from lightning_sm._text import duration
 
-# A training that waits for a smaller share of its time is not input-bound (as in the TensorFlow profiler).
+# Training that waits for less than this share of its time is not input-bound (as in the TensorFlow profiler).
 NOT_INPUT_BOUND = 0.05
-# Workers are the limit if they are busy for this share of the time in which there is something to do.
+# Workers are the bottleneck if they are busy for at least this share of the time in which they have work.
 WORKERS_ARE_BUSY = 0.8
-# A limit that costs a smaller share of the job is not shown.
+# Hide limits that cost less than this share of the job.
 WORTH_SHOWING = 0.05
-# What takes less is not worth a word, whatever its share.
+# Hide limits that cost fewer seconds, whatever their share.
 MIN_SECONDS = 1.0
-# The means of fewer steps say nothing.
+# With fewer steps, means are too noisy.
 MIN_STEPS = 50
-# A rank counts as slower than the others from this factor on.
+# A rank is slow if it takes at least this many times as long as the others.
 _SLOWER = 2.0
 
 
 @dataclass(frozen=True)
 class WaitCause:
-    """Why training waits for its data.
+    """The reason why training waits for data.
 
     Attributes:
         name: The cause in a few words, such as ``the network``.
-        text: The cause, in a sentence.
-        change: What would help; empty if that is not known.
-        host: The data host that is the cause; empty if none is.
+        text: The cause in a sentence.
+        change: What would help; empty if unknown.
+        host: The data host that causes the wait; empty if no host does.
     """
 
     name: str
@@ -41,14 +41,14 @@ class WaitCause:
 
 @dataclass(frozen=True)
 class RankPace:
-    """How fast a rank is by itself.
+    """The speed of a single rank.
 
     Attributes:
-        name: Its name, for people.
-        num_steps: Number of its steps.
-        step_s: Seconds of a step.
-        own_s: Seconds of a step in which no other rank can have made it wait.
-        wait_s: Seconds of a step in which it waited for data.
+        name: Display name of the rank.
+        num_steps: Number of steps.
+        step_s: Mean seconds of a step.
+        own_s: Mean seconds per step spent in this rank's code, where no other rank can have delayed it.
+        wait_s: Mean seconds per step spent waiting for data.
     """
 
     name: str
@@ -60,11 +60,11 @@ class RankPace:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank whose own code is so slow that the others wait for it in the backward pass.
+    """A rank whose code is so slow that the other ranks wait for it in the backward pass.
 
     Attributes:
-        text: Which, and how slow, in a sentence.
-        extra_s: The seconds by which it makes each step longer.
+        text: The rank, and how slow it is, in a sentence.
+        extra_s: Seconds that it adds to each step.
     """
 
     text: str
@@ -72,10 +72,10 @@ class SlowRank:
 
 
 def slow_rank(ranks: Iterable[RankPace]) -> SlowRank | None:
-    """Return the rank that holds up the others; None if there is none.
+    """Return the rank that slows down the others, or None.
 
-    Ranks may wait for each other in the forward pass, too, where DistributedDataParallel sends the buffers of rank 0.
-    A rank that seems slow, but no slower than others with their waiting for data, may have waited for these.
+    Ranks can also wait for each other in the forward pass, in which DistributedDataParallel broadcasts rank 0's
+    buffers. So compare a rank with the others including their waits for data, because it may have waited for them.
     """
     timed = [rank for rank in ranks if rank.num_steps]
     if len(timed) <= 1:

@@ -1,4 +1,4 @@
-"""The user's hourly prices of hosts. None are built in, because prices differ by region, contract and year."""
+"""Hourly host prices, which the user provides: they differ by region, contract and year, so none are built in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ per_hour:              # an instance type, or the name of an instance group
   ml.g5.xlarge: 1.41
   ml.c5.4xlarge: 0.82
 """
-# From here on, amounts have two digits after the point; below, two significant digits.
+# Amounts from here on have two decimals; smaller ones have two significant digits.
 _WHOLE = 1.0
 _HOUR_S = 3600.0
 
@@ -27,7 +27,7 @@ _HOUR_S = 3600.0
 class _PriceFile(msgspec.Struct):
     """The keys of ``FILE_FORMAT``."""
 
-    per_hour: dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1e12)]]  # nor infinity, which YAML has
+    per_hour: dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1e12)]]  # YAML allows infinity
     currency: str = "$"
 
 
@@ -36,9 +36,9 @@ class Prices:
     """Prices of hosts.
 
     Attributes:
-        per_hour: Hourly prices by instance type, or by the name of an instance group, which takes precedence.
+        per_hour: Hourly prices by instance type or name of an instance group. Groups take precedence.
         currency: The text before an amount.
-        source: Where the prices come from, for people; empty if there are none.
+        source: Where the prices come from, for display; empty without prices.
     """
 
     per_hour: Mapping[str, float] = field(default_factory=dict)
@@ -49,16 +49,16 @@ class Prices:
         return bool(self.per_hour)
 
     def of(self, group: str, instance_type: str | None) -> float | None:
-        """Return the hourly price of one host; None if it is unknown.
+        """Return the hourly price of one host; None if unknown.
 
         Args:
             group: Name of the host's instance group.
-            instance_type: Its instance type, if known.
+            instance_type: The host's instance type, if known.
         """
         return self.per_hour.get(group, self.per_hour.get(instance_type or ""))
 
     def total(self, hosts: Iterable[tuple[str, str | None]]) -> float | None:
-        """Return the hourly price of all hosts together; None if that of one is unknown.
+        """Return the total hourly price of some hosts; None if any price is unknown.
 
         Args:
             hosts: Group and instance type of each host.
@@ -68,14 +68,14 @@ class Prices:
         return math.fsum(known) if known and len(known) == len(prices) else None
 
     def amount(self, value: float) -> str:
-        """Return an amount of money as text."""
+        """Format an amount of money."""
         digits = 2 if value >= _WHOLE or value == 0 else 1 - math.floor(math.log10(value))
         gap = " " if self.currency[-1:].isalpha() else ""
         return f"{self.currency}{gap}{value:,.{digits}f}"
 
 
 def cost(price_per_hour: float, seconds: float) -> float:
-    """Return the cost of using hosts for ``seconds`` that together cost ``price_per_hour``."""
+    """Return the cost of hosts for ``seconds``, at a total of ``price_per_hour``."""
     return price_per_hour * seconds / _HOUR_S
 
 
@@ -84,7 +84,7 @@ def read_prices(file: Path | None, flags: Sequence[str]) -> Prices:
 
     Args:
         file: A YAML or JSON file like ``FILE_FORMAT``.
-        flags: Texts of the form ``NAME=PRICE``, which override the file.
+        flags: ``NAME=PRICE`` strings, which override the file.
 
     Raises:
         JobConfigError: The file cannot be read, or a price is not a number.

@@ -1,7 +1,7 @@
-"""The lines of progress in a job's log, and the regular expressions by which CloudWatch reads metrics from them.
+"""The progress lines in a job's log, and the regular expressions with which CloudWatch reads metrics from them.
 
 A line looks like ``epoch=3/10 step=45 validation=3 val_acc=0.9333 steps_per_s=12.5 eta=0:10:23 data_wait=1.2%``. A
-space precedes every name but the first, so that ``acc`` is found neither in ``val_acc`` nor in ``val/acc``.
+space precedes every name except the first, so a search for ``acc`` matches neither ``val_acc`` nor ``val/acc``.
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# The number of validations so far, in the one line that follows each validation.
+# The name of the number of validations so far. Only the first line after each validation has it.
 _VALIDATION = "validation"
-# A number as ``progress_line`` prints it, as one group. CloudWatch accepts neither NaN nor infinity, so they do not
-# match.
+# A number in the format of ``progress_line``, as one group. CloudWatch rejects NaN and infinity, so they do not match.
 _NUMBER = r"(-?[0-9.]+(?:e[-+][0-9]+)?)"
 
 
 def progress_line(
     position: str, metrics: Mapping[str, float], rates: Mapping[str, str], num_validations: int | None = None
 ) -> str:
-    """Return a line of progress.
+    """Return a progress line.
 
     Args:
-        position: Where the run stands, such as ``epoch=3/10 step=45``.
+        position: The current epoch and step, such as ``epoch=3/10 step=45``.
         metrics: The model's metrics by name.
-        rates: How fast the run is, as text by name.
-        num_validations: The number of validations so far, in the first line after one.
+        rates: Rates and times of the run, as text by name.
+        num_validations: The number of validations so far; None except in the first line after a validation.
     """
     words = [position]
     if num_validations is not None:
@@ -36,14 +35,14 @@ def progress_line(
 
 
 def metric_pattern(name: str) -> str:
-    """Return the regular expression that finds a metric in all lines that have it."""
+    """Return a regular expression that matches a metric in every line that contains it."""
     return f" {re.escape(name)}={_NUMBER}"
 
 
 def objective_pattern(name: str) -> str:
-    """Return the regular expression that finds a metric only in the one line that follows each validation.
+    """Return a regular expression that matches a metric only in the first line after each validation.
 
-    A tuning job takes the last value that it finds, and Hyperband takes each of them, but the lines between two
-    validations would repeat an old value.
+    A tuning job uses the last match, and Hyperband uses every match, but the other lines repeat the value of an
+    earlier validation.
     """
     return f" {_VALIDATION}=[0-9]+ (?:.* )?{re.escape(name)}={_NUMBER}"

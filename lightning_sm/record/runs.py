@@ -1,4 +1,4 @@
-"""The reader of runs' records, which finds them in a job's folders and archives, and merges the files of all hosts."""
+"""The reader of records: it finds them in a job's folders and archives, and merges the files of all hosts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_sm.errors import JobConfigError
 from lightning_sm.record import events
 from lightning_sm.record.events import LAUNCHER, End, FileHead, Line, Span, Steps
 
-# Beyond what the next line itself took, a running process is never silent for so long, nor are its lines so far out of
-# order: its clock was set, or its host was suspended.
+# The limits for gaps between two lines (beyond the time that the second line measures) and for lines out of order. If
+# they are exceeded, the clock was set, or the host was suspended.
 _SILENCE_S, _DISORDER_S = 600.0, 60.0
 
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """The lines of one process; if it was restarted, there are several records.
+    """The lines of one process. A restarted process has a separate record.
 
     Attributes:
-        attempt: The attempt of the job, from 1.
-        head: The head, which says who wrote it.
+        attempt: The attempt of the job, counted from 1.
+        head: The head, which identifies the process.
         lines: The lines after the head, in the order of writing.
-        num_left_out: Number of lines that could not be read, because they are damaged or of an unknown kind.
-        jump_s: The largest jump of its clock, in seconds; 0 if there was none.
+        num_left_out: Number of lines skipped because they are damaged or of an unknown kind.
+        jump_s: The largest jump of the process's clock, in seconds; 0 without jumps.
     """
 
     attempt: int
@@ -43,9 +43,9 @@ class RunRecord:
     """The records of all processes of a job.
 
     Attributes:
-        name: Name of the job, or of the folder if the job has none.
-        source: The folder or archive that it was read from.
-        records: The records, in the order of attempts, hosts and processes.
+        name: Name of the job, or of the folder if the job has no name.
+        source: The folders or archives with the records.
+        records: The records, ordered by attempt, host and process.
     """
 
     name: str
@@ -54,44 +54,44 @@ class RunRecord:
 
     @property
     def flaws(self) -> str:
-        """What is wrong with the record, in a sentence or two; empty if nothing is."""
+        """Problems with the record, in a sentence or two; empty without problems."""
         num_left_out = sum(record.num_left_out for record in self.records)
-        jump_s, host = max(((one.jump_s, one.head.host) for one in self.records), default=(0.0, ""))
+        jump_s, host = max(((record.jump_s, record.head.host) for record in self.records), default=(0.0, ""))
         lines, jump = count(num_left_out, "line"), duration(jump_s)
-        said = [f"Left out: {lines} of the record, damaged or of another version."] if num_left_out else []
-        said += [f"The clock of {host} jumped by {jump}: durations and costs are off by up to that."] if jump_s else []
-        return " ".join(said)
+        flaws = [f"Skipped {lines} of the record: damaged, or from another version."] if num_left_out else []
+        flaws += [f"The clock of {host} jumped by {jump}: durations and costs may be off by as much."] if jump_s else []
+        return " ".join(flaws)
 
 
 def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord]:
     """Read the records of runs.
 
     Args:
-        sources: Folders with records in or below them, or tar archives of such folders. One source may hold several
-            jobs, such as a checkpoint folder from which another job has resumed. One job's files may be in several
-            sources.
-        job: Name of the only job to read. Default: all.
+        sources: Folders with records in or below them, or tar archives of such folders. A source may contain several
+            jobs, such as a checkpoint folder from which another job has resumed. The files of a job may be spread over
+            several sources.
+        job: Name of the only job to read. If None, read all jobs.
 
     Returns:
-        One run for each job, in the order in which they began.
+        One run per job, in the order in which they began.
 
     Raises:
         JobConfigError: A source cannot be read, or has no record.
     """
     records: dict[str, list[tuple[str, ProcessRecord]]] = defaultdict(list)
     for source in sources:
-        found = _records(source)
-        if not found:
+        in_source = _records(source)
+        if not in_source:
             raise JobConfigError(
                 f"{source} has no record of a run: no files {events.FOLDER}/ATTEMPT/HOST-*.jsonl. A job writes them "
-                "into its checkpoint folder if it has one, else into its output data (output.tar.gz on SageMaker)."
+                "to its checkpoint folder if it has one, else to its output data (output.tar.gz on SageMaker)."
             )
-        for record in found:
+        for record in in_source:
             records[record.head.job or source.absolute().name].append((str(source), record))
     if job is not None and job not in records:
         where, known = ", ".join(map(str, sources)), ", ".join(sorted(records))
         raise JobConfigError(f"There is no record of the job {job} in {where}, only of: {known}.")
-    runs = [_run(name, found) for name, found in records.items() if job in (None, name)]
+    runs = [_run(name, of_job) for name, of_job in records.items() if job in (None, name)]
     return sorted(runs, key=lambda run: min(record.head.t for record in run.records))
 
 
@@ -99,25 +99,25 @@ def read_run(source: Path, job: str | None = None) -> RunRecord:
     """Read the record of one run; see ``read_runs``.
 
     Raises:
-        JobConfigError: The source has no record, or has those of several jobs and ``job`` names none.
+        JobConfigError: The source has no record, or it has records of several jobs and ``job`` is None.
     """
     runs = read_runs([source], job)
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
-        raise JobConfigError(f"{source} has the records of {len(runs)} jobs: {names}. Name one with --job.")
+        raise JobConfigError(f"{source} contains records of {len(runs)} jobs: {names}. Name one with --job.")
     return runs[0]
 
 
-def _run(name: str, found: Sequence[tuple[str, ProcessRecord]]) -> RunRecord:
-    # A file may exist twice: on the host, and where it was uploaded, perhaps without its end. Keep the longer one.
-    by_length = sorted((record for _, record in found), key=lambda record: len(record.lines))
+def _run(name: str, records: Sequence[tuple[str, ProcessRecord]]) -> RunRecord:
+    # The sources may contain a file twice: from the host, and an upload that may lack the end. Keep the longer one.
+    by_length = sorted((record for _, record in records), key=lambda record: len(record.lines))
     longest = {(record.attempt, record.head.host, record.head.who, record.head.t): record for record in by_length}
-    sources = ", ".join(dict.fromkeys(source for source, _ in found))
+    sources = ", ".join(dict.fromkeys(source for source, _ in records))
     return RunRecord(name, sources, tuple(longest[key] for key in sorted(longest)))
 
 
 def archived_files(archive: tarfile.TarFile) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yield paths and contents of the files of records in an archive, which may be a stream."""
+    """Yield the paths and contents of the record files in an archive, which may be a stream."""
     for member in archive:
         path = PurePosixPath(member.name)
         content = archive.extractfile(member) if events.file_attempt(path) else None
@@ -137,8 +137,8 @@ def _records(source: Path) -> list[ProcessRecord]:
         reason = getattr(error, "strerror", None) or error
         raise JobConfigError(f"{source} cannot be read: {reason}. Expected a folder or a tar archive.") from error
     records = [record for path, content in files for record in _lives(path, content)]
-    # Without a checkpoint folder, a job cannot know of earlier attempts and numbers each as the first one: count the
-    # launcher's starts.
+    # Without a checkpoint folder, a job does not see earlier attempts and numbers each attempt 1. Count the launcher's
+    # starts instead.
     starts: dict[tuple[str | None, int, str], set[float]] = defaultdict(set)
     for record in records:
         if record.head.who == LAUNCHER:
@@ -154,7 +154,7 @@ def _launcher(record: ProcessRecord) -> tuple[str | None, int, str]:
 
 
 def _lives(path: PurePath, content: bytes) -> list[ProcessRecord]:
-    """Return the records of all processes that have written to a file, one after another."""
+    """Split a file into the records of the processes that wrote to it, one after another."""
     records: list[ProcessRecord] = []
     head: FileHead | None = None
     lines = events.read_lines(content)
@@ -171,11 +171,11 @@ def _lives(path: PurePath, content: bytes) -> list[ProcessRecord]:
 
 
 def _jump_s(lines: Sequence[Line]) -> float:
-    """Return the largest jump of a process's clock in seconds: back, or ahead between two lines."""
+    """Return the largest jump of a process's clock in seconds, forward or backward."""
     jumps = [0.0]
     for before, line in pairwise(lines):
         elapsed_s = line.t - before.t
-        # After the end of a training, a process may do anything else first.
+        # After training, the script may do anything else for any time: a gap there is no jump.
         is_silent = elapsed_s > _lasted_s(line) + _SILENCE_S and not isinstance(before, End)
         if is_silent or elapsed_s < -_DISORDER_S:
             jumps.append(abs(elapsed_s))

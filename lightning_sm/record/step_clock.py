@@ -1,4 +1,4 @@
-"""The clock that divides the time of a training into parts of its steps, and spans between. No torch, no Lightning."""
+"""The clock that divides training time into parts of steps and spans between them. No torch, no Lightning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_sm.record.events import PARTS
 from lightning_sm.record.totals import Totals
 
 DATA_WAIT, TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, OTHER = PARTS
-# The parts that the GPU itself measures, if there is one.
+# The parts measured on the GPU, if there is one.
 ON_GPU = (FORWARD, BACKWARD, OPTIMIZER)
 
 
@@ -19,9 +19,9 @@ class OpenSpan:
     """A span that has begun.
 
     Attributes:
-        name: Its name.
+        name: Name of the span.
         began_at: When it began, in seconds since the Unix epoch.
-        seconds: Its time so far, without that of spans inside it.
+        seconds: Seconds so far, without the spans nested in it.
     """
 
     name: str
@@ -30,14 +30,14 @@ class OpenSpan:
 
 
 class StepClock:
-    """A clock that charges all time to a part of a step or to a span, so that the sum is the time that has passed.
+    """A clock that charges all time to a part of a step or to a span, so the sum is the elapsed time.
 
     Args:
         now: Returns the time in seconds.
 
     Attributes:
         n: Number of steps outside spans so far.
-        current: The part to which time is charged, outside spans.
+        current: The part to which time outside spans is charged.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -51,22 +51,22 @@ class StepClock:
         self._samples = 0
         self._in_transit_s = 0.0
         self._noted_wait_s = 0.0
-        # Parts, and time in transit, at the end of the last step.
+        # Parts and time in transit at the end of the last step.
         self._whole = dict(self._parts), 0.0
 
     @property
     def span(self) -> str:
-        """The name of the innermost span that has begun; empty if there is none."""
+        """The name of the innermost open span; empty if no span is open."""
         return self._spans[-1].name if self._spans else ""
 
     @property
     def totals(self) -> Totals:
-        """The sums of the steps that have ended: anyone may look in mid-step."""
+        """The sums of all completed steps; reading them in the middle of a step is safe."""
         parts, in_transit_s = self._whole
         return Totals(self.n, self._samples, dict(parts), in_transit_s, num_untimed=self._untimed)
 
     def enter(self, part: str) -> None:
-        """Charge the time until now to the previous part, and from now on to this one."""
+        """Charge the time until now to the current part, and the time from now on to ``part``."""
         now = self._now()
         elapsed_s = now - self._last
         self._last = now
@@ -77,10 +77,10 @@ class StepClock:
         self.current = part
 
     def note_wait(self, in_transit: float) -> None:
-        """Say of the wait that ends now, and began after the last one, why it took so long.
+        """Attribute part of the wait since the last call, which ends now, to transit from a data host.
 
         Args:
-            in_transit: The share of the time for its batch in which this was in transit from a data host, 0 to 1.
+            in_transit: The share of the batch's time that it spent in transit from a data host, 0 to 1.
         """
         self.enter(self.current)
         waited_s = self._parts[DATA_WAIT]
@@ -88,10 +88,10 @@ class StepClock:
         self._noted_wait_s = waited_s
 
     def end_step(self, samples: int) -> float:
-        """End a step, whose time the span has that it is inside of, if any; charge ``OTHER`` of the next step.
+        """End a step, and charge time to ``OTHER`` of the next one. A step within a span counts as untimed.
 
         Returns:
-            The time.
+            The time, in seconds.
         """
         self.enter(OTHER)
         if self._spans:
@@ -103,12 +103,12 @@ class StepClock:
         return self._last
 
     def begin_span(self, name: str) -> None:
-        """Charge time to a span from now on, until it ends."""
+        """Charge time to a new span until it ends."""
         self.enter(self.current)
         self._spans.append(OpenSpan(name, time.time()))
 
     def end_span(self, *names: str) -> OpenSpan | None:
-        """End the innermost span if it has one of these names; charge time again as before it began."""
+        """End the innermost span if it has one of these names, and charge time as before the span began."""
         if not self._spans or self._spans[-1].name not in names:
             return None
         self.enter(self.current)
@@ -116,14 +116,14 @@ class StepClock:
 
 
 def exposed(host: Mapping[str, float], gpu: Mapping[str, float]) -> dict[str, float]:
-    """Divide the time of steps by the GPU's work, where the host only launched it.
+    """Divide the time of steps into the GPU's work and the host's time that the GPU's work does not hide.
 
-    While the GPU still does work that was launched before, a host that waits for data costs nothing. So the GPU's time
-    comes first, and only as much of the host's waiting counts as fits into the rest.
+    A host that waits for data costs nothing while the GPU is still busy. So the GPU's time comes first, and the host's
+    waiting counts only as far as it fits into the rest.
 
     Args:
-        host: Seconds by part, as the host measured them; their sum is that of the result.
-        gpu: Seconds by part of ``ON_GPU``, as the GPU measured them in the same time.
+        host: Seconds by part, measured on the host. The result has the same sum.
+        gpu: Seconds by part of ``ON_GPU``, measured on the GPU during the same steps.
     """
     wall_s = sum(host.values())
     gpu_s = sum(gpu.values())

@@ -1,4 +1,4 @@
-"""The sums of a rank's steps, and the pace of several ranks: what every reader of a run means by a step's time."""
+"""The sums of a rank's steps, and the pace of several ranks, for all readers of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_sm.record.events import PARTS, Steps
 
 @dataclass
 class Totals:
-    """The sums of all measurements of a time, of whole steps.
+    """The sums over consecutive complete steps.
 
     Attributes:
-        num_steps: Number of steps whose time was measured, over which means are taken.
+        num_steps: Number of timed steps, over which means are taken.
         samples: Number of samples in their batches.
         parts: Seconds by part.
-        in_transit_s: The part of ``data_wait`` in which the batch was in transit from a data host.
-        num_untimed: Number of steps besides, in no other sum: the first one of each process.
+        in_transit_s: Seconds of ``data_wait`` in which the batch was in transit from a data host.
+        num_untimed: Number of steps that no other sum includes: the first step of each process.
     """
 
     num_steps: int = 0
@@ -29,7 +29,7 @@ class Totals:
 
     @classmethod
     def of(cls, lines: Iterable[Steps]) -> Totals:
-        """Add up lines of a record."""
+        """Sum the lines of a record."""
         lines = list(lines)
         return cls(
             sum(line.n for line in lines),
@@ -40,12 +40,12 @@ class Totals:
 
     @property
     def num_trained(self) -> int:
-        """Number of all steps."""
+        """Number of all steps, timed and untimed."""
         return self.num_steps + self.num_untimed
 
     @property
     def wall_s(self) -> float:
-        """The seconds of the steps."""
+        """Total seconds of the timed steps."""
         return sum(self.parts.values())
 
     @property
@@ -55,15 +55,15 @@ class Totals:
 
     @property
     def waiting(self) -> float:
-        """The share of waiting for data in the steps' time, 0 to 1."""
+        """The share of the steps' time spent waiting for data, 0 to 1."""
         return self.share("data_wait")
 
     def share(self, *parts: str) -> float:
-        """Return the share of some parts in the steps' time, 0 to 1."""
+        """Return the share of the steps' time spent in some parts, 0 to 1."""
         return sum(self.parts[name] for name in parts) / max(1e-9, self.wall_s)
 
     def plus(self, other: Totals, sign: int = 1) -> Totals:
-        """Return the sums of both; with ``sign=-1`` what was added since ``other``."""
+        """Add ``other``, or subtract it with ``sign=-1`` to get the sums since then."""
         return Totals(
             self.num_steps + sign * other.num_steps,
             self.samples + sign * other.samples,
@@ -74,43 +74,43 @@ class Totals:
 
 
 def pace_of(ranks: Mapping[int, Totals]) -> tuple[int | None, Totals]:
-    """Return the rank that sets the pace, and its steps; None, and no steps, if there are none.
+    """Return the rank that sets the pace, and its steps; None and empty sums if no steps were timed.
 
-    It is the one that comes last to the exchange of gradients in the backward pass.
+    This is the rank that is the last to reach the exchange of gradients in the backward pass.
 
     Args:
-        ranks: The steps of each rank, in the same time.
+        ranks: The steps of each rank during the same time.
     """
     timed = {rank: steps for rank, steps in ranks.items() if steps.num_steps}
     if not timed:
         return None, Totals()
-    rank = max(timed, key=lambda one: (timed[one].wall_s - timed[one].parts["backward"]) / timed[one].num_steps)
+    rank = max(timed, key=lambda rank: (timed[rank].wall_s - timed[rank].parts["backward"]) / timed[rank].num_steps)
     return rank, timed[rank]
 
 
 def with_longest_wait(parts: Mapping[str, float], share: float) -> dict[str, float]:
-    """Return the parts of a rank's steps as they are of the rank that waits the longest for its data.
+    """Estimate the parts for the rank that waits longest for data, from the parts of another rank.
 
-    The others wait for that one in the backward pass, which looks like work. What it still waits while they work, it
-    does not work itself.
+    The other ranks wait for that rank in their backward pass, which looks like work. Subtract its additional wait from
+    the backward pass first, and the remainder from the other parts.
 
     Args:
-        parts: Seconds by part.
-        share: The share of the time that the other rank waits for data, 0 to 1.
+        parts: Seconds by part, measured on the other rank.
+        share: The share of the time that the longest-waiting rank waits for data, 0 to 1.
     """
     more_s = max(0.0, share * sum(parts.values()) - parts["data_wait"])
     in_backward_s = min(more_s, parts["backward"])
     work_s = sum(seconds for part, seconds in parts.items() if part not in ("data_wait", "backward"))
     left = max(0.0, 1.0 - (more_s - in_backward_s) / max(1e-9, work_s))
-    found = {part: left * seconds for part, seconds in parts.items()}
-    return found | {"data_wait": parts["data_wait"] + more_s, "backward": parts["backward"] - in_backward_s}
+    scaled = {part: left * seconds for part, seconds in parts.items()}
+    return scaled | {"data_wait": parts["data_wait"] + more_s, "backward": parts["backward"] - in_backward_s}
 
 
 def samples_per_step(ranks: Iterable[Totals], world_size: int) -> float | None:
-    """Return the samples of a step of all ranks; None if one does not know.
+    """Return the samples per step of all ranks; None if unknown for any rank.
 
     Args:
-        ranks: The steps of ranks, each of at least one.
+        ranks: The sums of each rank, with at least one step.
         world_size: Number of ranks.
     """
     means = [steps.samples / steps.num_steps for steps in ranks]
@@ -118,5 +118,5 @@ def samples_per_step(ranks: Iterable[Totals], world_size: int) -> float | None:
 
 
 def of_all_ranks(values: Sequence[float], world_size: int) -> float:
-    """Return the sum over all ranks; ranks without a value are taken to be like the others."""
+    """Return the sum over all ranks, assuming the mean for ranks without a value."""
     return math.fsum(values) * max(1.0, world_size / len(values)) if values else 0.0

@@ -1,1 +1,1 @@
-"""Readers of the record of a run, while it runs or when it has ended: report, comparison, plan and verification."""
+"""Readers of run records, during or after the run: report, comparison, plan and verification."""

@@ -1,6 +1,6 @@
-"""The pictures of a report: SVG whose colours are CSS variables, so that they suit a light and a dark page.
+"""The charts of a report: SVG with CSS variables as colours, for light and dark pages.
 
-Parts are told apart by colour (the palette of Okabe and Ito) and by hatches, never by red and green alone.
+Parts differ by colour (the palette of Okabe and Ito) and hatch, never by red and green alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lightning_sm.record.events import PARTS, HostUse
 from lightning_sm.report.figures import OTHER, RESTARTS, SHUTDOWN, STEPS, WAITING, Figures
 
 _WIDTH = 8.0  # inches
-# The most points of a curve that a reader can tell apart.
+# Readers cannot tell more points of a curve apart.
 _MAX_POINTS = 160
-# Two colours that nothing else has, which become variables of the page.
+# Placeholder colours, which nothing else uses. They are replaced by CSS variables.
 _INK, _GRID, _PAPER = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
-# Colour and hatch by part. Readers look for waiting, so it has the colour that stands out.
+# Colour and hatch by part. Waiting has the most conspicuous colour, because readers look for it.
 _STYLES = {
     "data_wait": ("#d55e00", "//"),
     "to_device": ("#e69f00", "||"),
@@ -49,10 +49,10 @@ _STYLES = {
 }
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
-# Hosts and metrics beyond these numbers are only in the tables.
+# Further hosts and metrics appear only in the tables.
 _MAX_HOSTS, _MAX_CURVES = 8, 8
 _SETTINGS: Any = {
-    "svg.fonttype": "none",  # text stays text: it can be selected, searched, and read out
+    "svg.fonttype": "none",  # keep text selectable, searchable, and readable by screen readers
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     "axes.edgecolor": _GRID,
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
@@ -66,11 +66,11 @@ _SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture.
+    """A chart.
 
     Attributes:
-        label: What it shows, for those who do not see it.
-        svg: The picture.
+        label: Text alternative for screen readers.
+        svg: The chart as SVG.
     """
 
     label: str
@@ -79,7 +79,7 @@ class Picture:
 
 @mpl.rc_context(_SETTINGS)
 def time_shares(run: Figures) -> Picture:
-    """Draw where the time of a run went, as a bar whose parts follow one another."""
+    """Draw where the time of a run went, as a stacked bar."""
     figure = Figure(figsize=(_WIDTH, 1.85), layout="constrained")
     axes = figure.add_subplot()
     factor, unit = _unit(sum(run.shares.values()))
@@ -97,11 +97,11 @@ def time_shares(run: Figures) -> Picture:
 
 @mpl.rc_context(_SETTINGS)
 def step_times(run: Figures, shown: Sequence[Figures]) -> Picture | None:
-    """Draw the parts of a step over the time of the run, with its events; None without steps.
+    """Draw the parts of a step over the time of the run, with events. Return None without steps.
 
     Args:
         run: The run.
-        shown: All runs of the page, whose charts have the same scale for the time of a step.
+        shown: All runs of the page. Their charts share the scale for the time of a step.
     """
     if not run.pace.num_steps:
         return None
@@ -132,7 +132,7 @@ def step_times(run: Figures, shown: Sequence[Figures]) -> Picture | None:
 
 @mpl.rc_context(_SETTINGS)
 def host_use(run: Figures) -> Picture | None:
-    """Draw how much of CPUs, memory and GPUs each host used over time; None if no host has a record of that."""
+    """Draw the use of each host's CPUs, memory and GPUs over time. Return None if no host recorded it."""
     hosts = [host for host in run.hosts if host.uses]
     drawn = hosts[:_MAX_HOSTS]
     if not hosts:
@@ -164,11 +164,11 @@ def host_use(run: Figures) -> Picture | None:
 
 @mpl.rc_context(_SETTINGS)
 def metrics(run: Figures, names: Sequence[str]) -> Picture | None:
-    """Draw the values that the model logged, over steps: a small picture for each metric; None without curves.
+    """Draw the values that the model logged by step, in a small chart per metric. Return None without curves.
 
     Args:
         run: The run.
-        names: The metrics, those to draw first.
+        names: The metrics, in order of importance. Only the first ones are drawn.
     """
     names = [name for name in names if len(run.metrics[name]) > 1][:_MAX_CURVES]
     if not names:
@@ -185,15 +185,15 @@ def metrics(run: Figures, names: Sequence[str]) -> Picture | None:
 
 
 def _curve(axes: Any, points: Sequence[tuple[float, float]], number: int, label: str) -> None:
-    """Draw a curve in the style of its number."""
+    """Draw a curve in the style with this number."""
     every = 1 + len(points) // _MAX_POINTS
-    shown = points[::-every]  # from the end: the last value is what one looks for
+    shown = points[::-every]  # from the end, to include the last value
     axes.plot(
         [x for x, _ in shown],
         [y for _, y in shown],
         color=_LINES[number % len(_LINES)],
         linestyle=_DASHES[number % len(_DASHES)],
-        marker="o" if len(shown) < 15 else "",  # noqa: PLR2004 - single points make no line
+        marker="o" if len(shown) < 15 else "",  # noqa: PLR2004 - few points make no line
         markersize=3,
         linewidth=1.4,
         label=label or None,
@@ -206,7 +206,7 @@ def _style(part: str) -> dict[str, Any]:
 
 
 def _picture(label: str, figure: Figure, axes: Any) -> Picture:
-    """Return a figure as a picture, with the legend of some axes below, where it covers nothing."""
+    """Render a figure with the legend of ``axes`` below it, where the legend covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8, frameon=False, handlelength=1.6)
@@ -220,7 +220,7 @@ def _picture(label: str, figure: Figure, axes: Any) -> Picture:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    """Return the unit in which to show times of up to this length: its seconds, and its name."""
+    """Return the unit for showing times of up to ``seconds``: its length in seconds, and its name."""
     for factor, unit in ((3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 3 * factor:
             return factor, unit
@@ -228,5 +228,5 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _plain(text: str) -> str:
-    """Return the user's text without Matplotlib's mathematics, and shortened to fit."""
+    """Escape Matplotlib's math markup in the user's text, and shorten the text to fit."""
     return shortened(text, 40).replace("$", r"\$")

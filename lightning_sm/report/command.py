@@ -27,8 +27,8 @@ from lightning_sm.report.trace import trace
 _LOG = command_logger(__name__)
 
 _PRICES = """
-You give the prices: a YAML file (--prices) with "per_hour: {ml.g5.xlarge: 1.41}", or --price ml.g5.xlarge=1.41, by
-instance type or by the name of a group.
+Give prices by instance type or name of a group, in a YAML file (--prices) with "per_hour: {ml.g5.xlarge: 1.41}", or as
+--price ml.g5.xlarge=1.41.
 """
 REPORT_EXAMPLES = f"""\
 examples:
@@ -36,19 +36,19 @@ examples:
   lightning-sm report run-1/ run-2/ --name before --name after -o both.html
   lightning-sm report --live outputs/local-20260102-030405-abcd
 {_PRICES}
-exit codes: 0 the report is written, or the job was shown; 2 it cannot be; {SILENT_EXIT_CODE} with --live, a job whose
-record has no end has written no line for {duration(SILENCE_S)}"""
+exit codes: 0 success; 2 the report cannot be written, or the job cannot be shown; {SILENT_EXIT_CODE} with --live, a job
+whose record has no end has written no line for {duration(SILENCE_S)}"""
 COMPARE_EXAMPLES = f"""\
 example:
   lightning-sm compare before/ after/ --prices prices.yaml
 {_PRICES}
-exit codes: 0 the comparison is written, 2 it cannot be"""
+exit codes: 0 success, 2 the runs cannot be compared"""
 PLAN_EXAMPLES = f"""\
 examples:
   lightning-sm plan outputs/local-20260102-030405-abcd
   lightning-sm plan run/ --kind ml.c5.4xlarge --steps 20000 --prices prices.yaml --save planned.yaml
 {_PRICES}
-exit codes: 0 the plan is written, 2 it cannot be"""
+exit codes: 0 success, 2 no plan can be made"""
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,13 +57,13 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html"
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for ui.perfetto.dev, too")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="also write a timeline for ui.perfetto.dev")
     parser.add_argument(
-        "--name", action="append", default=[], help="name of the run in a DIR, in the order of these; repeatable"
+        "--name", action="append", default=[], help="name of the run in a DIR; repeat it in the order of the DIRs"
     )
     live = parser.add_argument_group("a running job")
-    live.add_argument("--live", action="store_true", help="write no page, but show the job in this terminal")
-    live.add_argument("--once", action="store_true", help="show it once, and exit; implies --live")
+    live.add_argument("--live", action="store_true", help="show the job in this terminal; write no page")
+    live.add_argument("--once", action="store_true", help="show the job once, then exit; implies --live")
     live.add_argument("--json", action="store_true", help="write lines of JSON instead of a table; implies --live")
     _add_job(parser)
     _add_prices(parser)
@@ -85,7 +85,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="DIR", help="folder or output.tar.gz of a run of a minute or more")
     parser.add_argument("--kind", metavar="TYPE", help="instance type of the data hosts (default: the measured one)")
     parser.add_argument(
-        "--steps", type=positive_whole_number, help="steps of the whole job (default: as many as the run had)"
+        "--steps", type=positive_whole_number, help="number of steps of the whole job (default: as many as the run had)"
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write a job file with the best line; must not exist")
     _add_job(parser)
@@ -96,11 +96,11 @@ def report(options: argparse.Namespace) -> int:
     """Write a report, or show a running job, and return the exit code.
 
     Raises:
-        JobConfigError: There is no record, a price is wrong, or a library is missing.
+        JobConfigError: There is no record, a price is invalid, or a library is missing.
         OutputDirectoryError: The report cannot be written.
     """
     if options.live or options.once or options.json:
-        with suppress(KeyboardInterrupt):  # it ends the view
+        with suppress(KeyboardInterrupt):  # the way to end the view
             return watch(options.runs, options.job, is_once=options.once, is_json=options.json)
         return 0
     prices = read_prices(options.prices, options.price)
@@ -117,15 +117,15 @@ def write_report(
     trace_file: Path | None = None,
     names: Sequence[str] = (),
 ) -> None:
-    """Write the verdict on runs to stdout, and their page.
+    """Write the verdict on runs to stdout, and a page about them to a file.
 
     Args:
-        sources: Where the records are.
-        job: Name of the only job to read; None: all.
-        page: The file to write.
+        sources: Folders or archives with the records.
+        job: Name of the only job to read. If None, read all jobs.
+        page: The file for the page.
         prices: Prices of hosts.
-        trace_file: Receives a timeline; None: there is none.
-        names: Names of the runs in the sources, in the order of these.
+        trace_file: The file for a timeline. If None, no timeline is written.
+        names: Names of the runs, in the order of ``sources``.
 
     Raises:
         JobConfigError: There is no record, or a library is missing.
@@ -135,7 +135,7 @@ def write_report(
     if len(names) > len(sources):
         raise JobConfigError(f"--name is given {times(len(names))}, for {count(len(sources), 'folder')} of runs.")
     runs = [Figures(replace(run, name=named.get(run.source, run.name))) for run in read_runs(sources, job)]
-    for run in runs:  # first, so that a page that takes too long costs no verdict
+    for run in runs:  # first, in case the page takes too long
         _print(f"{run.run.name}: {verdict.ending(run)} {verdict.headline(run)}")
         for change in verdict.changes(run, prices):
             _print(f"- {change}")
@@ -151,7 +151,7 @@ def compare_runs(options: argparse.Namespace) -> int:
     """Write a comparison to stdout and return the exit code.
 
     Raises:
-        JobConfigError: A run cannot be read, or a price is missing or wrong.
+        JobConfigError: A run cannot be read, or a price is missing or invalid.
     """
     prices = read_prices(options.prices, options.price)
     first, second = (Figures(read_run(source)) for source in (options.a, options.b))
@@ -164,7 +164,7 @@ def plan_run(options: argparse.Namespace) -> int:
     """Write a plan to stdout and return the exit code.
 
     Raises:
-        JobConfigError: The run cannot be read or does not say enough, or a price is wrong.
+        JobConfigError: The run cannot be read or lacks data for a plan, or a price is invalid.
         OutputDirectoryError: The new job file exists or cannot be written.
     """
     prices = read_prices(options.prices, options.price)
@@ -177,11 +177,11 @@ def plan_run(options: argparse.Namespace) -> int:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", metavar="NAME", help="the only job to read, where a folder has the records of several")
+    parser.add_argument("--job", metavar="NAME", help="read only this job, if a folder has records of several")
 
 
 def _add_prices(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prices", type=Path, metavar="FILE", help="YAML file with prices of an hour")
+    parser.add_argument("--prices", type=Path, metavar="FILE", help="YAML file with hourly prices")
     parser.add_argument(
         "--price",
         action="append",

@@ -1,7 +1,7 @@
-"""``lightning-sm compare``: how long two runs take for the same work, and what that costs. Pure arithmetic.
+"""``lightning-sm compare``, which compares the time and cost of two runs for the same work. Pure arithmetic.
 
-The work is a whole training of so many samples where both runs say how many a step has, else of so many steps, without
-interruptions. What a run takes outside its steps is part of it: once, or in proportion to the steps.
+The work is a whole training without interruptions: as many samples if both runs record the samples per step, else as
+many steps. The time outside the steps is included, once or in proportion to the steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightning_sm.report.figures import RESTARTS, Figures
 
 @dataclass(frozen=True)
 class Training:
-    """A whole training, as long as a run of it says.
+    """A whole training, extrapolated from a run.
 
     Attributes:
         run: The run.
         steps: Number of steps of the whole training.
-        per_hour: Price of an hour of all hosts; None if no prices are given.
+        per_hour: Hourly price of all hosts; None without prices.
     """
 
     run: Figures
@@ -52,16 +52,16 @@ class Training:
 
 
 def compare(first: Figures, second: Figures, prices: Prices, steps: int | None = None) -> tuple[Training, Training]:
-    """Return the trainings by which two runs do the same work.
+    """Extrapolate two runs to trainings with the same work.
 
     Args:
-        first: The run that the other is compared to.
-        second: The other run.
+        first: The baseline.
+        second: The run to compare to it.
         prices: Prices of the hosts; empty to compare times only.
-        steps: How many steps the training has, of the first run; default: as many as that run had.
+        steps: Number of steps of the first training. Defaults to the steps of the first run.
 
     Raises:
-        JobConfigError: A run has no training steps, or there are prices, but not of all hosts.
+        JobConfigError: A run has no training steps, or only some hosts have prices.
     """
     for run in (first, second):
         if not run.pace.num_steps:
@@ -75,19 +75,19 @@ def compare(first: Figures, second: Figures, prices: Prices, steps: int | None =
 
 
 def as_text(first: Training, second: Training, prices: Prices) -> str:
-    """Return the comparison for people: a sentence, a table, and what the figures are.
+    """Return the comparison as a sentence, a table, and notes.
 
     Args:
-        first: The training that the other is compared to.
-        second: The other training.
-        prices: The prices that were used.
+        first: The baseline.
+        second: The training to compare to it.
+        prices: Prices of the hosts.
     """
     table = draw_table(_rows(first, second, prices), ["", "A", "B", "B compared to A"])
     return "\n\n".join([sentence(first, second, prices), table, "\n".join(_notes(first.run, second.run, prices))])
 
 
 def as_json(first: Training, second: Training) -> dict[str, Any]:
-    """Return the times and costs of both trainings for programs."""
+    """Return the times and costs of both trainings as JSON values."""
     return {
         name: {
             "step_s": training.run.pace.step_s,
@@ -100,7 +100,7 @@ def as_json(first: Training, second: Training) -> dict[str, Any]:
 
 
 def sentence(first: Training, second: Training, prices: Prices) -> str:
-    """Return the result in a sentence, after what makes it doubtful."""
+    """Return the result in a sentence, preceded by caveats."""
     result = (
         f"B takes {duration(second.seconds)} instead of {duration(first.seconds)} for the same work "
         f"({_speed(first.seconds / second.seconds)})"
@@ -152,11 +152,11 @@ def _notes(a: Figures, b: Figures, prices: Prices) -> Iterator[str]:
     if prices:
         yield f"Prices: {prices.source} (as given; storage, transfer and logs cost extra)."
     if not (a.samples_per_step and b.samples_per_step):
-        yield "The comparison is by step: that is the same work only if a step of A and one of B have as many samples."
+        yield "This compares equal numbers of steps, which is the same work only if the steps have as many samples."
     elif a.samples_per_step != b.samples_per_step:
         yield (
             f"A step of A has {a.samples_per_step:,.0f} samples, one of B {b.samples_per_step:,.0f}: times are for "
-            "the same number of samples. Whether both train the model equally well is another question."
+            "the same number of samples. They do not show whether both train the model equally well."
         )
 
 

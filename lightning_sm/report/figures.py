@@ -1,4 +1,4 @@
-"""The numbers in the record of a run: how it ended, where its time went, what its hosts did. Pure functions."""
+"""The numbers in the record of a run: outcome, time, and use of hosts. Pure functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_sm.record.limits import RankPace
 from lightning_sm.record.runs import ProcessRecord, RunRecord
 from lightning_sm.record.totals import Totals, pace_of, samples_per_step, with_longest_wait
 
-# The parts of the job's whole time, in the order of pictures and tables.
+# The parts of the job's total time, in the order of charts and tables.
 WAITING = "waiting for data"
 STEPS = "training steps"
 RESTARTS = "restarts"
@@ -42,11 +42,11 @@ SHUTDOWN = "shutdown"
 OTHER = "not measured"
 _START, _FIRST, *_LATER = dict.fromkeys(SPANS.values())
 SHARES = (_START, _FIRST, STEPS, WAITING, *_LATER, RESTARTS, SHUTDOWN, OTHER)
-# What a training does again and again.
+# The spans that recur: their time grows with the number of steps.
 _GROWING = ("validation", "between epochs", "checkpoints")
-# The first figures of data hosts, in which the first batches are, are left out if enough follow.
+# With at least this many lines about data hosts, skip the first one, which includes the slow first batches.
 _LEAST_LINES = 4
-# The most parts of the time of a run that a reader of a picture can tell apart.
+# Readers of a chart cannot tell more intervals apart.
 _MAX_BINS = 80
 _NO_DATA = DataService(0.0)
 RUNNING = "no end recorded"
@@ -61,11 +61,11 @@ class AttemptFigures:
     """One attempt of a job.
 
     Attributes:
-        number: From 1.
+        number: The attempt number, counted from 1.
         begin: When its first process began, in seconds since the Unix epoch.
-        end: When its last line was written.
+        end: When its last line was written, in seconds since the Unix epoch.
         outcome: ``succeeded``, ``failed``, ``interrupted``, ``stopped``, or ``RUNNING``.
-        reason: Why it has not succeeded.
+        reason: Why it did not succeed.
     """
 
     number: int
@@ -76,23 +76,23 @@ class AttemptFigures:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration in seconds."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class HostSummary:
-    """A host of a job, and what it did.
+    """A host of a job, and its use.
 
     Attributes:
-        name: Its name.
-        group: Its instance group.
+        name: Name of the host.
+        group: Instance group of the host.
         role: ``trainer`` or ``data``.
-        instance_type: None if unknown.
-        cpus: CPUs that it may use; 0 if it has no record here.
-        gpus: Number of its GPUs.
-        uses: What it did over time, in all attempts in which its group had a host of this name; empty if it has no
-            record here.
+        instance_type: Instance type; None if unknown.
+        cpus: Number of CPUs that the host may use; 0 if its record is missing.
+        gpus: Number of GPUs.
+        uses: Its use over time, in all attempts in which its group had a host with this name; empty if its record is
+            missing.
     """
 
     name: str
@@ -105,30 +105,30 @@ class HostSummary:
 
     @property
     def cpu(self) -> float | None:
-        """Mean share of its CPUs in use."""
+        """Mean share of the host's CPUs in use."""
         return _mean(use.cpu for use in self.uses)
 
     @property
     def gpu(self) -> float | None:
-        """Mean share of the time in which a kernel ran, over its GPUs."""
+        """Mean share of the time in which a kernel ran, over the host's GPUs."""
         return _mean(use.gpu for use in self.uses)
 
     @property
     def memory(self) -> tuple[int, int] | None:
-        """Most memory in use, and the memory that it has, in bytes."""
-        most = max(self.uses, key=lambda use: use.memory_bytes, default=None)
-        return None if most is None else (most.memory_bytes, most.memory_total_bytes)
+        """Peak and total memory in bytes."""
+        peak = max(self.uses, key=lambda use: use.memory_bytes, default=None)
+        return None if peak is None else (peak.memory_bytes, peak.memory_total_bytes)
 
 
 @dataclass(frozen=True)
 class TrainingRestart:
-    """A start of a training that had begun before, and was interrupted or has failed.
+    """A restart of training after an interruption or a failure.
 
     Attributes:
-        since: When the training before it ended, in seconds since the Unix epoch.
-        until: When its own steps began.
-        seconds: The time between, without that between two attempts, in which no host costs anything.
-        num_repeated: Steps that were trained again.
+        since: When the previous training ended, in seconds since the Unix epoch.
+        until: When the steps of the restarted training began, in seconds since the Unix epoch.
+        seconds: The seconds in between, without the time between attempts, in which hosts cost nothing.
+        num_repeated: Number of steps that were trained again.
     """
 
     since: float
@@ -139,13 +139,13 @@ class TrainingRestart:
 
 @dataclass(frozen=True)
 class Happening:
-    """An event, or how an attempt ended, for people.
+    """An event, or the end of a host, for display.
 
     Attributes:
-        seconds: Since the run began.
-        host: Where.
-        what: What kind of event.
-        text: It in words.
+        seconds: Seconds since the run began.
+        host: Name of the host.
+        what: Kind of the event, or outcome of the host.
+        text: The event in words.
     """
 
     seconds: float
@@ -159,7 +159,7 @@ class Figures:
     """The numbers of a run.
 
     Attributes:
-        run: Its record.
+        run: The record of the run.
     """
 
     run: RunRecord = field(repr=False)
@@ -177,33 +177,33 @@ class Figures:
 
     @property
     def seconds(self) -> float:
-        """How long the attempts took together: hosts cost money only then."""
+        """Total seconds of the attempts. Hosts cost nothing between attempts."""
         return math.fsum(attempt.seconds for attempt in self.attempts)
 
     @property
     def outcome(self) -> str:
-        """How the last attempt ended."""
+        """Outcome of the last attempt."""
         return self.attempts[-1].outcome
 
     @cached_property
     def hosts(self) -> list[HostSummary]:
-        """All hosts of the last attempt, also those without a record here. Trainers come first."""
+        """All hosts of the last attempt, trainers first, including hosts whose records are missing."""
         heads = [record.head for record in self._latest]
         head = max(heads, key=lambda head: len(head.hosts))
-        # Of a group without a record here, rank 0 knows whether it gets batches from there, once it has some.
+        # For groups without records, rank 0's figures name the data hosts, once it has received batches.
         roles = {record.head.group: record.head.role for record in self.run.records}
         served = {host.name for host in self.data[1]}
         hosts = []
         for name, group in (head.hosts or {head.host: head.group for head in heads}).items():
-            own = [one for one in self.run.records if (one.head.host, one.head.group) == (name, group)]
+            own = [record for record in self.run.records if (record.head.host, record.head.group) == (name, group)]
             hosts.append(
                 HostSummary(
                     name=name,
                     group=group,
                     role=roles.get(group, "data" if name in served or group.startswith("data") else "trainer"),
                     instance_type=head.instance_types.get(group),
-                    cpus=max((one.head.cpus for one in own), default=0),
-                    gpus=max((one.head.gpus for one in own), default=0),
+                    cpus=max((record.head.cpus for record in own), default=0),
+                    gpus=max((record.head.gpus for record in own), default=0),
                     uses=tuple(lines_of(own, HostUse)),
                 )
             )
@@ -211,19 +211,19 @@ class Figures:
 
     @property
     def hosts_without_end(self) -> list[str]:
-        """Hosts of the last attempt whose records have no end: they were killed, or still ran."""
+        """Hosts of the last attempt whose records have no end: they were killed, or were still running."""
         launchers = {record.head.host: record for record in self._latest if record.head.who == LAUNCHER}
         return [name for name, record in launchers.items() if not lines_of([record], End)]
 
     @cached_property
     def main_records(self) -> list[ProcessRecord]:
-        """What the first rank that has a record wrote, over all attempts."""
+        """Records of the lowest rank that has any, from all attempts."""
         ranks = {record.head.rank for record in self.run.records if record.head.rank is not None}
         return [record for record in self.run.records if ranks and record.head.rank == min(ranks)]
 
     @cached_property
     def ranks(self) -> dict[int, Totals]:
-        """The steps of each rank, over all attempts."""
+        """The steps of each rank in all attempts."""
         numbers = sorted({record.head.rank for record in self.run.records if record.head.rank is not None})
         totals = {rank: Totals.of(lines_of(self._of_rank(rank), Steps)) for rank in numbers}
         return {rank: steps for rank, steps in totals.items() if steps.num_steps}
@@ -232,33 +232,34 @@ class Figures:
     def pace_rank(self) -> int | None:
         """The rank that sets the pace; None without steps.
 
-        It has trained in the last attempt: of earlier attempts, a host may have the records of other hosts, too.
+        Only ranks that trained in the last attempt count: a host may have records of other hosts, but only from earlier
+        attempts.
         """
         last = {rank: [one.attempt for one in self._of_rank(rank) if lines_of([one], Steps)][-1] for rank in self.ranks}
         return pace_of({rank: self.ranks[rank] for rank in last if last[rank] == max(last.values())})[0]
 
     @cached_property
     def pace_records(self) -> list[ProcessRecord]:
-        """What the rank that sets the pace wrote, over all attempts; the first rank, if there are no steps."""
+        """Records of the rank that sets the pace, or of the first rank without steps, from all attempts."""
         return self.main_records if self.pace_rank is None else self._of_rank(self.pace_rank)
 
     @cached_property
     def pace(self) -> Totals:
-        """The steps of the rank that sets the pace, which all numbers of a page are about.
+        """The steps of the rank that sets the pace, on which all numbers of the page are based.
 
-        Data hosts know how much longer training waits than this rank, for ranks without a record here: the others wait
-        for the one that waits in their backward pass.
+        A rank whose record is missing may wait longer for data, and the other ranks then wait for it in their backward
+        pass. The data service's figures have the waits of all ranks, so correct the steps by them.
         """
         rank = self.pace_rank
         steps = Totals() if rank is None else self.ranks[rank]
-        # By number of the rank, from a name such as "rank 3 on algo-1".
-        shares = {int(name.split()[1]): known.wait_fraction for name, known in self.data[0].items()}
+        # By number of the rank, from names such as "rank 3 on algo-1".
+        shares = {int(name.split()[1]): figures.wait_fraction for name, figures in self.data[0].items()}
         longer = max(shares.values(), default=0.0) - shares.get(-1 if rank is None else rank, steps.waiting)
         return replace(steps, parts=with_longest_wait(steps.parts, steps.waiting + longer))
 
     @cached_property
     def rank_paces(self) -> list[RankPace]:
-        """How fast each rank is by itself, of those with a record."""
+        """The speed of each rank that has a record."""
         paces = []
         for rank, steps in self.ranks.items():
             own_s = sum(steps.parts[part] for part in ("to_device", "forward", "other"))
@@ -268,17 +269,17 @@ class Figures:
 
     @cached_property
     def spans(self) -> dict[str, list[float]]:
-        """Seconds of each span of the pace rank and its host, by what people read for it, without those of restarts."""
+        """Seconds of each span of the pace rank and its host by display name, without spans during restarts."""
         spans: dict[str, list[float]] = defaultdict(list)
         for span in lines_of([*self.pace_records, *self._pace_launchers], Span):
-            # A process that waited for a restart had begun before it.
+            # Skip any overlap with a restart: a process that waits for one begins before it.
             if not any(span.begin < restart.until and restart.since < span.t for restart in self.restarts):
                 spans[SPANS.get(span.name, OTHER)].append(span.seconds)
         return dict(spans)
 
     @cached_property
     def restarts(self) -> list[TrainingRestart]:
-        """The starts of the pace rank's training after the first one."""
+        """The restarts of the pace rank's training."""
         restarts = []
         for before, after in pairwise(record for record in self.pace_records if lines_of([record], Loader)):
             steps, earlier = lines_of([after], Steps), lines_of([before], Steps)
@@ -292,57 +293,57 @@ class Figures:
         return restarts
 
     def _num_undone(self, before: ProcessRecord, after: ProcessRecord) -> int:
-        """Return the steps of a process that the next one trained again; below 0: steps that no line has."""
+        """Return how many steps of ``before`` were repeated in ``after``; negative if the record lacks some steps."""
         begun = lines_of([before], Loader)[-1]
         steps = [line for line in before.lines[before.lines.index(begun) :] if isinstance(line, Steps)]
         return begun.batch + Totals.of(steps).num_trained - lines_of([after], Loader)[0].batch
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the GPU measured the parts of steps."""
+        """Whether the parts of steps were measured on the GPU."""
         return any(line.gpu_parts for line in lines_of(self.main_records, Steps))
 
     @property
     def fullest_memory(self) -> tuple[str, int, int] | None:
-        """The host, or the GPU of a host, whose memory was the fullest; what it had in use at most, and what it has."""
-        found = [(host.name, *host.memory) for host in self.hosts if host.memory is not None]
-        found += [
+        """The host or GPU with the largest share of memory in use: its name, and its used and total bytes."""
+        memories = [(host.name, *host.memory) for host in self.hosts if host.memory is not None]
+        memories += [
             (f"A GPU of {host.name}", gpu.memory_bytes, gpu.memory_total_bytes)
             for host in self.hosts
             for use in host.uses
             for gpu in use.gpus
         ]
-        return max((one for one in found if one[2]), key=lambda one: one[1] / one[2], default=None)
+        return max((one for one in memories if one[2]), key=lambda one: one[1] / one[2], default=None)
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole run, of which those that were trained again count once."""
+        """Number of steps of the whole run. Repeated steps count once."""
         trained = [one for one in self.pace_records if any(lines_of([one], Loader)) and any(lines_of([one], Steps))]
         undone = sum(self._num_undone(before, after) for before, after in pairwise(trained))
         return sum(line.n + line.untimed for line in lines_of(self.pace_records, Steps)) - undone
 
     @property
     def samples_per_step(self) -> float | None:
-        """Samples of a step of all ranks; None if one does not know."""
+        """Samples per step of all ranks; None if unknown for any rank."""
         return samples_per_step(self.ranks.values(), self.world_size)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second of all ranks; None if a rank does not know, or without steps."""
+        """Samples per second of all ranks; None if unknown for any rank, or without steps."""
         return self.samples_per_step / self.pace.step_s if self.samples_per_step else None
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, of those without a record, too; 0 if no rank has one."""
+        """Number of ranks, including ranks without a record; 0 if no rank has a record."""
         return max((record.head.world_size or 0 for record in self.run.records), default=0)
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Seconds by what they went into (``SHARES``), of the pace rank and its host, over all attempts."""
+        """Seconds by category (``SHARES``), for the pace rank and its host in all attempts."""
         shares = dict.fromkeys(SHARES, 0.0) | {name: math.fsum(seconds) for name, seconds in self.spans.items()}
         shares[RESTARTS] = math.fsum(restart.seconds for restart in self.restarts)
         for record in self.pace_records[-1:]:
-            # From the last line of the training process to that of its launcher, which may wait for other hosts.
+            # From the training process's last line to the end of its launcher, which may wait for other hosts.
             launchers = [one for one in self._pace_launchers if one.attempt == record.attempt]
             ended = max(line.t for line in record.lines)
             shares[SHUTDOWN] = max([0.0, *(end.t - ended for end in lines_of(launchers, End))])
@@ -353,23 +354,23 @@ class Figures:
 
     @property
     def repeated_s(self) -> float:
-        """Seconds of the steps that were trained again after a restart."""
+        """Seconds of the steps that were repeated after a restart."""
         return sum(restart.num_repeated for restart in self.restarts) * self.pace.step_s
 
     @property
     def growing_step_s(self) -> float:
-        """Seconds outside the steps for each step: of what a training twice as long has twice as much."""
+        """Seconds per step outside the steps, in spans whose total time is proportional to the number of steps."""
         return math.fsum(self.shares[name] for name in _GROWING) / max(1, self.pace.num_trained)
 
     @property
     def fixed_s(self) -> float:
-        """Seconds that the job took however many steps it had, without restarts, which are the luck of a run."""
+        """Seconds that do not depend on the number of steps, without restarts, which are a matter of luck."""
         of_steps = self.num_steps * (self.pace.step_s + self.growing_step_s)
         return max(0.0, self.seconds - self.shares[RESTARTS] - self.repeated_s - of_steps)
 
     @cached_property
     def loaders(self) -> dict[int, Loader]:
-        """Where the batches of each rank come from."""
+        """The source of each rank's batches."""
         return {
             record.head.rank: line
             for record in self.run.records
@@ -379,9 +380,9 @@ class Figures:
 
     @cached_property
     def data(self) -> tuple[dict[str, RankFigures], list[HostFigures]]:
-        """What ranks and data hosts did, from the first figures of each life of rank 0 to its last, added up.
+        """Figures of ranks and data hosts, summed over the processes of rank 0.
 
-        Without the first figures, in which the first batches are, if there are enough.
+        Exclude the first figures of each process, which include the slow first batches, if enough follow.
         """
         ranks: dict[str, RankFigures] = {}
         hosts: dict[str, HostFigures] = {}
@@ -391,7 +392,7 @@ class Figures:
             last_ranks, last_hosts = _by_name(lines[-1])
             for name, rank in last_ranks.items():
                 ranks[name] = ranks.get(name, RankFigures()).plus(rank.since(first_ranks.get(name)))
-            # A host that only an earlier attempt had has no workers any more.
+            # A host that only an earlier attempt had counts with no workers.
             for name in {**hosts, **last_hosts} if last_hosts else ():
                 host = last_hosts.get(name, HostFigures(name)).since(first_hosts.get(name))
                 hosts[name] = hosts.get(name, HostFigures(name)).plus(host)
@@ -399,7 +400,7 @@ class Figures:
 
     @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
-        """Steps and values of each metric, with nan for nan and inf; steps that an attempt repeats have its values."""
+        """Steps and values of each metric, with NaN for infinity. Values of repeated steps replace earlier ones."""
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for record in self.main_records:
             own: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -412,67 +413,67 @@ class Figures:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The script of the last attempt and its arguments, without secrets; empty if unknown."""
+        """The script of the last attempt and its arguments, with secrets hidden; empty if unknown."""
         return tuple(next((record.head.command for record in self._latest if record.head.command), ()))
 
     @property
     def hyperparameters(self) -> dict[str, str]:
-        """Those of the last attempt, without secrets, as the job was given them."""
+        """The hyperparameters of the last attempt as the job received them, with secrets hidden."""
         return dict(next((record.head.hyperparameters for record in self._latest if record.head.hyperparameters), {}))
 
     @cached_property
     def events(self) -> list[Happening]:
-        """What happened, in the order of time. What several hosts say of the same thing is there once for each."""
-        found = []
+        """All events in chronological order. An event that several hosts report is listed once per host."""
+        events = []
         for record in self.run.records:
             for line in record.lines:
                 seconds = line.t - self.begin
                 if isinstance(line, Event):
-                    found.append(Happening(seconds, record.head.host, line.what, line.text))
+                    events.append(Happening(seconds, record.head.host, line.what, line.text))
                 elif isinstance(line, End) and record.head.who == LAUNCHER:
                     code = "" if line.exit_code is None else f" with exit code {line.exit_code}"
-                    found.append(Happening(seconds, record.head.host, line.outcome, f"This host ended{code}."))
-        return sorted(found, key=lambda event: event.seconds)
+                    events.append(Happening(seconds, record.head.host, line.outcome, f"This host exited{code}."))
+        return sorted(events, key=lambda event: event.seconds)
 
     @property
     def unusual_events(self) -> list[Happening]:
-        """The events that do not happen in every job: pictures mark them."""
+        """The events that do not occur in every job. Charts mark them."""
         return [event for event in self.events if event.what not in _USUAL_EVENTS]
 
     @cached_property
     def bins(self) -> list[tuple[float, float, Totals]]:
-        """The steps of the rank that sets the pace over time, for pictures.
+        """The steps of the rank that sets the pace over time, for charts.
 
-        Begin and end, in seconds since the run began, and the steps of each part of the time that has any.
+        Each interval with steps has its begin and end, in seconds since the run began, and the sums of its steps.
         """
         width = max(1e-9, (self.attempts[-1].end - self.begin) / _MAX_BINS)
-        found = []
+        bins = []
         for record in self.pace_records:
             lines = [line for line in lines_of([record], Steps) if line.n]
             for _, own in groupby(lines, key=lambda line: int((line.t - self.begin) / width)):
                 group = list(own)
                 begin = group[0].t - group[0].wall_s - self.begin
-                found.append((max(0.0, begin), group[-1].t - self.begin, Totals.of(group)))
-        return found
+                bins.append((max(0.0, begin), group[-1].t - self.begin, Totals.of(group)))
+        return bins
 
     @cached_property
     def _latest(self) -> list[ProcessRecord]:
-        """What the processes of the last attempt wrote."""
+        """Records of the last attempt."""
         return [record for record in self.run.records if record.attempt == self.attempts[-1].number]
 
     @property
     def newest_records(self) -> list[ProcessRecord]:
-        """What the processes of the last attempt wrote since they were last started."""
+        """Records of the last attempt, only the newest one of each restarted process."""
         return list({(record.head.host, record.head.who): record for record in self._latest}.values())
 
     @cached_property
     def _pace_launchers(self) -> list[ProcessRecord]:
-        """What the launchers wrote that started the rank that sets the pace."""
+        """Records of the launchers that started the rank that sets the pace."""
         hosts = {(record.attempt, record.head.host) for record in self.pace_records}
         return [one for one in self.run.records if one.head.who == LAUNCHER and (one.attempt, one.head.host) in hosts]
 
     def name_of(self, rank: int) -> str:
-        """Return the name of a rank with a record, for people."""
+        """Return the display name of a rank that has a record."""
         return f"rank {rank} on {self._of_rank(rank)[-1].head.host}"
 
     def _of_rank(self, rank: int) -> list[ProcessRecord]:
@@ -488,10 +489,10 @@ def _attempt(number: int, records: Sequence[ProcessRecord]) -> AttemptFigures:
 
 
 def _outcome(records: Sequence[ProcessRecord]) -> tuple[str, str]:
-    """Return how an attempt ended, and why it did not succeed.
+    """Return the outcome of an attempt, and why it did not succeed.
 
-    A launcher that has learned how the job ended says so. Else trainers decide, because a data host may fail alone, or
-    may no longer be needed; as on the service, the first failure is that of the job.
+    Use the job's outcome if any launcher recorded it. If not, use the outcome of trainer hosts only, because a data
+    host may fail alone or may no longer be needed. As on the service, the first failure is the job's failure.
     """
     ends = [(record.head, line) for record in records for line in record.lines if isinstance(line, End)]
     known = [(head, end) for head, end in ends if end.job_outcome is not None or head.role == "trainer"]
@@ -502,13 +503,13 @@ def _outcome(records: Sequence[ProcessRecord]) -> tuple[str, str]:
 
 
 def _precedence(head: FileHead, end: End) -> tuple[bool, bool, bool, int, float]:
-    """Return what makes a process's end that of its job before those of others, by which it is the smallest."""
+    """Return a sort key: the end with the smallest key determines the job's outcome."""
     kind = {FAILED: 0, SUCCEEDED: 2}.get(end.outcome, 1)
     return end.job_outcome is None, head.role != "trainer", head.who != LAUNCHER, kind, end.t
 
 
 def _stopped_at(record: ProcessRecord) -> float:
-    """Return when a training process began to end: before the checkpoint that it saved because of an interruption."""
+    """Return when a training process began to stop: before any checkpoint that it saved because of an interruption."""
     saved_at = None
     for line in record.lines:
         match line:
@@ -522,9 +523,9 @@ def _stopped_at(record: ProcessRecord) -> float:
 
 
 def _by_name(line: DataService) -> tuple[dict[str, RankFigures], dict[str, HostFigures]]:
-    """Return what ranks and data hosts had done, by their names; those of data hosts lose the address behind them.
+    """Return the figures of ranks and data hosts by name. Addresses are removed from the names of data hosts.
 
-    A line with wrong values, as a damaged record has, counts as an empty one.
+    A line with invalid values, from a damaged record, counts as empty.
     """
     try:
         ranks = {name: _known(RankFigures, rank) for name, rank in line.ranks.items()}
@@ -535,12 +536,12 @@ def _by_name(line: DataService) -> tuple[dict[str, RankFigures], dict[str, HostF
 
 
 def _known(kind: type[_F], values: Mapping[str, object]) -> _F:
-    """Return figures without the fields that only another version of this package knows."""
+    """Convert figures, ignoring fields that only other versions of this package have."""
     return msgspec.convert({name: values[name] for name in kind.__struct_fields__ if name in values}, kind)
 
 
 def lines_of(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
-    """Return the lines of a kind in some records, in their order."""
+    """Return the lines of a kind in some records, in order."""
     return [line for record in records for line in record.lines if isinstance(line, kind)]
 
 

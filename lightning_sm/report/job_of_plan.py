@@ -1,4 +1,4 @@
-"""The job file of a plan: the hosts and workers of its best line."""
+"""The job file of a plan, with the hosts and workers of its best line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sm.record.prices import Prices
 from lightning_sm.report.sizing import Sizing, sentence
 
 _WIDTH = 110
-# Where the run had no data hosts: hosts of a group with this name serve data.
+# If the run had no data hosts, add them in a group with this name: its hosts serve data.
 _DATA_GROUP = "data"
 _OPTION = re.compile(r"--([\w.+]+)=.*", re.ASCII | re.DOTALL)
 
@@ -21,8 +21,8 @@ _OPTION = re.compile(r"--([\w.+]+)=.*", re.ASCII | re.DOTALL)
 def job_of_plan(planned: Sizing, prices: Prices) -> str:
     """Return a job file that runs the best line of a plan.
 
-    It has what the record says of the job; what a job needs besides stands in angle brackets, which ``lightning-sm
-    submit`` refuses.
+    It contains what the record has about the job. Other required values are placeholders in angle brackets, which
+    ``lightning-sm submit`` rejects.
 
     Args:
         planned: The plan.
@@ -40,7 +40,7 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
         number, option = round(planned.best.workers / planned.best.num_hosts), "data_service.workers"
     names = {name for name in given if f".{name}".endswith(f".{option}")}
     if not names and (planned.best.per_rank is not None or number * measured.num_hosts > measured.workers):
-        notes.append(f"Set {option}={number} in the script: no hyperparameter and no argument has this name.")
+        notes.append(f"Set {option}={number} in the script: no hyperparameter or argument has this name.")
     hyperparameters |= dict.fromkeys(names, str(number))
     command = tuple(word if _option(word) not in names else f"--{_option(word)}={number}" for word in command)
     groups = _groups(planned)
@@ -53,13 +53,13 @@ def job_of_plan(planned: Sizing, prices: Prices) -> str:
 
 
 def _option(word: str) -> str:
-    """Return the name of an option with its value; empty if a word is none."""
-    found = _OPTION.fullmatch(word)
-    return "" if found is None else found[1]
+    """Return the name in ``--name=value``; empty for any other word."""
+    match = _OPTION.fullmatch(word)
+    return "" if match is None else match[1]
 
 
 def _groups(planned: Sizing) -> dict[str, Any]:
-    """Return the groups of the job, with as many data hosts as planned."""
+    """Return the groups of the job, with the planned number of data hosts."""
     measured = Counter((host.group, host.instance_type) for host in planned.run.hosts)
     groups: dict[str, Any] = {
         group: {"instance_type": kind or "<instance type>", "count": number}

@@ -1,4 +1,4 @@
-"""The limits of a run: one list of what costs it time and could be changed, each with its seconds."""
+"""The limits of a run: a list of costs that changes could reduce, each with its seconds."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lightning_sm.data.trainer.verdict import paces, wait_cause
 from lightning_sm.record.limits import MIN_SECONDS, MIN_STEPS, NOT_INPUT_BOUND, WORTH_SHOWING, WaitCause, slow_rank
 from lightning_sm.report.figures import RESTARTS, Figures
 
-# From this share of the job on, what a change could remove is named before the work of the training itself.
+# A removable limit of at least this share of the job comes before the work of the training itself.
 _REMOVABLE = 0.2
-# Starting Python and importing torch take up to this on a busy or small host, whatever the script does.
+# On a busy or small host, starting Python and importing torch takes up to this long for any script.
 _USUAL_START_S = 30.0
-# Linux begins to reclaim and to kill near the end.
+# When memory is nearly full, Linux reclaims it and kills processes.
 _NEARLY_FULL = 0.95
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that a run would be shorter without.
+    """A cost that makes a run longer.
 
     Attributes:
-        name: It in a few words, such as ``checkpoints``.
-        seconds: What it costs of the whole job.
-        finding: What was measured, in a sentence or two.
-        change: What to do about it, as an imperative; empty if ``finding`` says it.
+        name: The limit in a few words, such as ``checkpoints``.
+        seconds: Its cost in seconds of the whole job.
+        finding: The measurements, in a sentence or two.
+        change: What to do about it, in the imperative; empty if ``finding`` includes that.
         is_work: Whether it is the work of the training itself, which a change can shorten, but not remove.
     """
 
@@ -39,17 +39,17 @@ class Limit:
     is_work: bool = False
 
 
-# The parts of a step in which no other rank can make a rank wait.
+# The parts of a step in which a rank cannot wait for other ranks.
 _OWN = ("to_device", "forward", "other")
-# By spans outside the steps: what to change.
+# What to change, by span outside the steps.
 _SPANS = {
     "validation": "Validate less often (check_val_every_n_epoch, val_check_interval), or on less data.",
     "checkpoints": "Save less often (every_n_train_steps, train_time_interval), or less.",
     "first step": "Start fewer workers, or compile less.",
     "model export": "Export a smaller model, or only its weights.",
-    "between epochs": "Keep a local loader's workers (persistent_workers=True), and look at what callbacks do there.",
+    "between epochs": "Keep a local loader's workers (persistent_workers=True), and check what callbacks do there.",
 }
-# By part of a step: the limit, whether it is the work of the training itself, and what to change.
+# By part of a step: name of the limit, whether it is the work of the training itself, and what to change.
 _PARTS = {
     "forward": ("the forward pass", True, "Compile the model; avoid Python per sample, and values read from the GPU."),
     "backward": (
@@ -59,21 +59,22 @@ _PARTS = {
     ),
     "optimizer": ("the optimizer", True, "Use a fused or simpler one, or step less often (accumulate_grad_batches)."),
     "to_device": ("the transfer to the device", False, "Pin memory (pin_memory=True), and send smaller types (uint8)."),
-    "other": ("Python between the steps", False, "Look at callbacks, loggers, and how often they run."),
+    "other": ("Python between the steps", False, "Check callbacks and loggers, and how often they run."),
 }
 
 
 def limits(run: Figures, advice: str = "") -> list[Limit]:
-    """Return what limits a run, the most seconds first, without what is not worth a change.
+    """Return the limits of a run that are worth a change, largest first.
 
-    Nearly full memory costs nothing until it ends the job, and idle GPUs no time: they come last, with 0 seconds.
+    Nearly full memory and idle GPUs come last, with 0 seconds: the former costs nothing until it ends the job, and the
+    latter cost no time.
 
     Args:
         run: The run.
-        advice: What would shorten its waiting for data, if more is known than the cause says of it.
+        advice: How to shorten the wait for data, if known better than from the cause; else empty.
 
     Returns:
-        Nothing for fewer than ``MIN_STEPS`` steps.
+        The limits; empty for fewer than ``MIN_STEPS`` steps.
     """
     if run.pace.num_steps == 0 or run.pace.num_trained < MIN_STEPS:
         return []
@@ -84,21 +85,21 @@ def limits(run: Figures, advice: str = "") -> list[Limit]:
 
 
 def leading(found: Sequence[Limit], seconds: float) -> Limit | None:
-    """Return the limit that a headline names: the largest one.
+    """Return the limit for the headline.
 
-    The forward pass of a healthy training is its largest part, so something that could be removed comes before it if
-    it is a fifth of the job.
+    This is the largest limit, except that the work of the training itself comes after removable limits of at least a
+    fifth of the job: the forward pass is the largest part of any healthy training.
 
     Args:
-        found: The limits, the largest one first.
-        seconds: The time of the whole job.
+        found: The limits, largest first.
+        seconds: Seconds of the whole job.
     """
     removable = [limit for limit in found if not limit.is_work and limit.seconds >= _REMOVABLE * seconds]
     return next(iter((*removable, *found)), None)
 
 
 def cause_of_wait(run: Figures) -> WaitCause | None:
-    """Return why training waits for its data, if it does and that is known."""
+    """Return why training waits for data; None if it does not wait, or the cause is unknown."""
     ranks, hosts = run.data
     if ranks:
         return wait_cause(ranks, hosts, run.pace.waiting)
@@ -118,21 +119,21 @@ def _of_waiting(run: Figures, advice: str) -> Limit:
     if cause is None:
         text = f"Training waits {percent(run.pace.waiting)} of the time for data."
         return Limit("waiting for data", run.pace.parts["data_wait"], text, advice)
-    # More workers are no help against a broken host.
+    # If a data host is the cause, more workers would not help.
     change = cause.change if cause.host else advice or cause.change
     return Limit(f"waiting for data ({cause.name})", run.pace.parts["data_wait"], cause.text, change)
 
 
 def _of_steps(run: Figures) -> Iterator[Limit]:
-    """Yield the rank that holds up the others, and the parts of a step."""
+    """Yield a rank that slows down the others, if any, and the parts of a step."""
     parts = {part: run.pace.parts[part] for part in _PARTS}
-    # From the records of all ranks, or else from what data hosts know.
+    # Use the records of the ranks, or the data service's figures if they include more ranks.
     known, (ranks, _) = run.rank_paces, run.data
     slow = slow_rank(known if len(known) >= len(ranks) else paces(ranks))
     if slow is not None:
         extra_s = slow.extra_s * run.pace.num_steps
-        yield Limit("a slow rank", extra_s, slow.text, "Look at what else its host runs, and at its samples.")
-        # The slow rank spends them in its own code, and the others wait for it in the backward pass.
+        yield Limit("a slow rank", extra_s, slow.text, "Check what else its host runs, and its samples.")
+        # The slow rank spends these seconds in its code; the others wait for it in the backward pass.
         own_s = sum(parts[part] for part in _OWN)
         held_up = _OWN if own_s >= extra_s else ("backward",)
         left = max(0.0, 1.0 - extra_s / max(1e-9, sum(parts[part] for part in held_up)))
@@ -144,7 +145,7 @@ def _of_steps(run: Figures) -> Iterator[Limit]:
             name, change = f"{name}, or a slower rank", "A report from the records of all ranks tells which."
         finding = f"It takes {step_time(seconds / run.pace.num_steps)} of the {step_time(run.pace.step_s)} of a step."
         if run.on_gpu and part == "other":
-            name, change = "Python, for which the GPU idles", f"{change} Look at Python in training_step, too."
+            name, change = "Python, for which the GPU idles", f"{change} Check Python in training_step, too."
         yield Limit(name, seconds, finding, change, is_work)
 
 
@@ -157,8 +158,8 @@ def _of_spans(run: Figures) -> Iterator[Limit]:
     yield Limit(
         "start-up",
         start_s - _USUAL_START_S,
-        f"It took {duration(start_s)} until training began, of which {duration(_USUAL_START_S)} are usual.",
-        "Use an image that has all requirements, and look at prepare_data and setup.",
+        f"It took {duration(start_s)} until training began; up to {duration(_USUAL_START_S)} is usual.",
+        "Use an image that has all requirements, and check prepare_data and setup.",
     )
 
 
@@ -183,7 +184,7 @@ def _of_memory(run: Figures) -> Iterator[Limit]:
 
 
 def _of_idle_gpus(run: Figures) -> Iterator[Limit]:
-    """Yield the first trainer host that has GPUs on which nothing ran."""
+    """Yield a limit for the first trainer host with GPUs on which nothing ran."""
     for host in run.hosts:
         uses = [use.gpus for use in host.uses if use.gpus]
         idle = sum(round(fmean(gpu.use for gpu in one), 2) == 0.0 for one in zip(*uses, strict=False))

@@ -1,4 +1,4 @@
-"""``lightning-sm report --live``: the last seconds of a running job, as its record has them. It only reads."""
+"""``lightning-sm report --live``, which shows the last seconds of a running job from its record. It only reads."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from lightning_sm.report.figures import RUNNING, Figures, Happening, HostSummary
 
 _LOG = command_logger(__name__)
 
-# Rates are those of the last seconds. Lines become rarer the longer a job runs, so the newest one always counts.
+# Compute rates over this time. In a long job, lines are farther apart, so the newest line always counts.
 _WINDOW_S = 15.0
-# Seconds between two looks.
+# Seconds between two reads of the record.
 _EVERY_S = 2.0
-# A host that runs writes a line at least every 30 s.
+# Silence for this long means a problem: a running host writes a line at least every 30 s.
 SILENCE_S = 300.0
 SILENT_EXIT_CODE = 3
 _MAX_EVENTS = 6
 _MAX_METRICS = 5
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 _HEADERS = ("host", "role", "state", "step", "waits", "batches built", "CPU", "GPU", "memory")
-# How the values of these columns are shown, in the order of the fields of ``LiveHost``.
+# Formats of these columns, in the order of the fields of ``LiveHost``.
 _WHOLE = "{:,}".format
 _TEXTS: tuple[Callable[[Any], str], ...] = (str, str, str, _WHOLE, percent, _WHOLE, percent, percent, size)
 
 
 @dataclass(frozen=True)
 class LiveHost:
-    """A host of a running job; None where its record does not say something.
+    """A host of a running job. Values that its record lacks are None.
 
     Attributes:
-        host: Its name.
+        host: Name of the host.
         role: ``trainer`` or ``data``.
-        state: In a word or a few.
-        step: Completed optimizer steps, those of the rank that is furthest behind.
-        waiting: Share of the time in which its ranks wait for data, 0 to 1.
-        num_built: Batches that a data host has built.
-        cpu: Share of its CPUs in use, 0 to 1.
-        gpu: Share of the time in which a GPU worked, 0 to 1; the mean of its GPUs.
+        state: State in a few words.
+        step: Number of completed optimizer steps of the rank that is furthest behind.
+        waiting: Share of the time in which the host's ranks wait for data, 0 to 1.
+        num_built: Number of batches that a data host has built.
+        cpu: Share of CPUs in use, 0 to 1.
+        gpu: Share of the time in which a GPU worked, 0 to 1; the mean over the host's GPUs.
         memory_bytes: Memory in use.
     """
 
@@ -70,18 +70,18 @@ class LiveJob:
     """A running job.
 
     Attributes:
-        job: Its name.
-        attempt: From 1.
-        seconds: How long its attempts have taken so far.
-        until: When the last line was written, in seconds since the Unix epoch: what follows is as of then.
-        ending: How it ended, in a sentence; empty while it runs.
-        step: Completed optimizer steps.
+        job: Name of the job.
+        attempt: The current attempt, counted from 1.
+        seconds: Total seconds of the attempts so far.
+        until: When the last line was written, in seconds since the Unix epoch. All other values are as of this time.
+        ending: Outcome of the job, in a sentence; empty while it runs.
+        step: Number of completed optimizer steps.
         steps_per_s: Training steps per second.
         samples_per_s: Samples per second of all ranks.
         waiting: Share of the time in which training waits for data, 0 to 1.
-        metrics: What the model logged last, by name.
-        hosts: Its hosts; trainers first.
-        events: What happened, the newest last.
+        metrics: The last logged values of the model's metrics, by name.
+        hosts: The job's hosts, trainers first.
+        events: The latest events, newest last.
     """
 
     job: str
@@ -103,22 +103,22 @@ def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: b
 
     Args:
         sources: Folders with the record of the job in or below them.
-        job: Its name; None: the newest one.
-        is_once: Whether to show it once.
+        job: Name of the job. If None, show the newest one.
+        is_once: Whether to show the job only once.
         is_json: Whether to write lines of JSON.
 
     Raises:
-        JobConfigError: There is no record of it.
+        JobConfigError: The job has no record.
     """
     clear = _CLEAR_SCREEN if sys.stdout.isatty() and not (is_json or is_once) else ""
     known: RunRecord | None = None
     known_at = time.monotonic()
     while True:
         try:
-            run = max(map(Figures, read_runs(sources, job)), key=lambda one: one.begin)
+            run = max(map(Figures, read_runs(sources, job)), key=lambda run: run.begin)
         except JobConfigError:
             if known is None:
-                raise  # later, the emulator may be moving the folders of an attempt away
+                raise  # else the emulator may be moving an attempt's folders: retry
         else:
             if run.run != known:
                 known, known_at = run.run, time.monotonic()
@@ -136,7 +136,7 @@ def watch(sources: Sequence[Path], job: str | None, *, is_once: bool, is_json: b
 
 
 def live(run: Figures) -> LiveJob:
-    """Return what a record says of the last seconds until it ends."""
+    """Return the state of a job in the last seconds of its record."""
     ranks = {record.head.rank: _recent(record) for record in run.newest_records if record.head.rank is not None}
     _, pace = pace_of(ranks)
     samples = samples_per_step([steps for steps in ranks.values() if steps.num_steps], run.world_size)
@@ -160,7 +160,7 @@ def live(run: Figures) -> LiveJob:
 
 
 def as_text(shown: LiveJob) -> str:
-    """Return a job for people; of one that has ended, how, and that this is no longer so."""
+    """Format a job as text. If it has ended, add its outcome, and a note that the rest is from before the end."""
     attempt = f", attempt {shown.attempt}" if shown.attempt > 1 else ""
     facts = [] if shown.step is None else [f"step {shown.step:,}"]
     facts += [] if shown.steps_per_s is None else [f"{rate(shown.steps_per_s)} steps/s"]
@@ -175,7 +175,7 @@ def as_text(shown: LiveJob) -> str:
     until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(shown.until))
     lines = [
         f"job {shown.job}{attempt}, recorded for {duration(shown.seconds)} until {until}",
-        *([f"{shown.ending} What follows is from the seconds before."] if shown.ending else []),
+        *([f"{shown.ending} The values below are from the seconds before."] if shown.ending else []),
         "   ".join(facts) or "no training step yet",
         *(["   ".join(metrics)] if metrics else []),
         "",

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file without scripts, which needs nothing else and opens offline."""
+"""The page of a report: a self-contained HTML file without scripts, which opens offline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_sm.record.prices import Prices
 from lightning_sm.report import verdict
 from lightning_sm.report.figures import Figures
 
-# Longer tables are folded.
+# Collapse longer tables.
 _OPEN_ROWS = 12
 _TEMPLATE = Path(__file__).with_name("page.html")
 _NEEDED = ("matplotlib", "jinja2")
@@ -38,21 +38,21 @@ _FILTERS: dict[str, Callable[[Any], str]] = {
 
 
 def render(runs: Sequence[Figures], prices: Prices) -> str:
-    """Return the page about one run, or about several side by side.
+    """Return the page about one run, or about several runs side by side.
 
     Args:
-        runs: At least one.
+        runs: One or more runs.
         prices: Prices of hosts; empty if the user gave none.
 
     Raises:
-        JobConfigError: A library is not installed; the message says what to install.
+        JobConfigError: A library is not installed. The message tells what to install.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise JobConfigError(f"A report needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
     from jinja2 import Environment, StrictUndefined  # noqa: PLC0415 - may be missing
 
-    from lightning_sm.report import charts  # noqa: PLC0415 - Matplotlib takes a second to load, or may be missing
+    from lightning_sm.report import charts  # noqa: PLC0415 - Matplotlib may be missing, and takes a second to load
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {name: partial(_known, text) for name, text in _FILTERS.items()}
@@ -74,19 +74,19 @@ def render(runs: Sequence[Figures], prices: Prices) -> str:
 
 
 def _known(text: Callable[[Any], str], value: Any) -> str:
-    """Return a value as text; nothing where it is unknown."""
+    """Format a value; return an empty string if it is unknown."""
     return "" if value is None else text(value)
 
 
 def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
-    """Yield the figures of a run in boxes below the verdict, each with its name, the most telling ones first."""
+    """Yield name and value of the figures in the boxes below the verdict, most informative first."""
     yield "duration", duration(run.seconds)
     amount = verdict.price(run, prices)
     if amount is not None:
         yield "cost", prices.amount(amount)
     if run.pace.waiting >= NOT_INPUT_BOUND:
         yield "steps wait for data", percent(run.pace.waiting)
-    # What the model is judged by: a metric of the validation rather than a loss, or than one of the training.
+    # Prefer metrics of the validation to those of the training, and other metrics to losses.
     for name in sorted(_metric_names(run), key=lambda name: (not name.startswith("val"), "loss" in name))[:1]:
         values = finite(run.metrics[name])
         best = f"{(min if _LOWER_IS_BETTER.search(name) else max)(values, default=math.nan):.4g}"
@@ -99,10 +99,10 @@ def _numbers(run: Figures, prices: Prices) -> Iterator[tuple[str, str]]:
 
 
 def finite(points: Sequence[tuple[int, float]]) -> list[float]:
-    """Return the values of a metric that are numbers: a loss may become nan."""
+    """Return the finite values of a metric, without NaN or infinity."""
     return [value for _, value in points if math.isfinite(value)]
 
 
 def _metric_names(run: Figures) -> list[str]:
-    """Return the names of the metrics: losses first, those of the data service last."""
+    """Return the names of the metrics, with losses first and the data service's metrics last."""
     return sorted(run.metrics, key=lambda name: (name.startswith("data/"), "loss" not in name, name))

@@ -1,12 +1,12 @@
-"""``lightning-sm plan``: what another number of workers would change, from a short run. Pure arithmetic.
+"""``lightning-sm plan``, which predicts from a short run what more workers or hosts would change. Pure arithmetic.
 
-The model of a step, as in tf.data service's autoscaler: the slowest part sets the pace,
+As in tf.data service's autoscaler, the slowest part of a step sets the pace:
 
     T(W) = max(t0, c / (W * e), wire) + rest
 
-with ``t0`` a step without waiting for data, ``c`` the seconds of work of all workers for the batches of one step, ``W``
-workers that are busy for the share ``e`` of the time, ``wire`` the time of the network for a step, and ``rest`` what
-the measured step took beyond this.
+where ``t0`` is the time of a step without waiting for data, ``c`` the total work of all workers for one step, ``W`` the
+number of workers, ``e`` the share of the time in which they are busy, ``wire`` the network's time for one step, and
+``rest`` what the measured step took beyond that. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lightning_sm.record.prices import Prices, cost
 from lightning_sm.record.totals import of_all_ranks
 from lightning_sm.report.figures import Figures
 
-# Plan workers to be busy for at most this share of the time, because batches differ.
+# Plan for workers that are busy for at most this share of the time, because batches differ.
 _TARGET = 0.9
-# Any host's network carries at least 1 Gbit/s, so that the latency of small batches is not taken for its limit.
+# Assume a network of at least 1 Gbit/s. Otherwise, the latency of small batches would look like a lack of bandwidth.
 _LEAST_BYTES_S = 1e9 / 8
-# A change that saves less of the job is not proposed.
+# Do not propose changes that save less than this share of the job.
 _WORTH = 0.02
-# More than this many times the measured workers are not proposed: transforms are what is too slow.
+# Do not propose more than this many times the measured workers: then the transforms are the problem.
 _MOST_WORKERS = 10
 
 
@@ -46,11 +46,11 @@ class MeasuredRun:
         workers: Number of workers of all ranks or data hosts.
         num_ranks: Number of ranks.
         num_hosts: Number of data hosts that build the batches.
-        busy: ``e``: the share of the time in which they worked while training waited, 0 to 1.
-        wire_s: The least time of the network for one step, in seconds; 0 if batches cross none.
-        rest_s: What a measured step took beyond the slowest part, in seconds, such as its share of the wait for the
-            first batch of each epoch.
-        most_here: The most workers of all ranks or data hosts of the run for which these have CPUs.
+        busy: ``e``: the share of the time in which workers were busy while training waited, 0 to 1.
+        wire_s: Minimum seconds of the network for one step; 0 if batches do not cross a network.
+        rest_s: Seconds of a measured step beyond the slowest part, such as its share of the wait for the first batch of
+            each epoch.
+        most_here: Maximum number of workers for the CPUs of all ranks or data hosts of the run.
     """
 
     own_s: float
@@ -65,11 +65,11 @@ class MeasuredRun:
 
     @property
     def workers_needed(self) -> int:
-        """The number of workers with which training does not wait, with a tenth in reserve."""
+        """The number of workers that avoids all waiting, with a tenth in reserve."""
         return max(1, math.ceil(self.cost_s / max(1e-9, _TARGET * self.own_s)))
 
     def predict(self, workers: int) -> tuple[float, str]:
-        """Predict the seconds of a step with another number of workers, and what limits it; see ``SizingRow``."""
+        """Predict the seconds and the limit (see ``SizingRow``) of a step with another number of workers."""
         building_s = self.cost_s / max(1e-9, workers * self.busy)
         terms = ("training", self.own_s), ("network", self.wire_s), ("workers", building_s)
         limit, seconds = max(terms, key=itemgetter(1))
@@ -81,13 +81,13 @@ class SizingRow:
     """A prediction.
 
     Attributes:
-        workers: Number of workers, of all ranks or data hosts together.
-        per_rank: The same as ``num_workers`` of the loader of each rank; None if data hosts build the batches.
-        num_hosts: Number of data hosts; 0 if the workers are on the hosts of the trainers.
+        workers: Total number of workers of all ranks or data hosts.
+        per_rank: ``num_workers`` of each rank's loader; None if data hosts build the batches.
+        num_hosts: Number of data hosts; 0 if the workers run on trainer hosts.
         step_s: Seconds of a step.
-        limit: What limits it: ``training``, ``workers`` or ``network``.
+        limit: The limit of a step: ``training``, ``workers`` or ``network``.
         seconds: Seconds of the whole job.
-        cost: What the job costs; None if a price is unknown.
+        cost: Cost of the whole job; None if a price is unknown.
     """
 
     workers: int
@@ -101,16 +101,16 @@ class SizingRow:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The changes that other numbers of workers would bring.
+    """The predictions for other numbers of workers and hosts.
 
     Attributes:
         run: The measured run.
-        measured: What it says of its input.
-        lines: The measured numbers of workers first, then the best, and the largest: that removes the waiting, or uses
-            the CPUs that there are.
-        best: The line to choose: the cheapest one, or the first if that saves too little. If no prices are given, all
+        measured: The measurements of its input.
+        lines: The measured number of workers, the best one, and the largest one, which removes the waiting or uses all
+            available CPUs.
+        best: The line to choose: the cheapest one, or the first line if that would save too little. Without prices, all
             hosts count as equally expensive.
-        kind: Instance type of the data hosts, if it is not that of the measured run.
+        kind: Instance type of the data hosts; None for the measured one.
         steps: Number of steps of the whole job.
     """
 
@@ -126,15 +126,16 @@ def measure(run: Figures) -> MeasuredRun:
     """Return the measurements of a run's input.
 
     Args:
-        run: A run, of which a minute is enough.
+        run: A run; one minute is long enough.
 
     Raises:
-        JobConfigError: It does not say enough, or training waits for something else than workers.
+        JobConfigError: The record lacks data, or training waits for something other than workers.
     """
     if run.pace.num_trained < MIN_STEPS:
         steps = count(run.pace.num_trained, "training step")
-        raise JobConfigError(f"{run.run.source}: {steps} in the record; a plan takes at least {MIN_STEPS}.")
-    # In the backward pass, each rank waits for the data of the others, too: of those without a record here as well.
+        raise JobConfigError(f"{run.run.source}: {steps} in the record; a plan needs at least {MIN_STEPS}.")
+    # A rank's backward pass includes waiting for the other ranks' data, even for ranks without a record. So take the
+    # minimum over all ranks.
     own = [rank.step_s * (1.0 - rank.waiting) for rank in run.ranks.values()]
     own += [rank.busy_s / rank.num_timed for rank in run.data[0].values() if rank.busy_s and rank.num_timed]
     measured = _remote(run, min(own)) if run.data[0] else _local(run, min(own))
@@ -142,17 +143,17 @@ def measure(run: Figures) -> MeasuredRun:
 
 
 def plan(run: Figures, prices: Prices, kind: str | None = None, steps: int | None = None) -> Sizing:
-    """Plan from a measured run.
+    """Plan workers and hosts from a measured run.
 
     Args:
         run: The run.
-        prices: Prices of hosts, if the user gives any.
-        kind: Instance type of the data hosts to plan with. Default: more of the measured ones.
-        steps: Steps of the whole job. Default: as many as the measured run had.
+        prices: Prices of hosts; empty if the user gave none.
+        kind: Instance type of the planned data hosts. Defaults to the measured one.
+        steps: Number of steps of the whole job. Defaults to the measured run's.
 
     Raises:
-        JobConfigError: The run does not say enough, its training waits for something else than workers, or the number
-            of the vCPUs of the kind is not known.
+        JobConfigError: The record lacks data, training waits for something other than workers, or the number of vCPUs
+            of ``kind`` is unknown.
     """
     if any(host.role == "data" and kind in (host.group, host.instance_type) for host in run.hosts):
         kind = None
@@ -188,7 +189,7 @@ def sentence(planned: Sizing, prices: Prices) -> str:
 
 
 def advice(planned: Sizing, prices: Prices) -> str:
-    """Return what to do about the waiting, in a sentence or two."""
+    """Return advice on reducing the wait, in a sentence or two."""
     measured, said = planned.measured, []
     most = _MOST_WORKERS * measured.workers if measured.num_hosts else measured.most_here
     if planned.best is planned.lines[0] or measured.workers_needed > most:
@@ -199,7 +200,7 @@ def advice(planned: Sizing, prices: Prices) -> str:
             "a CPU of its own."
         )
     if len(planned.lines) == 1:
-        said.append("Each CPU of these hosts has a worker: data hosts would add some.")
+        said.append("Every CPU of these hosts already has a worker. Data hosts would add more CPUs.")
     elif planned.best is planned.lines[0]:
         said.append(f"No other number of workers or hosts saves {percent(_WORTH)} of what the job costs.")
     else:
@@ -231,7 +232,7 @@ def _proposal(planned: Sizing, prices: Prices) -> str:
 
 
 def as_text(planned: Sizing, prices: Prices) -> str:
-    """Return the plan for people: a sentence, a table, and what it rests on."""
+    """Return the plan as a sentence, a table, and its assumptions."""
     measured, run = planned.measured, planned.run
     facts = [
         f"Measured in {run.run.name}: {step_time(run.pace.step_s)} a step, {percent(run.pace.waiting)} of it waiting "
@@ -240,9 +241,9 @@ def as_text(planned: Sizing, prices: Prices) -> str:
         *([run.run.flaws] if run.run.flaws else []),
     ]
     if planned.lines[-1].cost is None and planned.lines[-1].num_hosts:
-        facts.append("All hosts are taken to cost the same: give their prices (--price).")
+        facts.append("This assumes equal prices for all hosts. Give prices with --price.")
     if planned.kind is not None:
-        facts.append("Hosts of this kind were not measured: their vCPUs are taken to be as fast as the measured ones.")
+        facts.append("Hosts of this kind were not measured: vCPUs are assumed to be as fast as the measured ones.")
     if not measured.num_hosts:
         facts.append(
             "This work is estimated from the time of a step and the number of workers. Workers on the hosts of the "
@@ -254,13 +255,13 @@ def as_text(planned: Sizing, prices: Prices) -> str:
 def _local(run: Figures, own_s: float) -> MeasuredRun:
     loaders = list(run.loaders.values())
     if not loaders:
-        raise JobConfigError(f"{run.run.source}: the record does not say how many workers built the batches.")
+        raise JobConfigError(f"{run.run.source}: the record does not show how many workers built the batches.")
     step_s, waiting = run.pace.step_s, run.pace.waiting
     workers = round(of_all_ranks([loader.workers for loader in loaders], run.world_size))
     num_ranks = max(1, run.world_size)
     most = num_ranks * min(max(1, loader.cpus // max(1, loader.ranks_of_host)) for loader in loaders)
-    # Workers that are too slow work all the time; those that are not need at most the time of the steps. Without
-    # workers, the training process builds its batches between two steps.
+    # If workers are too slow, they are always busy. If not, this is an upper bound of their work. Without workers, the
+    # training process builds its batches between two steps.
     cost_s = min(workers, most) * step_s if workers else waiting * step_s * num_ranks
     return MeasuredRun(own_s, cost_s, workers, num_ranks, most_here=most)
 
@@ -272,10 +273,10 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
     if not workers:
         raise JobConfigError(f"{run.run.source}: the record has no data host that was up and had workers.")
     num_ranks = max(1, run.world_size)
-    # Each by its own steps: the last figures of some ranks may have come too late.
+    # Divide by each rank's steps: the last figures of some ranks may be missing.
     cost_s = of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()], run.world_size)
     num_bytes = of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()], run.world_size)
-    # What a rank received while it waited, or batch by batch while workers were slower than the network.
+    # Network rates: while a rank waited, or by transfer, when workers were slower than the network.
     rates = [rank.num_bytes / rank.seconds for rank in ranks.values() if rank.seconds > 0]
     rates += [rank.num_bytes / rank.transfer_s for rank in ranks.values() if rank.transfer_s > 0]
     capacity_s = math.fsum(host.capacity_s for host in up)
@@ -283,7 +284,7 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
     if run.pace.waiting >= NOT_INPUT_BOUND and busy < WORKERS_ARE_BUSY:
         raise JobConfigError(
             f"{run.run.source}: the workers of the data hosts ({workers:,}) were busy only {percent(busy)} of the "
-            "time, so more of them are not the answer: look at the network, at a slow host, and at "
+            "time, so more of them are not the answer: check the network, slow hosts, and "
             "data_service.window_batches."
         )
     cpus = [host.cpus or num_vcpus(host.instance_type or "") or 0 for host in run.hosts if host.role == "data"]
@@ -293,16 +294,16 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
         workers,
         num_ranks,
         num_hosts=len(up),
-        # Workers that wait for something else do not show how busy they can be.
+        # If workers were often idle, this share does not show how busy they can be.
         busy=busy if busy >= WORKERS_ARE_BUSY else 1.0,
-        # Ranks receive their batches side by side.
+        # Ranks receive their batches in parallel.
         wire_s=num_bytes / num_ranks / max([_LEAST_BYTES_S, *rates]),
         most_here=max(workers, len(up) * default_workers(min(cpus, default=0))),
     )
 
 
 def _same_hosts(measured: MeasuredRun) -> Iterator[tuple[int, int]]:
-    """Yield numbers of workers and of data hosts: more workers of each rank or data host, as far as there are CPUs."""
+    """Yield pairs of workers and data hosts, with more workers per rank or data host, up to the number of CPUs."""
     places = measured.num_hosts or measured.num_ranks
     first = round(measured.workers / places) + 1
     needed = max(first, math.ceil(measured.workers_needed / places))
@@ -311,8 +312,8 @@ def _same_hosts(measured: MeasuredRun) -> Iterator[tuple[int, int]]:
 
 
 def _more_hosts(measured: MeasuredRun, kind: str | None) -> Iterator[tuple[int, int]]:
-    """Yield numbers of workers of all data hosts, and of these hosts, up to the number that removes the waiting."""
-    # Hosts of the measured kind are added to those that there are; another kind takes their place.
+    """Yield pairs of workers and data hosts, with more data hosts, until there is no waiting."""
+    # Add hosts of the measured kind to the existing ones, but replace these with hosts of another kind.
     first, per_host = measured.num_hosts + 1, measured.most_here // max(1, measured.num_hosts)
     if kind is not None:
         vcpus = num_vcpus(kind)
@@ -327,9 +328,9 @@ def _more_hosts(measured: MeasuredRun, kind: str | None) -> Iterator[tuple[int, 
 
 
 def _cheapest(run: Figures, first: SizingRow, lines: Sequence[SizingRow]) -> SizingRow:
-    """Return the line whose job costs least, if that saves enough; of equally cheap ones, the quickest.
+    """Return the cheapest line if it saves enough, else ``first``. Among equally cheap lines, prefer the fastest.
 
-    Without prices, all hosts count as equally expensive, and only steps as work: a short run to plan from is mostly
+    Without prices, all hosts count as equally expensive, and only the time of steps counts: a short run is mostly
     start-up.
     """
     trainers = sum(host.role == "trainer" for host in run.hosts) or 1
@@ -337,7 +338,7 @@ def _cheapest(run: Figures, first: SizingRow, lines: Sequence[SizingRow]) -> Siz
 
     def key(line: SizingRow) -> tuple[float, float, int]:
         price = line.cost if has_prices and line.cost is not None else (trainers + line.num_hosts) * line.step_s
-        return price, line.seconds, -line.workers  # workers in reserve cost nothing
+        return price, line.seconds, -line.workers  # spare workers cost nothing
 
     best = min([first, *lines], key=key)
     saved = 1.0 - best.seconds / max(1e-9, first.seconds)
@@ -347,7 +348,7 @@ def _cheapest(run: Figures, first: SizingRow, lines: Sequence[SizingRow]) -> Siz
 
 
 def _price_per_hour(run: Figures, prices: Prices, kind: str | None, num_data_hosts: int) -> float | None:
-    """Return the price of an hour of the trainers and of so many data hosts of a kind; None: as in the run."""
+    """Return the hourly price of the trainers and the data hosts. If ``kind`` is None, use the measured kind."""
     trainers = [(host.group, host.instance_type) for host in run.hosts if host.role == "trainer"]
     measured = [(host.group, host.instance_type) for host in run.hosts if host.role == "data"] or [("data", None)]
     return prices.total(trainers + num_data_hosts * [measured[0] if kind is None else (kind, kind)])

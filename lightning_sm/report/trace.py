@@ -1,8 +1,8 @@
 """The timeline of a run for Perfetto (https://ui.perfetto.dev), in Chrome's trace event format.
 
-Each process of the job that has a record is a process there, on one clock: seconds of its host since the run began.
-What rank 0 knows of data hosts has tracks of its own there, for data hosts without a record. The format is described
-in https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+Each process with a record becomes a process in Perfetto. All share one clock: seconds since the run began, measured on
+the process's host. Rank 0's figures about data hosts have separate tracks, for data hosts without a record. The format
+is described in https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lightning_sm.record.events import DataService, End, Event, HostUse, Span, S
 from lightning_sm.record.runs import ProcessRecord
 from lightning_sm.report.figures import Figures
 
-# Tracks of a process.
+# Track numbers within a process.
 _STEPS, _SPANS = 1, 2
 
 
 def trace(runs: Sequence[Figures]) -> str:
-    """Return the timeline of runs as JSON; each begins at 0.
+    """Return the timeline of runs as JSON. Each run begins at 0.
 
     Args:
-        runs: At least one. The names of several runs are part of those of their processes.
+        runs: One or more runs. If there are several, process names begin with the name of the run.
     """
     events: list[dict[str, Any]] = []
     pids: dict[tuple[str, str], int] = {}

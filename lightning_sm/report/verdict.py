@@ -1,4 +1,4 @@
-"""The verdict on a run, in sentences: how it ended, what limited it, and what to change."""
+"""The verdict on a run in sentences: its outcome, what limited it, and what to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_sm.report.figures import RUNNING, Figures
 from lightning_sm.report.limits import Limit, cause_of_wait, leading, limits
 from lightning_sm.report.sizing import advice, plan
 
-# What an outcome means for the work of the job.
+# What the outcomes mean for the job's progress.
 _MEANING = {
     INTERRUPTED: ": the job can resume from the checkpoint that it saved",
     STOPPED: ", without a checkpoint of the last step",
@@ -20,7 +20,7 @@ _MEANING = {
 
 
 def ending(run: Figures) -> str:
-    """Return how the run ended, in a sentence, which hosts left no end, and what is wrong with the record."""
+    """Return sentences about the outcome of a run, hosts whose end is not recorded, and flaws of the record."""
     attempts = "" if len(run.attempts) == 1 else f" in {count(len(run.attempts), 'attempt')}"
     time = f"{duration(run.seconds)}{attempts}"
     gone = run.hosts_without_end
@@ -34,9 +34,9 @@ def ending(run: Figures) -> str:
 
 
 def headline(run: Figures) -> str:
-    """Return what limited the run, and which data hosts had trouble, in a few sentences."""
+    """Return a few sentences about the largest limit of a run, and data hosts that had trouble."""
     cause = cause_of_wait(run) if run.pace.num_steps else None
-    # Of the host for which training waits, the limit has said enough.
+    # Skip the host for which training waits: the limit already names it.
     troubled = [host for host in run.data[1] if cause is None or host.name != cause.host]
     return " ".join([_largest(run), *trouble(troubled)])
 
@@ -45,28 +45,28 @@ def _largest(run: Figures) -> str:
     if run.pace.num_trained == 0:
         return "No training step is recorded."
     if run.pace.num_trained < MIN_STEPS:
-        return f"{count(run.pace.num_trained, 'step')}: too few for a verdict, which takes {MIN_STEPS}."
+        return f"{count(run.pace.num_trained, 'step')}: too few for a verdict, which needs {MIN_STEPS}."
     limit = leading(limits(run), run.seconds)
     if limit is None:
-        return "Nothing that a change would remove takes a large part of the time."
+        return "No avoidable cost takes a large part of the time."
     share = f", {_cost(run, limit)}" if limit.seconds else ""
     return f"Limited by {limit.name}{share}. {limit.finding}".rstrip()
 
 
 def changes(run: Figures, prices: Prices) -> list[str]:
-    """Return what to change, each with what it costs of the job now, the most first; empty if nothing is worth it."""
+    """Return the changes worth making, each with what its limit costs now, largest cost first."""
     try:
         advice_on_waiting = advice(plan(run, prices), prices)
-    except JobConfigError:  # the run does not say enough; the cause does
+    except JobConfigError:  # the run lacks data for a plan; use the advice of the cause
         advice_on_waiting = ""
     found = limits(run, advice_on_waiting)
     first = leading(found, run.seconds)
-    # The work of the training itself is there to be done, unless it is what limits the run.
+    # The parts of the training itself are necessary work: list one only if it leads.
     return [_change(run, limit, prices) for limit in found if limit is first or not limit.is_work]
 
 
 def price(run: Figures, prices: Prices) -> float | None:
-    """Return what the run cost, or None if the prices are not known."""
+    """Return the cost of a run; None if prices are unknown."""
     per_hour = prices.total((host.group, host.instance_type) for host in run.hosts)
     return None if per_hour is None else cost(per_hour, run.seconds)
 

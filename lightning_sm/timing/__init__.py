@@ -1,1 +1,1 @@
-"""The training process's clock: where the time of each step goes."""
+"""The training process's clock, which divides the time of each step into parts."""

@@ -1,7 +1,7 @@
-"""GpuTimer: measures how long a CUDA device works on the parts of a step, without ever waiting for the device.
+"""GpuTimer: measures how long a CUDA device works on each part of a step, without waiting for the device.
 
-Times on the host only say when work was launched. So some steps record events in the stream, which are read many steps
-later, when the device has passed them. No step is synchronised, and no event goes into a CUDA graph that is captured.
+Host times only show when work was launched. So some steps record events in the stream, and the timer reads them many
+steps later, when the device has passed them. It never synchronises, and records no events in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from lightning_sm.record.step_clock import ON_GPU
 
-# An event costs some microseconds: time only one step in this many.
+# Events cost a few microseconds each, so time only every n-th step.
 _EVERY_N_STEPS = 10
-# Of a device that is far behind, or is read rarely, only the newest steps are kept.
+# If the device is far behind, or is rarely read, keep only the newest steps.
 _MOST_PENDING = 16
 
 
@@ -29,8 +29,8 @@ class GpuTimer:
     """A timer of the parts of some steps on a CUDA device.
 
     Args:
-        make_event: Makes an event; it has ``record``, ``query`` and ``elapsed_time`` of ``torch.cuda.Event``.
-        is_capturing: Whether the current stream captures a CUDA graph, in which events have no time.
+        make_event: Returns an event with methods ``record``, ``query`` and ``elapsed_time`` of ``torch.cuda.Event``.
+        is_capturing: Returns whether the current stream is capturing a CUDA graph, in which events have no time.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class GpuTimer:
         self._means: dict[str, float] = {}
 
     def begin_step(self, part: str) -> None:
-        """Begin a step with a part; only some steps are timed."""
+        """Begin a step with its first part. Only some steps are timed."""
         self._num_steps += 1
         self._marks = [] if self._num_steps % _EVERY_N_STEPS == 0 else None
         self.mark(part)
 
     def mark(self, part: str) -> None:
-        """Begin a part: the work that is launched from here on belongs to it."""
+        """Assign the work that is launched from now on to a part."""
         if self._marks is None:
             return
         if self._is_capturing():
@@ -63,17 +63,17 @@ class GpuTimer:
         self._marks.append((part, event))
 
     def end_step(self, part: str) -> None:
-        """End a step; ``part`` is that of the work launched from here on."""
+        """End a step, and assign the work that is launched from now on to ``part``."""
         self.mark(part)
         if self._marks:
             self._pending.append(self._marks)
         self._marks = None
 
     def read(self) -> dict[str, float] | None:
-        """Return the mean seconds of a step by part, from the steps that the device has finished since the last call.
+        """Return the mean seconds of a step by part, for the steps that the device finished since the last call.
 
         Returns:
-            If there are none, those of the last time; None if no step was ever timed.
+            The previous means if no step was finished; None if no step was ever timed.
         """
         sums = dict.fromkeys(ON_GPU, 0.0)
         num_steps = 0
@@ -92,5 +92,5 @@ class GpuTimer:
         try:
             return all(event.query() for _, event in marks)
         except RuntimeError:
-            # After an error on the device, every call raises it, and so has the training, or it will.
+            # Once the device has failed, every call raises its error. Training raises it, too, so ignore it here.
             return False

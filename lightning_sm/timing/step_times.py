@@ -26,27 +26,27 @@ _MAX_REASON_CHARS = 500
 
 
 class StepTimes(UnlistedCallback):
-    """A callback that measures the parts of each training step, and what takes time between steps.
+    """A callback that measures the parts of each training step, and the spans between steps.
 
     A step is one training batch. Its parts are waiting for data, the transfer to the device (with the batch's hooks),
     forward (with zeroing the gradients), backward (with the exchange of gradients, which overlaps with it), optimizer
-    (with gradient clipping), and everything else: callbacks, logging, and code that no hook sets apart, such as that
-    between the steps of several optimizers. The parts add up to the elapsed time. Start-up, the first step, the time
-    between epochs, validations and checkpoints are spans of their own.
+    (with gradient clipping), and everything else: callbacks, logging, and code without a hook, such as code between the
+    steps of several optimizers. The parts add up to the elapsed time. Start-up, the first step, the time between
+    epochs, validations and checkpoints are separate spans.
 
-    On a CUDA device, forward, backward and optimizer are the device's own times, measured in every tenth step without
+    On a CUDA device, forward, backward and optimizer are measured on the device, in every tenth step and without
     waiting for the device. Waiting for data while the device is still busy does not count as waiting.
 
-    Every ``log_every_n_steps`` batches, rank 0 writes means since the last time to the Trainer's loggers:
-    ``time/step_ms``, and its parts ``time/data_wait_ms``, ``time/to_device_ms``, ``time/forward_ms``,
-    ``time/backward_ms``, ``time/optimizer_ms`` and ``time/other_ms``; ``time/input_bound`` is the share of waiting for
-    data, 0 to 1. In a SageMaker job, all ranks write their series to the record of the run
+    Every ``log_every_n_steps`` batches, rank 0 logs the means since the last time to the Trainer's loggers:
+    ``time/step_ms`` and its parts ``time/data_wait_ms``, ``time/to_device_ms``, ``time/forward_ms``,
+    ``time/backward_ms``, ``time/optimizer_ms`` and ``time/other_ms``, and as ``time/input_bound`` the share of the time
+    spent waiting for data, 0 to 1. In a SageMaker job, each rank writes its times to the record of the run
     (``lightning_sm.record.events``).
 
-    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job, and data hosts to any Trainer.
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add this callback to every job, and data hosts add it to any Trainer.
 
     Args:
-        job: The job whose record to write; None outside a job.
+        job: The job to record; None outside a job.
     """
 
     def __init__(self, job: SageMakerJob | None = None) -> None:
@@ -62,7 +62,7 @@ class StepTimes(UnlistedCallback):
         self._fetch_returns_to = step_clock.OTHER
         self._optimizer_depth = 0
         self._undo = ExitStack()
-        # The clock's totals at the last look, and what became of them with the GPU's times.
+        # The clock's totals when last read, and the totals adjusted by the GPU's times.
         self._measured = Totals()
         self._totals = Totals()
         self._written = Totals()
@@ -71,12 +71,12 @@ class StepTimes(UnlistedCallback):
         self._next_line_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
+        """Omit the state of this process: strategies that spawn processes pickle the Trainer."""
         return vars(StepTimes(self._job))
 
     @property
     def totals(self) -> Totals:
-        """What was measured in this run of the Trainer so far."""
+        """The sums over the steps of this Trainer run so far."""
         measured = self._clock.totals
         new = measured.plus(self._measured, -1)
         self._measured = measured
@@ -89,15 +89,15 @@ class StepTimes(UnlistedCallback):
         return self._totals
 
     def write(self, line: events.Line) -> None:
-        """Write a line to the record of the run, if there is one."""
+        """Write a line to the record of the run, if one is open."""
         if self._record is not None:
             self._record.append(line)
 
     def note_wait(self, in_transit: float) -> None:
-        """Say why the wait took so long that ends now; see ``StepClock.note_wait``."""
+        """Attribute part of the wait that ends now to the network; see ``StepClock.note_wait``."""
         self._clock.note_wait(in_transit)
 
-    # ---- the run, from start to end
+    # ---- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the record, and discard the measurements of an earlier run."""
@@ -114,7 +114,7 @@ class StepTimes(UnlistedCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._clock, self._is_timing = step_clock.StepClock(), True
-        # With manual optimization, the user's code decides what comes next.
+        # With manual optimization, any of the user's code may follow.
         self._after_backward = step_clock.OPTIMIZER if pl_module.automatic_optimization else step_clock.OTHER
         self._gpu = GpuTimer() if trainer.strategy.root_device.type == "cuda" else None
         now = time.time()
@@ -130,8 +130,8 @@ class StepTimes(UnlistedCallback):
         self._clock.begin_span("first_batch")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the forward pass: the batch is on its device."""
-        self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
+        """Begin the forward pass. The batch is on its device."""
+        self._optimizer_depth = 0  # in case the last optimizer step raised, and the user's code caught it
         self._clock.enter(step_clock.FORWARD)
         if self._gpu is not None:
             self._gpu.begin_step(step_clock.FORWARD)
@@ -147,7 +147,7 @@ class StepTimes(UnlistedCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the step, and write to the record and to the loggers if they are due."""
+        """End the step. Write to the loggers and the record if due."""
         clock = self._clock
         if self._gpu is not None:
             self._gpu.end_step(step_clock.OTHER)
@@ -155,7 +155,7 @@ class StepTimes(UnlistedCallback):
         if not self._has_stepped:
             self._has_stepped = True
             self._end_span("first_batch")
-        if trainer.is_last_batch:  # workers may have to start, so the next epoch's first batch cannot be fetched ahead
+        if trainer.is_last_batch:  # the next epoch's first batch cannot be prefetched: workers may have to start
             clock.begin_span("between")
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and clock.n and clock.n % every == 0 and trainer.is_global_zero:
@@ -166,19 +166,19 @@ class StepTimes(UnlistedCallback):
             self._write_metrics(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the metrics of a validation within ``fit``."""
+        """Record the metrics of a validation during ``fit``."""
         if self._is_timing and not trainer.sanity_checking:
             self._write_metrics(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the metrics of the epoch."""
-        if not self._clock.span:  # a limit has ended the epoch
+        """Record the metrics of the epoch."""
+        if not self._clock.span:  # a limit ended the epoch before the last batch
             self._clock.begin_span("between")
         self._write_steps(trainer)
         self._write_metrics(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Charge the time from now on to the export of the model."""
+        """Charge the time from now on to the model export."""
         self._end_span("first_batch", "between")
         self._write_steps(trainer)
         self._clock.begin_span("export")
@@ -195,7 +195,7 @@ class StepTimes(UnlistedCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Record the interruption or failure, and close the record."""
-        # Ranks that Lightning has started exit with 0 after an interruption.
+        # Ranks started by Lightning exit with code 0 after an interruption.
         is_interrupted = isinstance(exception, KeyboardInterrupt) or (
             isinstance(exception, SystemExit) and exception.code in (0, INTERRUPTED_EXIT_CODE)
         )
@@ -207,15 +207,15 @@ class StepTimes(UnlistedCallback):
             self._finish(trainer)
         self._end(events.End(time.time(), "interrupted" if is_interrupted else "failed", reason=text))
 
-    # ---- what Lightning has no hooks for
+    # ---- measurements without Lightning hooks
 
     def _observe(self, trainer: Any) -> None:
-        """Time the fetching of batches, optimizer steps, validations and checkpoints by wrapping their methods."""
+        """Wrap methods to time batch fetching, optimizer steps, validations and checkpoints."""
         loop = trainer.fit_loop.epoch_loop
         begin_profile, end_profile, save = loop._on_before_fetch, loop._on_after_fetch, trainer.save_checkpoint
 
         def on_before_fetch() -> None:
-            # A training_step that takes an iterator fetches its batches itself: return to the part that it was in.
+            # A training_step that accepts an iterator fetches batches itself: return to its part afterwards.
             current = self._clock.current
             self._fetch_returns_to = step_clock.TO_DEVICE if current == step_clock.OTHER else current
             self._clock.enter(step_clock.DATA_WAIT)
@@ -233,10 +233,10 @@ class StepTimes(UnlistedCallback):
             path = args[0] if args else kwargs.get("filepath", "")
             self._event("checkpoint_saved", f"step {trainer.global_step} in {path}")
 
-        # The fetcher takes these two methods from the loop at the start of each epoch.
+        # The fetcher reads these two methods from the loop at the start of each epoch, so replacing them works.
         self._replace(loop, "_on_before_fetch", on_before_fetch)
         self._replace(loop, "_on_after_fetch", on_after_fetch)
-        # Lightning calls the validation hooks only after it has started the workers of the validation loader.
+        # Wrap run: Lightning calls the validation hooks only after starting the validation loader's workers.
         self._replace(loop.val_loop, "run", self._span("validation")(loop.val_loop.run))
         self._replace(trainer, "save_checkpoint", save_checkpoint)
         is_automatic = trainer.lightning_module.automatic_optimization
@@ -255,13 +255,13 @@ class StepTimes(UnlistedCallback):
             self._enter(step_clock.OPTIMIZER)
 
     def _end_optimizer(self, is_automatic: bool, *_: Any) -> None:
-        # If an optimizer's step calls the step of its parent class, both call these hooks: count the outer one.
+        # If an optimizer's step calls its parent class's step, the hooks run twice: only the outer call counts.
         self._optimizer_depth -= 1
         if self._optimizer_depth == 0:
             self._enter(step_clock.OTHER if is_automatic else step_clock.FORWARD)
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of an object until the run ends, unless somebody else has replaced it by then."""
+        """Replace a method of an object. Restore it when the run ends, unless other code has replaced it since."""
         setattr(owner, name, method)
 
         def restore() -> None:
@@ -283,7 +283,7 @@ class StepTimes(UnlistedCallback):
         if self._gpu is not None:
             self._gpu.mark(part)
 
-    # ---- what is written
+    # ---- record and loggers
 
     def _write_steps(self, trainer: Trainer) -> None:
         totals = self.totals
@@ -321,7 +321,7 @@ class StepTimes(UnlistedCallback):
             log.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Stop the clock, and write what is left."""
+        """Stop the clock, and write the remaining spans and steps."""
         while self._end_span("first_batch", "validation", "checkpoint", "export", "between"):
             pass
         self._write_steps(trainer)
@@ -344,14 +344,14 @@ class StepTimes(UnlistedCallback):
 
 
 def _num_workers(trainer: Any) -> int:
-    """Return the number of worker processes of the training loaders."""
+    """Return the total number of worker processes of the training loaders."""
     loader = trainer.fit_loop._combined_loader
     loaders = loader.flattened if loader is not None else ()
-    return sum(getattr(one, "num_workers", 0) or 0 for one in loaders)
+    return sum(getattr(loader, "num_workers", 0) or 0 for loader in loaders)
 
 
 def _num_samples(batch: Any) -> int:
-    """Return the length of the first tensor of a batch; 0 if there is none."""
+    """Return the length of the first tensor in a batch; 0 if the batch has no tensor."""
     while isinstance(batch, (list, tuple, Mapping)) and batch:
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return batch.size(0) if isinstance(batch, torch.Tensor) and batch.dim() else 0

@@ -122,7 +122,7 @@ def test_a_few_steps_have_no_verdict():
     """Their means say nothing."""
     times = replace(HEALTHY, pace=Totals(49, parts=PARTS))
     assert limits(times) == []
-    assert headline(times) == "49 steps: too few for a verdict, which takes 50."
+    assert headline(times) == "49 steps: too few for a verdict, which needs 50."
     assert headline(replace(HEALTHY, pace=Totals())) == "No training step is recorded."
 
 

@@ -209,7 +209,7 @@ def test_too_few_steps_are_no_advice(tmp_path):
     """The page does not say that nothing is worth a change."""
     write(tmp_path, head(1), steps(10, step=20))
     text = " ".join(" ".join(Text(rendered(tmp_path)).words).split())
-    assert "Too few steps for advice, which takes 50." in text
+    assert "Too few steps for advice, which needs 50." in text
 
 
 def test_the_use_of_each_host_is_drawn_over_time(tmp_path):

@@ -137,7 +137,7 @@ def test_workers_are_those_of_each_rank(tmp_path):
 def test_hosts_whose_cpus_are_all_in_use_are_told_so(tmp_path):
     """No number of workers helps there."""
     said = sentence(plan(local(tmp_path, waiting=0.58, workers=4, cpus=4), Prices()), Prices())
-    assert said.endswith("Each CPU of these hosts has a worker: data hosts would add some.")
+    assert said.endswith("Every CPU of these hosts already has a worker. Data hosts would add more CPUs.")
 
 
 def test_the_cheapest_number_of_hosts_is_proposed_and_not_the_last_one(tmp_path):
@@ -155,7 +155,7 @@ def test_without_prices_all_hosts_count_as_equally_expensive(tmp_path):
     """And it is said."""
     planned = plan(of(input_bound(tmp_path)), Prices())
     assert planned.best.num_hosts == 2
-    assert as_text(planned, Prices()).endswith("All hosts are taken to cost the same: give their prices (--price).")
+    assert as_text(planned, Prices()).endswith("This assumes equal prices for all hosts. Give prices with --price.")
 
 
 @pytest.mark.parametrize("missing", ["ml.g5.xlarge", "ml.c5.xlarge", "ml.c5.4xlarge"])
@@ -179,7 +179,7 @@ def test_hosts_that_help_little_are_not_proposed_without_prices(tmp_path):
         "batch takes 9.5 times as long as training on it, and to keep up would take 11 workers, each with a CPU of its "
         "own. No other number of workers or hosts saves 2% of what the job costs."
     )
-    assert "give their prices (--price)" in as_text(planned, Prices())
+    assert "Give prices with --price" in as_text(planned, Prices())
 
 
 def test_data_hosts_with_idle_cpus_get_more_workers_before_more_hosts(tmp_path):
@@ -242,10 +242,10 @@ def test_without_workers_training_builds_its_batches_itself(tmp_path):
 def test_a_run_that_says_nothing_is_refused(tmp_path):
     """Without steps, or without where batches come from."""
     write(tmp_path / "a", head(1), use(3))
-    with pytest.raises(JobConfigError, match="0 training steps in the record; a plan takes"):
+    with pytest.raises(JobConfigError, match="0 training steps in the record; a plan needs"):
         plan(of(tmp_path / "a"), Prices())
     write(tmp_path / "short", head(1), Loader(BEGIN + 2), steps(3, n=49))
-    with pytest.raises(JobConfigError, match="49 training steps in the record; a plan takes at least 50"):
+    with pytest.raises(JobConfigError, match="49 training steps in the record; a plan needs at least 50"):
         plan(of(tmp_path / "short"), Prices())
     write(tmp_path / "b", head(1), steps(3, n=50))
     with pytest.raises(JobConfigError, match="how many workers built the batches"):
