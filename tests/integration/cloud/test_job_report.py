@@ -73,7 +73,7 @@ def test_a_job_without_a_record_says_why(jobs, tmp_path):
         assert code == 2
         assert "job has no record in s3://bucket/out/job/output/. The job is InProgress" in log
         service.objects[output] = archive(tmp_path / "empty")
-        assert "Only a script that lightning-sm train has started" in jobs(service, "report", "job-2")[2]
+        assert "Only scripts started by lightning-sm train" in jobs(service, "report", "job-2")[2]
         service.objects[output] = os.urandom(4000)
         assert f"s3:/{output} cannot be read as an archive" in jobs(service, "report", "job-2")[2]
     assert list((tmp_path / "here").iterdir()) == []

@@ -262,7 +262,7 @@ def test_what_stays_local_is_said_once(pool, caplog):
             loaders = module.train_dataloader()
             assert list(loaders["own"]) == [1, 2]
             assert list(loaders["remote"]) == [[0, 1], [2]]
-    assert caplog.text.count("has a _get_iterator() of its own") == 1
+    assert caplog.text.count("overrides _get_iterator() without") == 1
     assert "Filtered" not in caplog.text
 
 
