@@ -133,7 +133,7 @@ def test_commands_exist(example, monkeypatch, capsys):
     # The parser prints usage for a wrong option, which pytest shows with the failure.
     monkeypatch.setattr("lightning_sm.submit.submit.dry_run", _nothing_is_sent)
     monkeypatch.setattr("lightning_sm.submit.submit.send", _nothing_is_sent)
-    monkeypatch.setattr("lightning_sm.submit.command._write_report", lambda *_: None)
+    monkeypatch.setattr("lightning_sm.submit.submit.write_report_here", lambda *_: None)
     monkeypatch.setattr("lightning_sm.submit.submit.run_locally", _no_container_starts)
     for command in commands(example.parsed):
         name, *words = _words(command) or [""]
