@@ -1,9 +1,9 @@
 PYTHON ?= python3
-# One more than cores, because tests wait for processes that start; each starts up to four with torch (4 GB).
+# One more worker than cores, because tests wait for processes to start. Each starts up to four with torch (4 GB).
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 VENV := .venv
 BIN := $(VENV)/bin
-# What is installed so far: what the app needs, then what each further target needs besides.
+# Stamp files of what is installed: the app's packages, then the extra packages of each further target.
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 TOOLKIT := $(VENV)/.toolkit
@@ -12,11 +12,11 @@ MUTANTS := $(VENV)/.mutants
 PROOF := $(VENV)/.proof
 TRANSFORMERS := $(VENV)/.transformers
 SOURCES := lightning_sm app tests benchmarks docker docs
-# uv, where it is installed, downloads and unpacks in parallel; make UV= takes pip all the same.
+# uv, if installed, downloads and unpacks in parallel. Use pip anyway with `make UV=`.
 UV := $(shell command -v uv)
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
-# Python compiles a module when it is first imported. A training imports a sixth of the files; to compile all of them would
-# take longer than to unpack them.
+# Let Python compile each module on first import. A training run imports a sixth of the files, and compiling all of them
+# would take longer than unpacking them.
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python $(PIP))
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m tests.second_chance -n $(WORKERS)
@@ -34,20 +34,20 @@ train: $(READY) ## set up .venv and train the example app on an emulated cluster
 test: $(TOOLKIT) ## set up .venv and test every property of the product once, with real processes
 	$(PYTEST) -m "not proof" tests/containers tests/integration tests/unit
 
-proof: test $(SPHINX) $(PROOF) $(TRANSFORMERS) ## make test, then full matrices, all examples, both SDKs and both Lightnings
+proof: test $(SPHINX) $(PROOF) $(TRANSFORMERS) ## make test, then full matrices, all examples, both SDKs, both Lightning packages
 	$(PYTEST) -m proof tests/containers tests/integration tests/unit
 
-gpu: $(DEV) ## what only a GPU shows: page-locked slots, CUDA graphs, restarts, strategies, the example app on CUDA
+gpu: $(DEV) ## test what needs a GPU: page-locked slots, CUDA graphs, restarts, strategies, the example app on CUDA
 	$(LOCAL) '.[gpu]'
 	$(BIN)/python -m pytest -rs tests/gpu
 
-mutants: $(MUTANTS) ## change the pure rules one by one, and list the changes that none of their tests notices
+mutants: $(MUTANTS) ## change the pure rules one by one, and list the changes that no test notices
 	$(BIN)/python -m tests.mutants $(PARTS)
 
-check: $(DEV) ## what every commit must pass: lint and unit tests
+check: $(DEV) ## run lint and unit tests, which every commit must pass
 	@$(MAKE) --no-print-directory --output-sync=target -j2 lint unit
 
-lint: $(DEV) ## format, lint, types, import contracts, Dockerfiles
+lint: $(DEV) ## check format, lint, types, import contracts, Dockerfiles
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/lint-imports
@@ -57,7 +57,7 @@ lint: $(DEV) ## format, lint, types, import contracts, Dockerfiles
 		tests/containers/stand_in/Dockerfile.dlc tests/containers/routes/Dockerfile
 	$(BIN)/mypy
 
-unit: $(DEV) ## unit tests
+unit: $(DEV) ## run the unit tests
 	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not proof" tests/unit
 
 docs: $(SPHINX) ## build the pages and the reference into outputs/docs/index.html
@@ -67,15 +67,15 @@ docs: $(SPHINX) ## build the pages and the reference into outputs/docs/index.htm
 diagrams: $(SPHINX) ## draw changed Mermaid diagrams for the site (needs Node, Chromium and a network)
 	$(BIN)/python docs/diagrams.py
 
-pictures: $(TOOLKIT) ## make the pictures of README and docs from jobs of the emulator (needs Chromium)
+pictures: $(TOOLKIT) ## make the pictures of README and docs from emulated jobs (needs Chromium)
 	$(BIN)/python docs/pictures.py
 
-format: $(DEV) ## format the tree and mend what the linter can mend
+format: $(DEV) ## format the tree and apply the linter's fixes
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
 IMAGE ?= lightning-sm
-lock: ## freeze the packages of an image that works (IMAGE=lightning-sm) in docker/*.lock, which later builds install
+lock: ## freeze the packages of a working image (IMAGE=lightning-sm) in docker/*.lock, which later builds install
 	docker run --rm --entrypoint micromamba $(IMAGE) env export --explicit --name base > docker/conda.lock.new
 	docker run --rm --interactive --entrypoint python $(IMAGE) - < docker/pip_lock.py > docker/pip.lock.new
 	mv docker/conda.lock.new docker/conda.lock
@@ -91,8 +91,8 @@ sbom: $(PROOF) ## list all packages of an image (IMAGE=lightning-sm), and find k
 clean: ## remove virtual environments and outputs
 	rm -rf $(VENV) outputs
 
-# One resolve in each step for everything that is installed then: another one could change torch. lightning-bolts comes
-# without its dependencies, because it asks for pytorch-lightning<2 (see app/bolts_compat.py).
+# Each step resolves all of its packages at once, because a second resolve could change torch. lightning-bolts is installed
+# without its dependencies, because it requires pytorch-lightning<2 (see app/bolts_compat.py).
 LOCAL = $(call install,$(VENV)) --constraint constraints.txt --editable
 GROUPS := --group lint --group test
 EXTRAS := vision,report,completion,submit
@@ -110,13 +110,13 @@ $(READY): pyproject.toml constraints.txt Makefile | $(BIN)/pip
 	$(call install,$(VENV)) --no-deps 'lightning-bolts==0.7.0'
 	@touch $@
 
-# pip reads dependency groups from 25.1 on.
+# pip supports dependency groups since 25.1.
 $(DEV): $(READY)
 	$(if $(UV),,$(BIN)/python $(PIP) 'pip>=25.1')
 	$(LOCAL) $(TESTED)
 	@touch $@
 
-# The stock toolkit, against which some tests run, compiles a C extension.
+# Some tests run against the stock toolkit, which compiles a C extension.
 $(TOOLKIT): $(DEV)
 	$(if $(shell command -v gcc cc),$(LOCAL) $(WITH_TOOLKIT),\
 		@echo "make: no C compiler: tests against sagemaker-training will be skipped; on Debian and Ubuntu: apt install gcc")
@@ -134,8 +134,8 @@ $(PROOF): $(TOOLKIT)
 	$(LOCAL) $(TESTED) --group proof
 	@touch $@
 
-# Where transformers is installed, torchmetrics imports it, and each process with torch starts a second later. So it lies apart,
-# in an environment that has all else from this one.
+# torchmetrics imports transformers if it is installed, and each process with torch then starts a second later. So it goes
+# into a separate environment, which shares all other packages with this one.
 $(TRANSFORMERS): $(PROOF)
 	$(BIN)/python -m venv --clear --without-pip $(VENV)/transformers
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(VENV)/transformers/tests.pth

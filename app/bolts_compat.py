@@ -1,9 +1,9 @@
 """Import lightning-bolts with Lightning 2, which its last release does not support.
 
 lightning-bolts 0.7.0 (2023) requires pytorch-lightning<2, hence ``pip install --no-deps``. Its data modules need two
-functions that Lightning 2 moved to other packages. They are restored under their former names, as module
-``pytorch_lightning.utilities.apply_func`` and as attribute ``pytorch_lightning.utilities.move_data_to_device``. Models
-that need hooks that Lightning 2 removed, such as the GANs and ``LogisticRegression``, still fail in ``fit``.
+functions that Lightning 2 moved to other packages. This module restores their former names: the module
+``pytorch_lightning.utilities.apply_func`` and the attribute ``pytorch_lightning.utilities.move_data_to_device``. Models
+that use hooks removed in Lightning 2, such as the GANs and ``LogisticRegression``, still fail in ``fit``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 _APPLY_FUNC = "pytorch_lightning.utilities.apply_func"
 
-# Warnings on every import of lightning-bolts: its features are under review (several times), and NumPy may add an
-# attribute whose existence lightning-bolts checks.
+# Importing lightning-bolts always causes these warnings: its features are under review, and it checks for an attribute
+# that a future NumPy may define.
 _EXPECTED_WARNINGS = re.compile(r"The feature \w+ is currently marked under review|In the future `np\.\w+` will be")
 
 
 def import_bolts(module: str) -> ModuleType:
     """Import a module of lightning-bolts.
 
-    Importing any of its modules imports nearly all of them (0.2 s after torch and Lightning), and changes urllib's user
-    agent, so import where the module is used.
+    Any import loads nearly all of lightning-bolts (0.2 s after torch and Lightning) and changes urllib's user agent, so
+    call this only where the module is used.
 
     Args:
         module: Name of the module, such as ``pl_bolts.datamodules``.
@@ -38,7 +38,7 @@ def import_bolts(module: str) -> ModuleType:
         ModuleNotFoundError: lightning-bolts is not installed.
     """
     _restore_former_names()
-    # The decorator that warns inserts its own filter before all others, so only recording suppresses its warnings.
+    # lightning-bolts puts its warning filter before all others, so only recording suppresses its warnings.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -58,7 +58,7 @@ def import_bolts(module: str) -> ModuleType:
 
 
 def _restore_former_names() -> None:
-    # An existing module is Lightning's own or a user's: keep it.
+    # Keep an existing module, which is Lightning's or a user's.
     if _APPLY_FUNC not in sys.modules:
         apply_func = ModuleType(_APPLY_FUNC, "Functions that lightning-bolts imports from here (see app.bolts_compat).")
         vars(apply_func).update(apply_to_collection=apply_to_collection, move_data_to_device=move_data_to_device)

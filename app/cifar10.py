@@ -1,4 +1,4 @@
-"""CIFAR-10: 60,000 color images in ten classes, by way of lightning-bolts."""
+"""CIFAR-10: 60,000 color images in ten classes, loaded through lightning-bolts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Sample = tuple[Tensor, Tensor]
 class CIFAR10DataModule(LightningDataModule):
     """CIFAR-10, 3x32x32, normalized, with random crops and mirror images in training.
 
-    Wraps the data module of lightning-bolts. A subclass would need lightning-bolts as soon as this file is imported,
-    and two classes with the same name would make ``--data CIFAR10DataModule`` ambiguous. Arguments that both data
-    modules of the application share have the same defaults, because the command line keeps the values of the one that
+    This class wraps the data module of lightning-bolts. A subclass would need lightning-bolts as soon as this file is
+    imported, and two classes with the same name would make ``--data CIFAR10DataModule`` ambiguous. Arguments shared
+    with ``DigitsDataModule`` have the same defaults, because the command line keeps the values of the data module that
     it replaces.
 
     Args:
@@ -78,7 +78,7 @@ class CIFAR10DataModule(LightningDataModule):
         """Download missing files, in one process per host.
 
         Raises:
-            FileNotFoundError: Files are missing or are not the original ones, and the download failed.
+            FileNotFoundError: Files are missing or differ from the originals, and the download failed.
         """
         try:
             self._bolts.prepare_data()
@@ -91,7 +91,7 @@ class CIFAR10DataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read and split the images."""
-        # lightning-bolts has two stages: validation uses images of fit, and prediction those of test.
+        # lightning-bolts has only two stages: "fit" loads the validation images, and "test" the images to predict.
         self._bolts.setup({"validate": "fit", "predict": "test"}.get(stage, stage) if stage else None)
 
     def train_dataloader(self) -> DataLoader[Sample]:

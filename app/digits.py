@@ -21,7 +21,7 @@ _NUM_CLASSES = 10
 # Handwritten Digits").
 _MAX_PIXEL = 16
 
-# Of all pixels of the set, after division by 16.
+# Mean and standard deviation of all pixels, after division by 16.
 _MEAN, _STD = 0.3053, 0.3760
 
 # The size that ResNet-18's five halvings reduce to one pixel. Smaller images train too, but to a lower accuracy.
@@ -78,7 +78,7 @@ class DigitsDataModule(LightningDataModule):
         return _NUM_CLASSES
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the images: all parts in every process and for every stage.
+        """Read and split the images; every process loads all parts, whatever the stage.
 
         Raises:
             FileNotFoundError: ``data_dir`` has no ``digits.npz``.
@@ -146,7 +146,7 @@ class _Digits(Dataset[Sample]):
 
     def __init__(self, images: NDArray[np.float32], labels: NDArray[np.int64], augment: bool = False) -> None:
         small = torch.from_numpy(images).unsqueeze(1) / _MAX_PIXEL
-        # Enlarged once, which takes 7 MB for all images; otherwise 0.1 ms per image and epoch.
+        # Enlarge the images once, which takes 7 MB; doing it on each access would cost 0.1 ms per image and epoch.
         self._images = functional.interpolate(small, size=(_SIZE, _SIZE), mode="bilinear", align_corners=False)
         self._labels = torch.from_numpy(labels)
         self._augmentation = v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1)) if augment else None

@@ -1,4 +1,4 @@
-"""The learning rate of the example models: a linear rise, then half a cosine down to zero."""
+"""The learning rate schedule of the example models: linear warmup, then half a cosine down to zero."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-# The share of all steps in which the learning rate rises; then it falls to zero along a half cosine.
+# Share of all steps in which the learning rate rises.
 _WARMUP_FRACTION = 0.2
 
 
 def with_schedule(optimizer: Optimizer, num_steps: float) -> OptimizerLRSchedulerConfig:
-    """Combine an optimizer and its schedule, which is stepped after every batch, as ``configure_optimizers`` returns.
+    """Give an optimizer a schedule that advances after every batch, in the form that ``configure_optimizers`` returns.
 
     Args:
-        optimizer: The optimizer, with the highest learning rate of the run.
+        optimizer: The optimizer, set to the highest learning rate of the run.
         num_steps: Number of optimizer steps over all hosts and epochs, or infinity for a constant learning rate.
     """
-    # torch's OneCycleLR would do the same, but fails in the first step after the number of steps that its checkpoint
-    # contains, hence in every run that resumes with more epochs or fewer hosts.
+    # torch's OneCycleLR has this shape too, but its checkpoint stores the total number of steps and a step beyond it
+    # raises an error. A run that resumes with more epochs or fewer hosts would always fail.
     scheduler = LambdaLR(optimizer, partial(learning_rate_factor, num_steps=num_steps))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def learning_rate_factor(step: int, num_steps: float) -> float:
-    """Compute the factor of the learning rate: a linear rise, then half a cosine down to zero.
+    """Compute the factor of the learning rate at a step.
 
     Args:
-        step: Number of optimizer steps done.
+        step: Number of optimizer steps taken so far.
         num_steps: Number of optimizer steps of the whole run, or infinity for a constant factor.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Submit jobs from Python: one training on the digits for each learning rate.
+"""Submit jobs from Python: one training run on the digits for each learning rate.
 
 python app/submit.py 1e-3 2e-3 5e-3
 """
@@ -16,7 +16,7 @@ _JOB = Path(__file__).parent / "job.yaml"
 
 
 def main(learning_rates: list[str]) -> None:
-    """Submit a job for each learning rate, without waiting until it ends."""
+    """Submit a job for each learning rate, without waiting for it to end."""
     for learning_rate in learning_rates:
         job = submit_job(_JOB, {"hyperparameters.model.learning_rate": float(learning_rate)}, wait=False)
         _LOG.info("learning rate %s: %s", learning_rate, job["TrainingJobName"])

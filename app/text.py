@@ -1,4 +1,4 @@
-"""Text for a language model: 0.5 MB of English prose that comes with Python, or files of your own."""
+"""Text for a language model: 0.5 MB of English prose that comes with Python, or your own files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 # A token is a byte of the UTF-8 text.
 _NUM_TOKENS = 256
 
-# The text is cut at these shares of its bytes: what comes first is trained on, then validated, then tested on.
+# Where the text is cut, as shares of its bytes: into training, validation and test parts, in this order.
 _TRAIN_END, _VAL_END = 0.8, 0.9
 
 Sample = tuple[Tensor, Tensor]
@@ -24,10 +24,10 @@ class TextDataModule(LightningDataModule):
     """Windows of a text, byte by byte; each target is the byte that follows.
 
     The default text is the Python Language Reference as help() shows it: the module pydoc_data.topics of Python's
-    standard library, under the licence of Python (PSF-2.0). The text differs slightly between versions of Python.
+    standard library, under Python's licence (PSF-2.0). It differs slightly between versions of Python.
 
     Args:
-        data_dir: Folder whose *.txt files are read instead, one after the other in the order of their names.
+        data_dir: Folder whose *.txt files are read instead, in the order of their names.
         context: Number of bytes in a window.
         batch_size: Windows per batch and process: two hosts with one process each train on twice as many per step.
         num_workers: Number of worker processes per training process; 0 loads data in the training process itself.
@@ -56,7 +56,7 @@ class TextDataModule(LightningDataModule):
         return _NUM_TOKENS
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the text: all parts in every process and for every stage.
+        """Read and split the text; every process loads all parts, whatever the stage.
 
         Raises:
             FileNotFoundError: ``data_dir`` has no ``*.txt``.
@@ -118,11 +118,11 @@ class TextDataModule(LightningDataModule):
 
 
 class _Windows(Dataset[Sample]):
-    """A text in windows that do not overlap; the rest at its end is left out."""
+    """A text in windows that do not overlap; an incomplete window at the end is dropped."""
 
     def __init__(self, text: bytes, context: int) -> None:
         tokens = torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64))
-        # A view. The last byte of a window is a target only; it is the first of the next window.
+        # unfold returns a view. The last byte of a window is only a target, and the first byte of the next window.
         self._windows = tokens.unfold(0, context + 1, context)
 
     def __len__(self) -> int:

@@ -11,11 +11,11 @@ On a laptop, on all of its GPUs or on its CPU:
 On an emulated SageMaker cluster of two trainer hosts, each a process on this machine:
   lightning-sm local --group trainer=2 -- app/train.py fit --config app/configs/digits.yaml
 
-To evaluate a saved model on images that it has never seen:
+To evaluate a saved model on images it has never seen:
   python app/train.py test --config app/configs/digits.yaml --ckpt_path PATH_TO_CHECKPOINT.ckpt
 
-On SageMaker the job's hyperparameters take the place of these arguments. "fit --help" lists all of them, and
-"fit --data.help DigitsDataModule" those of the data.
+On SageMaker, the job's hyperparameters take the place of these arguments. "fit --help" lists all arguments, and
+"fit --data.help DigitsDataModule" the arguments of the data.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from pytorch_lightning.cli import LightningArgumentParser
 from lightning_sm import SageMakerCLI
 
 if not __package__:
-    # "python app/train.py" puts app/ on sys.path; its parent is needed, as with "python -m app.train".
+    # "python app/train.py" puts app/ on sys.path, but the imports below need its parent.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# Imported data modules can be named without their module on the command line.
+# The command line accepts the bare class names of data modules that are imported here.
 from app.cifar10 import CIFAR10DataModule
 from app.digits import DigitsDataModule
 from app.model import ResNet18Classifier
@@ -53,7 +53,7 @@ class AppCLI(SageMakerCLI):
 
 
 class _HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the description, so that its commands stay on one line."""
+    """A formatter that keeps the line breaks of the description, so its commands stay on one line."""
 
 
 def main() -> None:

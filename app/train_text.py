@@ -1,7 +1,7 @@
 r"""Train a small transformer to predict the next byte of a text: English prose that comes with Python.
 
-The text is that of Python's help() on the language itself, so the first command below works without a download. It
-takes about half a minute on one CPU core.
+The text is Python's help() on the language itself, so the first command below works without a download. It takes about
+half a minute on one CPU core.
 
 On a laptop, on all of its GPUs or on its CPU:
   python app/train_text.py fit --config app/configs/transformer.yaml
@@ -9,7 +9,7 @@ On a laptop, on all of its GPUs or on its CPU:
 On an emulated SageMaker cluster of two trainer hosts, each a process on this machine:
   lightning-sm local --group trainer=2 -- app/train_text.py fit --config app/configs/transformer.yaml
 
-A larger model, on text of your own:
+A larger model, on your own text:
   python app/train_text.py fit --config app/configs/transformer.yaml --data.data_dir FOLDER_OF_TXT_FILES \
     --data.context 256 --model.width 512 --model.num_blocks 12 --model.num_heads 8 --model.learning_rate 3e-4
 """
@@ -26,7 +26,7 @@ from pytorch_lightning.cli import LightningArgumentParser
 from lightning_sm import SageMakerCLI
 
 if not __package__:
-    # "python app/train_text.py" puts app/ on sys.path; its parent is needed, as with "python -m app.train_text".
+    # "python app/train_text.py" puts app/ on sys.path, but the imports below need its parent.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from app.text import TextDataModule
@@ -36,7 +36,7 @@ __all__ = ["TextCLI", "TextDataModule", "TransformerLanguageModel", "main"]
 
 
 class TextCLI(SageMakerCLI):
-    """The command line, which passes the number of tokens and the length of a window from the data to the model."""
+    """The command line, which passes the number of tokens and the window length from the data to the model."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link the model to the data."""
@@ -46,7 +46,7 @@ class TextCLI(SageMakerCLI):
 
 
 class _HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the description, so that its commands stay on one line."""
+    """A formatter that keeps the line breaks of the description, so its commands stay on one line."""
 
 
 def main() -> None:

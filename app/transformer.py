@@ -20,22 +20,22 @@ Batch = tuple[Tensor, Tensor]
 
 
 class TransformerLanguageModel(LightningModule):
-    """Predict each token of a text from those before it, with a decoder-only transformer that is trained from scratch.
+    """Predict each token of a text from the tokens before it, with a decoder-only transformer trained from scratch.
 
-    ``self.network`` is a plain ``nn.Sequential`` of embedding, blocks and head, which holds all parameters, so that it
-    can be cut into the stages of a pipeline. With ``ModelParallelStrategy`` it is sharded instead.
+    ``self.network`` holds all parameters. It is a plain ``nn.Sequential`` of embedding, blocks and head, so it can be
+    cut into the stages of a pipeline. ``ModelParallelStrategy`` shards it instead.
 
-    Trained with AdamW: the learning rate rises for a fifth of the run and then falls to zero along a cosine, for any
-    number of hosts. Options of the command line (--optimizer, --lr_scheduler) replace both.
+    The optimizer is AdamW. The learning rate rises for a fifth of the run and then falls to zero along a cosine, for
+    any number of hosts. To replace either, use --optimizer and --lr_scheduler on the command line.
 
     Args:
         num_tokens: Number of different tokens, which the command line takes from the data.
-        context: Greatest number of tokens in a window, which the command line takes from the data.
+        context: Maximum number of tokens in a window, which the command line takes from the data.
         width: Number of features of a token.
-        num_blocks: Number of blocks, each of them attention and a perceptron.
-        num_heads: Number of heads of the attention, a divisor of ``width``.
+        num_blocks: Number of blocks; each has attention and a perceptron.
+        num_heads: Number of attention heads, a divisor of ``width``.
         dropout: Share of features that each block drops in training. With dropout, results depend on how the network
-            is spread over processes.
+            is split over ranks.
         learning_rate: Highest learning rate of the run.
         weight_decay: Weight decay of AdamW.
 
@@ -67,7 +67,7 @@ class TransformerLanguageModel(LightningModule):
         )
 
     def configure_model(self) -> None:
-        """Shard the network if the strategy is ``ModelParallelStrategy``: its mesh is known only now."""
+        """Shard the network if the strategy is ``ModelParallelStrategy``; its mesh does not exist before this hook."""
         if self.device_mesh is not None and not isinstance(self.network, FSDPModule):  # fit and validate both call this
             _shard(self.network, self.device_mesh)
 
@@ -75,7 +75,7 @@ class TransformerLanguageModel(LightningModule):
         """Compute the logits of each next token.
 
         Args:
-            tokens: Windows of the text, (B, T) int64, with T at most ``context``.
+            tokens: Windows of the text, (B, T) int64, where T is at most ``context``.
 
         Returns:
             Unnormalized scores, (B, T, num_tokens) float32.
@@ -86,7 +86,7 @@ class TransformerLanguageModel(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean cross entropy of a batch in nats per token, a scalar."""
         loss = self._step(batch, "train")
-        # The curve within an epoch, of this process only: synchronization would cost a collective in every step.
+        # Log this process's loss only: synchronizing it would cost a collective call in every step.
         self.log("train_loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
         return loss
 
@@ -99,14 +99,14 @@ class TransformerLanguageModel(LightningModule):
         self._step(batch, "test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the likeliest next token after each token, (B, T) int64; the targets of the batch are not used."""
+        """Compute the likeliest next token after each token, (B, T) int64, ignoring the targets of the batch."""
         logits: Tensor = self(batch[0])
         return logits.argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Create AdamW and its schedule, which is stepped after every batch."""
+        """Create AdamW and its learning rate schedule, which advances after every batch."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
-        # Infinite if the trainer has no last step, as with max_epochs=-1.
+        # The number of steps is infinite if the run has no last step, as with max_epochs=-1.
         return with_schedule(optimizer, self.trainer.estimated_stepping_batches)
 
     def _step(self, batch: Batch, stage: str) -> Tensor:
@@ -125,11 +125,11 @@ class TransformerLanguageModel(LightningModule):
 
 
 class Embedding(nn.Module):
-    """The first layer: what a token is, and where it is in the window.
+    """The first layer: an embedding of each token plus an embedding of its position in the window.
 
     Args:
         num_tokens: Number of different tokens.
-        context: Greatest number of tokens in a window.
+        context: Maximum number of tokens in a window.
         width: Number of features of a token.
     """
 
@@ -146,11 +146,11 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: each token looks at those before it, then a perceptron works on each token.
+    """One block: each token attends to the tokens before it, then a perceptron transforms each token.
 
     Args:
         width: Number of features of a token.
-        num_heads: Number of heads of the attention.
+        num_heads: Number of attention heads.
         dropout: Share of features that is dropped in training.
     """
 
@@ -182,15 +182,15 @@ class Attention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self._head_width = width // num_heads
-        # Three layers rather than one: tensor parallelism gives each process some heads of each.
+        # Three layers rather than one, so that tensor parallelism can give each rank some heads of each.
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
         self.join = nn.Linear(width, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Let each token of (B, T, width) attend to itself and to those before it."""
-        # The number of heads is what the width holds: with tensor parallelism, those of this process.
+        """Let each token of (B, T, width) attend to itself and to the tokens before it."""
+        # Derive the number of heads from the width: with tensor parallelism, this rank has only some of them.
         query, key, value = (
             layer(features).unflatten(-1, (-1, self._head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -220,7 +220,7 @@ class Head(nn.Module):
 
 
 def _shard(network: nn.Sequential, mesh: DeviceMesh) -> None:
-    """Split the blocks' matrices over the tensor-parallel processes, and all parameters over the data-parallel ones."""
+    """Split the blocks' matrices over the tensor-parallel ranks, and all parameters over the data-parallel ranks."""
     if mesh["tensor_parallel"].size() > 1:
         split_in, split_out, whole = ColwiseParallel(), RowwiseParallel(), _Whole()
         plan = {
@@ -241,15 +241,15 @@ def _shard(network: nn.Sequential, mesh: DeviceMesh) -> None:
 
 
 class _Whole(ParallelStyle):
-    """Leaves a layer whole, but on the mesh of the others: gradients are clipped by the norm over all parameters."""
+    """A style that replicates a layer on the mesh of the other layers, so that gradients are clipped by one norm."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # torch's annotations of the two functions lack what they return.
+        # torch annotates both functions without their return values.
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
 
     @staticmethod
     def _enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
-        return tuple(DTensor.from_local(one, mesh, [Replicate()]) for one in inputs)
+        return tuple(DTensor.from_local(tensor, mesh, [Replicate()]) for tensor in inputs)
 
     @staticmethod
     def _leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:

@@ -1,13 +1,13 @@
-"""What feeds a training from CPUs of another host: lightning_sm, the AWS sample, Ray Data; and a local DataLoader.
+"""Compare ways to load data on another host's CPUs (lightning_sm, the AWS sample, Ray Data) and a local DataLoader.
 
-    ready    Batches of 64 images of 3x224x224 bytes are in memory. One worker sends them; nothing is done with them.
-    slow     A sample takes 6 ms, a batch has 16, and a step takes 15 ms, as in the AWS sample's experiment. The data
-             host has eight workers, and the trainer, without a data host, one.
+    ready    Batches of 64 images of 3x224x224 bytes are in memory. One worker sends them; the trainer discards them.
+    slow     A sample takes 6 ms, a batch has 16 samples, and a step takes 15 ms, as in the AWS sample's experiment. The
+             data host has eight workers; without a data host, the trainer has one.
 
-Transforms and steps sleep. The data host and the trainer have cores of their own, on loopback. The sample's way
-(amazon-sagemaker-examples, pt.grpc.sagemaker): a DataLoader fills a queue with bytes, a gRPC server streams them, and a
-worker of a DataLoader on the trainer makes tensors of them. Ray Data: actors on a second node of a Ray cluster, and
-``iter_torch_batches`` on the first one.
+Transforms and steps sleep. Data host and trainer run on separate cores and talk over loopback. In the AWS sample
+(amazon-sagemaker-examples, pt.grpc.sagemaker), a DataLoader fills a queue with bytes, a gRPC server streams them, and a
+DataLoader worker on the trainer turns them into tensors. Ray Data runs actors on a second node of a Ray cluster, and
+``iter_torch_batches`` on the first.
 
     pip install -e . 'ray[data]' protobuf
     python benchmarks/alternatives.py --rounds 3
@@ -34,12 +34,12 @@ from lightning_sm._table import draw_table
 
 SHAPE = (3, 224, 224)
 NUM_SAMPLES = 1_000_000  # more than any run takes
-# Batch size, seconds of a sample, seconds of a step, workers of the data host.
+# Batch size, seconds per sample, seconds per step, workers of the data host.
 EXPERIMENTS = {"ready": (64, 0.0, 0.0, 1), "slow": (16, 0.006, 0.015, 8)}
 
 
 class Images(Dataset[torch.Tensor]):
-    """Images in memory that take a worker some time."""
+    """Images in memory, each of which takes a fixed time."""
 
     def __init__(self, sample_s: float) -> None:
         self.sample_s = sample_s
@@ -50,14 +50,14 @@ class Images(Dataset[torch.Tensor]):
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return an image after its time."""
+        """Sleep, then return an image."""
         if self.sample_s:
             sleep_s(self.sample_s)
         return self.images[index % len(self.images)]
 
 
 class ImagesData(LightningDataModule):
-    """A loader of such images."""
+    """A data module with a loader of these images."""
 
     def __init__(self, batch_size: int, sample_s: float, workers: int = 0) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class ImagesData(LightningDataModule):
 
 
 def timed(batches: Iterable[Any], batch_size: int, step_s: float, num_batches: int) -> float:
-    """Return the seconds of a step, after as many others: Ray builds several batches before it sends the first."""
+    """Return the seconds per step, after an equally long warm-up: Ray builds several batches before it sends any."""
     iterator, began = iter(batches), 0.0
     for number in range(2 * num_batches):
         if number == num_batches:
@@ -83,31 +83,31 @@ def timed(batches: Iterable[Any], batch_size: int, step_s: float, num_batches: i
 
 
 def local(experiment: str, num_batches: int, trainer_cores: list[int], **_: Any) -> float:
-    """A DataLoader with one worker, on the trainer."""
+    """Measure a DataLoader with one worker on the trainer."""
     batch_size, sample_s, step_s, _ = EXPERIMENTS[experiment]
     prepare(trainer_cores)
     return timed(ImagesData(batch_size, sample_s, 1).train_dataloader(), batch_size, step_s, num_batches)
 
 
 def lightning_sm(experiment: str, num_batches: int, host_cores: list[int], trainer_cores: list[int]) -> float:
-    """A data host of lightning_sm."""
+    """Measure a data host of lightning_sm."""
     batch_size, sample_s, step_s, workers = EXPERIMENTS[experiment]
     with service(ImagesData(batch_size, sample_s), workers, host_cores, trainer_cores) as running:
         return timed(running.loader, batch_size, step_s, num_batches)
 
 
 def aws_sample(experiment: str, num_batches: int, host_cores: list[int], trainer_cores: list[int]) -> float:
-    """A data host as in the AWS sample."""
+    """Measure a data host as in the AWS sample."""
     batch_size, _, step_s, _ = EXPERIMENTS[experiment]
     prepare(trainer_cores)
     with _sample_server(experiment, host_cores) as port:
-        # Batches are built already; one worker, as the sample has by default.
+        # The server sends complete batches. One worker is the sample's default.
         loader = DataLoader(_Received(port, batch_size), batch_size=None, num_workers=1)
         return timed(loader, batch_size, step_s, num_batches)
 
 
 class _Received(IterableDataset[torch.Tensor]):
-    """The batches of a server, decoded as the sample does."""
+    """The batches of a server, decoded as in the AWS sample."""
 
     def __init__(self, port: int, batch_size: int) -> None:
         self.port, self.batch_size = port, batch_size
@@ -117,7 +117,7 @@ class _Received(IterableDataset[torch.Tensor]):
         import grpc
         import numpy as np
 
-        options = [("grpc.max_receive_message_length", 200 * 1024 * 1024)]  # the sample's own limit
+        options = [("grpc.max_receive_message_length", 200 * 1024 * 1024)]  # the limit in the AWS sample
         with grpc.insecure_channel(f"127.0.0.1:{self.port}", options=options) as channel:
             feed = channel.unary_stream(f"/{SERVICE}/{METHOD}", response_deserializer=example_class().FromString)
             for message in feed(b"", wait_for_ready=True):
@@ -142,7 +142,7 @@ def _serve_sample(experiment: str, connection: Any) -> None:
     """Stream batches until the other end of a connection is closed."""
     import grpc
 
-    multiprocessing.set_start_method("fork", force=True)  # a spawned process would spawn its workers, too
+    multiprocessing.set_start_method("fork", force=True)  # in a spawned process, the default would be spawn
     example = example_class()
     queue: Any = multiprocessing.Queue(32)
     filler = multiprocessing.Process(target=_fill, args=(experiment, queue))
@@ -171,18 +171,18 @@ def _fill(experiment: str, queue: Any) -> None:
 
 
 class _Builder:
-    """An actor of Ray that builds batches."""
+    """A Ray actor that builds batches."""
 
     def __init__(self, sample_s: float) -> None:
         self.dataset = Images(sample_s)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """Build the batch of some indices."""
+        """Build the batch with the given indices."""
         return {"image": torch.stack([self.dataset[int(index)] for index in rows["id"]]).numpy()}
 
 
 def ray_data(experiment: str, num_batches: int, host_cores: list[int], trainer_cores: list[int]) -> float:
-    """Two nodes of Ray, of which the second builds the batches."""
+    """Measure a Ray cluster whose second node builds the batches."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -190,7 +190,7 @@ def ray_data(experiment: str, num_batches: int, host_cores: list[int], trainer_c
     prepare(trainer_cores)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     with pinned(host_cores):
-        cluster.add_node(num_cpus=workers + 1)  # one for the tasks that number the samples
+        cluster.add_node(num_cpus=workers + 1)  # one CPU for the tasks that number the samples
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
     try:
         ray.data.DataContext.get_current().enable_progress_bars = False
@@ -199,7 +199,7 @@ def ray_data(experiment: str, num_batches: int, host_cores: list[int], trainer_c
         )
         batches = iter(built.iter_torch_batches(batch_size=batch_size, prefetch_batches=4, drop_last=True))
         step_s = timed((batch["image"] for batch in batches), batch_size, step_s, num_batches)
-        del batches  # ends the threads that fetch them
+        del batches  # stops the threads that fetch them
         return step_s
     finally:
         ray.shutdown()
@@ -215,9 +215,9 @@ VARIANTS = {
 
 
 def main() -> None:
-    """Run the experiments, and print their table."""
-    options = parser("what feeds a training from CPUs of another host", rounds=3)
-    options.add_argument("--batches", type=int, default=200, help="batches of a run that count")
+    """Run the experiments and print a table."""
+    options = parser("compare ways to load data on the CPUs of another host", rounds=3)
+    options.add_argument("--batches", type=int, default=200, help="number of measured batches per run")
     options.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     args = options.parse_args()
     shared = {"num_batches": args.batches, "host_cores": args.host_cores, "trainer_cores": args.trainer_cores}

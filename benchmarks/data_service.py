@@ -1,7 +1,7 @@
-"""Shared by the benchmarks of the data service: emulated hosts on separate cores, new processes, medians.
+"""Helpers for the benchmarks of the data service: emulated hosts on separate cores, new processes, medians.
 
-A benchmark runs its variants in turn, each in a new process (``in_child``), so that no variant affects the next. There,
-``service`` starts data hosts on some cores and a RemoteDataModule on others, on loopback.
+A benchmark runs its variants in turn, each in a new process (``in_child``), so that no variant affects the next. In
+that process, ``service`` starts data hosts on some cores and a RemoteDataModule on others, connected over loopback.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Cores = Sequence[int]
 
 
 def core_list(text: str) -> list[int]:
-    """Parse cores, as in ``0,1``."""
+    """Parse a list of cores such as ``0,1``."""
     return [int(core) for core in text.split(",")]
 
 
@@ -52,12 +52,12 @@ def halves() -> tuple[list[int], list[int]]:
 
 
 def parser(description: str, *, rounds: int, seconds: float | None = None) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have.
+    """Return a parser with the options that all benchmarks share.
 
     Args:
         description: What the benchmark measures.
         rounds: Default of ``--rounds``.
-        seconds: Default of ``--seconds``; None: the benchmark does not have this option.
+        seconds: Default of ``--seconds``; None omits this option.
     """
     host_cores, trainer_cores = halves()
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -71,7 +71,7 @@ def parser(description: str, *, rounds: int, seconds: float | None = None) -> ar
 
 @contextlib.contextmanager
 def pinned(cores: Cores) -> Iterator[None]:
-    """Restrict this thread, and the processes that it starts in the block, to some cores."""
+    """Restrict this thread, and processes started within the block, to some cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -84,21 +84,21 @@ def in_child(function: Callable[..., Any], **arguments: Any) -> Any:
     """Run a function of a benchmark in a new process, and return its result.
 
     Args:
-        function: A function at the top level of its module that returns JSON values.
-        **arguments: JSON values.
+        function: Top-level function of a module, whose result can be encoded as JSON.
+        **arguments: Arguments that can be encoded as JSON.
 
     Raises:
-        RuntimeError: The function failed; its messages are on stderr.
+        RuntimeError: The function failed; its error is on stderr.
     """
     path = Path(sys.modules[function.__module__].__file__ or "").resolve()
     command = [sys.executable, str(Path(__file__).resolve()), path.stem, function.__name__, json.dumps(arguments)]
-    lifeline, ours = os.pipe()  # the child exits when this process does, because that closes its stdin
+    lifeline, ours = os.pipe()  # if this process exits, the child's stdin closes, and it exits, too
     process = subprocess.Popen(command, stdin=lifeline, stdout=subprocess.PIPE, text=True)
     os.close(lifeline)
     try:
         output, _ = process.communicate(timeout=_CHILD_TIMEOUT_S)
     except BaseException:
-        process.terminate()  # first, so that it resumes the processes that it has frozen
+        process.terminate()  # before kill, so that it can resume the processes that it has frozen
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_STOP_TIMEOUT_S)
         process.kill()
@@ -123,20 +123,20 @@ def in_turn(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, li
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Return the median, and the smallest and largest value in parentheses."""
+    """Format the median, with the smallest and largest value in parentheses."""
     median, least, most = statistics.median(values), min(values), max(values)
     return f"{median:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
 
 
 def ratio(values: Sequence[float], others: Sequence[float], digits: int = 2) -> str:
-    """Return the ratio of the medians, and the smallest and largest ratio within a round."""
+    """Format the ratio of the medians, with the smallest and largest ratio within a round in parentheses."""
     pairs = [value / other for value, other in zip(values, others, strict=True)]
     median = statistics.median(values) / statistics.median(others)
     return f"{median:.{digits}f} ({min(pairs):.{digits}f}-{max(pairs):.{digits}f})"
 
 
 def machine() -> str:
-    """Return the machine and the versions that belong to a table of results."""
+    """Describe the machine and the versions, for the heading of a table of results."""
     text = Path("/proc/cpuinfo").read_text()
     model = re.search(r"model name\s*: (.*)", text)
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "grpcio", "pytorch-lightning", "numpy"))
@@ -154,22 +154,22 @@ class Service:
 
     @property
     def feeder_pid(self) -> int:
-        """Process id of the feeder, which starts with the first iterator."""
+        """Process id of the feeder, which the first iterator starts."""
         return int(self.remote._connection.feeder.pid)
 
     def server_pids(self) -> list[int]:
-        """Return all processes of the data hosts."""
+        """Return the ids of all processes of the data hosts."""
         return [pid for host in self.hosts for pid in host_pids(host)]
 
 
 def host_pids(host: DataHost) -> list[int]:
-    """Return all processes of a data host; its main process comes first."""
+    """Return the ids of all processes of a data host, with its main process first."""
     return [host.pid, *(child.pid for child in psutil.Process(host.pid).children(recursive=True))]
 
 
 @contextlib.contextmanager
 def data_hosts(environments: Sequence[dict[str, str]], cores: Cores, workers: int) -> Iterator[list[DataHost]]:
-    """Run a data host with each of some environments, all on the same cores."""
+    """Run one data host per environment, all on the same cores."""
     from lightning_sm.data.host.data_host import DataHost
 
     with contextlib.ExitStack() as stack:
@@ -190,7 +190,7 @@ def service(
     *,
     environments: Sequence[dict[str, str]] = ({},),
 ) -> Iterator[Service]:
-    """Run data hosts, one with each of some environments, and make a training loader on the trainer's cores."""
+    """Run one data host per environment, and make a training loader on the trainer's cores."""
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
 
     prepare(trainer_cores)
@@ -204,7 +204,7 @@ def service(
 
 
 def prepare(cores: Cores) -> None:
-    """Make the current process a training process: on these cores, with one thread for torch, and without warnings."""
+    """Turn this process into a training process on some cores, with one torch thread and without warnings."""
     import torch
 
     os.sched_setaffinity(0, cores)
@@ -215,7 +215,7 @@ def prepare(cores: Cores) -> None:
 
 @contextlib.contextmanager
 def frozen(host: DataHost) -> Iterator[None]:
-    """Stop all processes of a data host in the block, and resume them after it, so that they can exit."""
+    """Freeze all processes of a data host within the block, and resume them afterwards so that they can exit."""
     pids = host_pids(host)
     try:
         for pid in pids:
@@ -227,12 +227,12 @@ def frozen(host: DataHost) -> Iterator[None]:
 
 
 def sleep_s(seconds: float) -> None:
-    """Wait without using a core: a simulated transform or training step."""
-    time.sleep(seconds)  # the time itself is simulated: there is no event to wait for
+    """Simulate a transform or a training step without using a core."""
+    time.sleep(seconds)  # there is no event to wait for
 
 
 def busy_step(units: int) -> None:
-    """Do a fixed amount of work: half in the interpreter, half in matrix products."""
+    """Do a fixed amount of work, half in the interpreter and half in matrix products."""
     import torch
 
     matrix = torch.rand(128, 128)

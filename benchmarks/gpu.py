@@ -1,8 +1,8 @@
-"""Images per second of a GPU whose host builds the batches itself, and with a data host; how much the GPU waits.
+"""Measure images per second and waiting time of a GPU, with batches built on its own host or on a data host.
 
-Both jobs train a ResNet in bfloat16 on JPEG images that are decoded, cropped and flipped, on emulated hosts with cores
-of their own: the trainer has ``--trainer-cores``, as an instance with one GPU has few, and the data host all others.
-The jobs alternate. With ``--model none`` the step is one sum, so that the data path is the limit.
+Both jobs train a ResNet in bfloat16 on JPEG images, which are decoded, cropped and flipped. The emulated hosts have
+separate cores: the trainer host has ``--trainer-cores``, few as on an instance with one GPU, and the data host has all
+others. The jobs alternate. With ``--model none``, a step is a single sum, so that the data path is the bottleneck.
 
     python benchmarks/gpu.py
 """
@@ -41,7 +41,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int]]):
-    """JPEG files of smooth noise, about as large as those of ImageNet once scaled to 256 pixels."""
+    """JPEG files of smooth noise, about as large as ImageNet's files scaled to 256 pixels."""
 
     def __init__(self, num_pictures: int) -> None:
         self.num_pictures = num_pictures
@@ -58,26 +58,26 @@ class Pictures(Dataset[tuple[torch.Tensor, int]]):
         return self.num_pictures
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """Decode and augment one; returns uint8 of shape (3, 224, 224), and a class."""
+        """Decode and augment a picture, and return it as (3, 224, 224) uint8 with its class."""
         picture = Image.open(io.BytesIO(self.files[index % len(self.files)])).convert("RGB")
         return v2.functional.pil_to_tensor(self.transform(picture)), index % 1000
 
 
 class Batches(LightningDataModule):
-    """Shuffled batches."""
+    """A data module with shuffled batches."""
 
     def __init__(self, batch_size: int = 128, num_batches: int = 1000, num_workers: int = 0) -> None:
         super().__init__()
         self.batch_size, self.num_batches, self.num_workers = batch_size, num_batches, num_workers
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader."""
+        """Return the loader of the pictures."""
         pictures = Pictures(self.batch_size * self.num_batches)
         return DataLoader(pictures, self.batch_size, shuffle=True, num_workers=self.num_workers, pin_memory=True)
 
 
 class Classifier(LightningModule):
-    """A ResNet, or nothing but a sum, which normalizes on the device."""
+    """A ResNet, or merely a sum, that normalizes its input on the device."""
 
     def __init__(self, model: str = "resnet50") -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Classifier(LightningModule):
 
 
 def train() -> None:
-    """Train on this host, on its own part of the cores."""
+    """Train on this host's share of the cores."""
     cores = sorted(os.sched_getaffinity(0))
     job = SageMakerJob.from_environment()
     if job is not None:
@@ -114,7 +114,7 @@ def train() -> None:
 
 
 def run(options: argparse.Namespace, *, has_data_host: bool) -> Figures:
-    """Run a job, and return its figures."""
+    """Run a job and return its figures."""
     num_cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -146,21 +146,21 @@ def run(options: argparse.Namespace, *, has_data_host: bool) -> Figures:
         if done.returncode != 0:
             sys.exit(f"The job failed:\n{done.stdout}\n{done.stderr}")
         figures = Figures(read_run(Path(folder)))
-        _ = figures.pace, figures.hosts, figures.series  # read what is cached, before the folder is gone
+        _ = figures.pace, figures.hosts, figures.series  # fill the caches before the folder is deleted
         return figures
 
 
 def main() -> None:
-    """Alternate between the jobs, and print the medians."""
+    """Alternate between the jobs and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet50", help="a ResNet of torchvision, or none")
+    parser.add_argument("--model", default="resnet50", help="a ResNet from torchvision, or none")
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=1000, help="of each job")
+    parser.add_argument("--steps", type=int, default=1000, help="steps per job")
     parser.add_argument("--trainer-cores", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     kinds = {"its own workers": False, "a data host": True}
-    found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
+    results: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
     for _ in range(options.rounds):
         for kind, has_data_host in kinds.items():
             figures = run(options, has_data_host=has_data_host)
@@ -170,15 +170,15 @@ def main() -> None:
             uses = [gpu.use for use in trainer.uses if begin < use.t <= end for gpu in use.gpus]
             use = statistics.fmean(uses) if uses else math.nan
             rate = options.batch_size / figures.pace.step_s
-            found[kind].append((rate, figures.pace.waiting, use))
+            results[kind].append((rate, figures.pace.waiting, use))
             sys.stdout.write(f"{kind}: {rate:.0f} images/s, waiting {figures.pace.waiting:.1%}, GPU {use:.0%}\n")
             sys.stdout.flush()
     rows = []
-    for kind, values in found.items():
+    for kind, values in results.items():
         rates, waits, uses = zip(*values, strict=True)
         spread = f"{statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})"
         rows.append([kind, spread, f"{statistics.median(waits):.1%}", f"{statistics.median(uses):.0%}"])
-    table = draw_table(rows, ["the GPU's host has", "images/s", "waiting", "GPU in use"])
+    table = draw_table(rows, ["batches from", "images/s", "waiting", "GPU in use"])
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     sys.stdout.write(
         f"{machine()}; {name}; torch {torch.__version__}; trainer with {options.trainer_cores} cores\n{table}\n"

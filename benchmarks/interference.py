@@ -1,9 +1,9 @@
-"""How much receiving slows a training loop down: its step rate with and without 0.5 GB/s from the data service.
+"""Measure how much receiving batches slows a training loop down: its step rate with and without 0.5 GB/s of batches.
 
 The loop works half in the interpreter and half in matrix products, on one thread. Windows in which it takes 0.5 GB/s of
 batches (payload (a) of ``wire_baselines.py``) alternate with windows in which it takes none, so that other load on the
-machine affects both. In the latter the ring is full and the feeder idle. The ratio per CPU second of the loop's thread
-excludes the time in which other processes used its core.
+machine affects both. In the windows without batches, the ring is full and the feeder idle. The ratio per CPU second of
+the loop's thread excludes the time in which other processes used its core.
 
     python benchmarks/interference.py --windows 20
 """
@@ -29,7 +29,7 @@ def loop(seconds: float, batches: Iterator[Any] | None, batches_per_s: float) ->
     """Work for some seconds, and take batches at a given rate.
 
     Returns:
-        Steps per second, steps per second of CPU time of this thread, and the batches taken.
+        Steps per second, steps per CPU second of this thread, and the number of batches taken.
     """
     matrix = torch.rand(128, 128)
     steps = taken = 0
@@ -46,7 +46,7 @@ def loop(seconds: float, batches: Iterator[Any] | None, batches_per_s: float) ->
 def windows(
     *, payload: str, gb_per_s: float, num_windows: int, seconds: float, host_cores: list[int], trainer_cores: list[int]
 ) -> dict[str, list[float]]:
-    """Alternate both kinds of windows in one process."""
+    """Alternate between both kinds of windows in one process, and return the rates of each."""
     kind = PAYLOADS[payload]
     rates: dict[str, list[float]] = {"undisturbed": [], "receiving": [], "gb_per_s": []}
     rates |= {"undisturbed_cpu": [], "receiving_cpu": []}
@@ -67,11 +67,11 @@ def windows(
 
 
 def main() -> None:
-    """Run with the trainer's cores, and print a table."""
+    """Run the rounds and print a table."""
     options = parser("step rate of a training loop while it receives batches", rounds=1, seconds=1.5)
     options.add_argument("--payload", choices=PAYLOADS, default="a")
     options.add_argument("--gb-per-s", type=float, default=0.5)
-    options.add_argument("--windows", type=int, default=20, help="windows of either kind")
+    options.add_argument("--windows", type=int, default=20, help="number of windows of each kind")
     args = options.parse_args()
     table = []
     for _ in range(args.rounds):

@@ -1,9 +1,9 @@
-"""How long an interrupted job of two hosts takes to save a checkpoint and to exit, compared to stock Lightning.
+"""Measure how long an interrupted job takes to save a checkpoint and exit, compared to stock Lightning.
 
-Both train the same model on two emulated hosts, under the same launcher. Each round interrupts each of them once, as
-SageMaker does: SIGTERM to both hosts, ``--skew`` seconds apart, in random order, and SIGKILL after ``--grace`` to the
-processes that still run. Stock Lightning is a Trainer with ``ModelCheckpoint(save_on_exception=True)``, which its
-documentation recommends for this.
+Both train the same model on two emulated hosts, with the same launcher. Each round interrupts one job of each kind as
+SageMaker does: SIGTERM to both hosts in random order, ``--skew`` seconds apart, and after ``--grace`` seconds SIGKILL
+to the processes that still run. Stock Lightning is a Trainer with ``ModelCheckpoint(save_on_exception=True)``, as its
+documentation recommends.
 
     python benchmarks/interruption.py --rounds 10
     python benchmarks/interruption.py --experiment overhead
@@ -44,7 +44,7 @@ class Line(LightningModule):
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Take the time, and return a loss."""
+        """Sleep, then return a loss."""
         sleep_s(self.step_s)
         return self.layers(batch[0]).square().mean()
 
@@ -54,7 +54,7 @@ class Line(LightningModule):
 
 
 class Points(LightningDataModule):
-    """More batches than any run needs."""
+    """A data module with more batches than any run needs."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader."""
@@ -62,21 +62,21 @@ class Points(LightningDataModule):
 
 
 class Clock(Callback):
-    """Print the duration of some steps, without the first ones, and SpotCheckpoint's share of it."""
+    """A callback that prints the duration of a step after a warm-up, and SpotCheckpoint's share of it."""
 
     def __init__(self, skipped: int = 50, counted: int = 500) -> None:
         super().__init__()
         self.skipped, self.counted, self.began, self.in_spot_s = skipped, counted, 0.0, 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Time SpotCheckpoint's part of each step."""
+        """Time SpotCheckpoint's hooks in each step."""
         for callback in trainer.callbacks:
             if isinstance(callback, SpotCheckpoint):
                 callback.on_train_batch_start = self.timed(callback.on_train_batch_start)
                 callback.on_train_batch_end = self.timed(callback.on_train_batch_end)
 
     def timed(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Return a hook that measures its own time."""
+        """Return a hook that also measures its duration."""
 
         def run(*arguments: Any) -> None:
             began = time.perf_counter()
@@ -86,7 +86,7 @@ class Clock(Callback):
         return run
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take the time."""
+        """Start the clock after the warm-up; print the times and stop training at the end."""
         if batch_idx == self.skipped:
             self.began, self.in_spot_s = time.perf_counter(), 0.0
         if batch_idx == self.skipped + self.counted:
@@ -96,7 +96,7 @@ class Clock(Callback):
 
 
 def train(way: str, folder: str, step_s: float) -> None:
-    """The script that runs on each host."""
+    """Train on a host, as the script of the job."""
     torch.set_num_threads(1)
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     if way == "lightning_sm":
@@ -120,7 +120,7 @@ def train(way: str, folder: str, step_s: float) -> None:
 
 
 def run_job(way: str, step_s: float, *options: str) -> tuple[str, list[Path]]:
-    """Run a job of two hosts, and return its output and its checkpoints."""
+    """Run a job with two hosts, and return its output and its checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Path(folder) / "checkpoints"
         command = [
@@ -133,8 +133,8 @@ def run_job(way: str, step_s: float, *options: str) -> tuple[str, list[Path]]:
 
 
 def interrupted(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Interrupt one job."""
-    # Stock Lightning reports no steps: both are interrupted some seconds after they were started.
+    """Interrupt a job, and return exit codes and times."""
+    # Interrupt after a fixed time rather than at a step, because stock Lightning does not report steps.
     fault = f"stop@after={args.after},skew={args.skew}"
     output, checkpoints = run_job(way, args.step_s, "--fault", fault, "--grace-s", str(args.grace))
     rows = re.findall(r"^ *algo-\d+ +trainer +trainer +(\d+) +[\d.]+ +([\d.]+)", output, re.MULTILINE)
@@ -150,16 +150,16 @@ def interrupted(way: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def overhead(way: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Milliseconds per step of an undisturbed job, and the percentage that SpotCheckpoint takes of them."""
+    """Return the milliseconds per step of an undisturbed job, and SpotCheckpoint's percentage of them."""
     output, _ = run_job(way, args.step_s)
-    found = re.findall(r"ms per step ([\d.]+), percent ([\d.]+)", output)
-    if not found:
+    times = re.findall(r"ms per step ([\d.]+), percent ([\d.]+)", output)
+    if not times:
         raise RuntimeError(f"the job of {way} printed no time:\n{output[-3000:]}")
-    return max(float(ms) for ms, _ in found), max(float(percent) for _, percent in found)
+    return max(float(ms) for ms, _ in times), max(float(percent) for _, percent in times)
 
 
 def main() -> None:
-    """Run both in turn, and print a table."""
+    """Run both in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", choices=["interrupt", "overhead"], default="interrupt")
     parser.add_argument("--rounds", type=int, default=5)
@@ -185,7 +185,7 @@ def main() -> None:
         rows = [_row(way, runs) for way, runs in results.items()]
         headers = [
             "way",
-            "checkpoint left",
+            "checkpoint saved",
             "signal to checkpoint s",
             "signal to exit s: median",
             "worst",

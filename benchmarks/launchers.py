@@ -1,7 +1,7 @@
-"""How long many launchers of one job need to agree on its end, and how much they log.
+"""Measure how long the launchers of a job with many hosts take to agree on its end, and how much they log.
 
-All hosts run on this machine, each with its launcher (``lightning-sm train``) and a script that waits for a signal and
-does not import torch. Every line of the table is a job of its own; the seconds of an ending count from its cause.
+All hosts run on this machine, each with a launcher (``lightning-sm train``) and a script that waits for a signal and
+does not import torch. Each row of the table is a separate job. Times of an ending count from its cause.
 
     python benchmarks/launchers.py --hosts 64
 """
@@ -30,10 +30,10 @@ from lightning_sm.emulator.guard import guarded
 from lightning_sm.emulator.spec import ClusterSpec, LocalHost
 from lightning_sm.job.emulated_service import GroupSpec
 
-# 64 interpreters start one after the other on few CPUs; a launcher that hangs must not hang the benchmark.
+# On few CPUs, 64 interpreters take long to start. The timeout keeps a hanging launcher from hanging the benchmark.
 _TIMEOUT_S = 300.0
 _POLL_S = 0.02
-# From a connection to the exchange of the first messages. The loss of a launcher that never sent one is nobody's loss.
+# Seconds from a connection to the first messages. Launchers do not notice the loss of one that never sent a message.
 _SETTLE_S = 2.0
 _FAILED = 7
 _INTERRUPTED = 128 + signal.SIGTERM
@@ -61,16 +61,16 @@ sys.exit({{signal.SIGTERM: {_INTERRUPTED}, signal.SIGUSR1: 0, signal.SIGHUP: {_F
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job of many launchers ended.
+    """The end of a job with many launchers.
 
     Attributes:
-        name: What ended it.
+        name: Cause of the end.
         start_s: Seconds from the first launcher's start until all scripts run and all launchers are connected.
-        known_s: Seconds from the cause until the scripts of all hosts are told to end, or have ended.
-        left_s: Seconds from the cause until all launchers have ended.
-        lines: Most log lines of a host.
-        lines_in_all: Log lines of all hosts.
-        exit_codes: How many launchers ended with each exit code.
+        known_s: Seconds from the cause until all scripts have been told to exit, or have exited.
+        left_s: Seconds from the cause until all launchers have exited.
+        lines: Largest number of log lines of a host.
+        lines_in_all: Total number of log lines.
+        exit_codes: Number of launchers by exit code.
     """
 
     name: str
@@ -83,12 +83,12 @@ class Ending:
 
 
 class ManyLaunchers:
-    """The launchers of one job, each a process with a log file of its own.
+    """The launchers of one job, each a process with a separate log file.
 
     Args:
-        cluster: The hosts.
-        script: What they run.
-        processes: Ends processes that are left.
+        cluster: The emulated hosts.
+        script: Training script of the job.
+        processes: Stack that kills leftover processes when it is closed.
     """
 
     def __init__(self, cluster: LocalCluster, script: Path, processes: ExitStack) -> None:
@@ -112,14 +112,14 @@ class ManyLaunchers:
             self._processes[host.name].send_signal(signum)
 
     def end(self, name: str, cause: Callable[[ManyLaunchers], None]) -> Ending:
-        """End the job, wait until all launchers have ended, and tell how it went."""
+        """End the job, wait until all launchers have exited, and return the measurements."""
         caused_at = time.monotonic()
         cause(self)
         deadline = caused_at + _TIMEOUT_S
         while len(self._ended) < len(self.hosts):
             if time.monotonic() > deadline:
                 missing = sorted(set(self._processes) - set(self._ended))
-                raise TimeoutError(f"{name}: the launchers of {missing} have not ended within {_TIMEOUT_S:.0f} s.")
+                raise TimeoutError(f"{name}: the launchers of {missing} did not exit within {_TIMEOUT_S:.0f} s.")
             self._collect()
             time.sleep(_POLL_S)
         told = [float((host.folder / "told").read_text()) for host in self.hosts if (host.folder / "told").exists()]
@@ -155,15 +155,15 @@ class ManyLaunchers:
             if name not in self._ended and process.poll() is not None:
                 code = process.returncode
                 self._ended[name] = time.monotonic(), code if code >= 0 else 128 - code
-                if code == -signal.SIGKILL:  # as in a container, of which the launcher is process 1
+                if code == -signal.SIGKILL:  # kill the script, too, as in a container where the launcher is process 1
                     os.kill(self._pids[name], signal.SIGKILL)
 
     def _wait_for_connections(self) -> None:
-        """Wait until the launchers of all other hosts are connected to that of the main host."""
+        """Wait until all other launchers are connected to the main host's launcher."""
         main = psutil.Process(self._processes[self.hosts[0].name].pid)
-        while sum(one.status == psutil.CONN_ESTABLISHED for one in main.net_connections("tcp")) < len(self.hosts) - 1:
+        while sum(link.status == psutil.CONN_ESTABLISHED for link in main.net_connections("tcp")) < len(self.hosts) - 1:
             if time.monotonic() > self._started + _TIMEOUT_S:
-                raise TimeoutError(f"Not all launchers have connected to that of {self.hosts[0].name}.")
+                raise TimeoutError(f"Not all launchers have connected to the launcher of {self.hosts[0].name}.")
             time.sleep(_POLL_S)
 
     def _wait_for(self, host: LocalHost, name: str) -> str:
@@ -184,11 +184,11 @@ CAUSES: Mapping[str, Callable[[ManyLaunchers], None]] = {
 
 
 def run(name: str, num_hosts: int) -> Ending:
-    """Run a job of many hosts and end it by one of the ``CAUSES``.
+    """Run a job with many hosts and end it with one of the ``CAUSES``.
 
     Raises:
         RuntimeError: A launcher did not start its script.
-        TimeoutError: Launchers did not connect, or did not end.
+        TimeoutError: Launchers did not connect or exit in time.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
         script = Path(folder) / "wait.py"
@@ -208,18 +208,18 @@ def main() -> None:
     if options.json:
         sys.stdout.write(json.dumps([asdict(ending) for ending in endings]) + "\n")
         return
-    headers = ["", "start s", "all know s", "all have left s", "log lines: most of a host", "in all", "exit codes"]
+    headers = ["", "start s", "all know s", "all have exited s", "log lines: most of a host", "in all", "exit codes"]
     rows = [
         [
-            one.name,
-            f"{one.start_s:.1f}",
-            f"{one.known_s:.1f}",
-            f"{one.left_s:.1f}",
-            one.lines,
-            one.lines_in_all,
-            ", ".join(f"{count} x {code}" for code, count in one.exit_codes.items()),
+            ending.name,
+            f"{ending.start_s:.1f}",
+            f"{ending.known_s:.1f}",
+            f"{ending.left_s:.1f}",
+            ending.lines,
+            ending.lines_in_all,
+            ", ".join(f"{count} x {code}" for code, count in ending.exit_codes.items()),
         ]
-        for one in endings
+        for ending in endings
     ]
     sys.stdout.write(draw_table(rows, headers) + "\n")
 

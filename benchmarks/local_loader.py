@@ -1,12 +1,13 @@
-"""The data service compared to the user's own DataLoader, for a training that is input-bound and for one that is not.
+"""Compare the data service to a local DataLoader, for training that is input-bound and for training that is not.
 
-    idle    Loading is faster than the training step. Both loaders have the same number of workers, and the training
-            process the same cores; the workers of the data service have other cores. This is the service's overhead.
-    bound   Loading is slower. Both have the same total of cores: the local loader may use all of them; with the data
-            service, one belongs to the trainer (training process and feeder) and the others to the data host.
+    idle    Loading is faster than the training step. Both variants have the same number of workers and the same cores
+            for the training process. The data service's workers have other cores, so this measures its overhead.
+    bound   Loading is slower than the training step. Both variants have the same total number of cores. The local
+            loader may use all of them; with the data service, the trainer (training process and feeder) has one core
+            and the data host the others.
 
-Images of 3x224x224 bytes are flipped, and blurred --blur times; a step works half in the interpreter and half in matrix
-products. Both run in Lightning's Trainer. The clock starts after a warm-up.
+Images of 3x224x224 bytes are flipped, and blurred --blur times. A step works half in the interpreter and half in matrix
+products. Both variants run in Lightning's Trainer. The clock starts after a warm-up.
 
     python benchmarks/local_loader.py --experiment idle
     python benchmarks/local_loader.py --experiment bound
@@ -35,7 +36,7 @@ EPOCH = 10_000  # batches; more than any run takes
 
 
 class Images(Dataset[torch.Tensor]):
-    """Images in memory that are augmented."""
+    """Images in memory, with augmentation."""
 
     def __init__(self, length: int, num_blurs: int) -> None:
         self.length, self.num_blurs = length, num_blurs
@@ -59,7 +60,7 @@ class Images(Dataset[torch.Tensor]):
 
 
 class ImagesData(LightningDataModule):
-    """A shuffled loader of such images."""
+    """A data module with a shuffled loader of these images."""
 
     def __init__(self, num_blurs: int, workers: int) -> None:
         super().__init__()
@@ -72,11 +73,11 @@ class ImagesData(LightningDataModule):
 
 
 class Work(LightningModule):
-    """A training step of some units of work, and a clock.
+    """A model whose step does some units of work, with a clock.
 
     Args:
-        step_units: Work of a step.
-        num_steps: Steps that count; training ends with the last of them.
+        step_units: Units of work per step.
+        num_steps: Number of measured steps, after which training stops.
     """
 
     def __init__(self, step_units: int, num_steps: int) -> None:
@@ -89,7 +90,7 @@ class Work(LightningModule):
         self.step_s = 0.0
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        """Read the batch, and work."""
+        """Read the batch, then work."""
         if batch_idx == NUM_WARM_UP:
             self.began = time.perf_counter()
         batch[:, 0, 0, 0].sum()
@@ -99,7 +100,7 @@ class Work(LightningModule):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> None:
-        """Nothing is trained."""
+        """Configure no optimizer, because nothing is trained."""
 
 
 def fit(
@@ -112,7 +113,7 @@ def fit(
     host_cores: list[int],
     trainer_cores: list[int],
 ) -> float:
-    """Return the seconds per step, with a data host, or without one."""
+    """Return the seconds per step with some data hosts, or with a local loader if ``hosts`` is 0."""
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -136,13 +137,13 @@ def fit(
 
 
 def main() -> None:
-    """Run one experiment, and print its table."""
-    options = parser("the data service against a local DataLoader", rounds=3)
+    """Run one experiment and print its table."""
+    options = parser("compare the data service to a local DataLoader", rounds=3)
     options.add_argument("--experiment", choices=["idle", "bound"], default="idle")
-    options.add_argument("--batches", type=int, default=200, help="that count, after the warm-up")
-    options.add_argument("--step-units", type=int, help="of about 0.2 ms each; default: 200 for idle, 25 for bound")
+    options.add_argument("--batches", type=int, default=200, help="number of measured batches, after the warm-up")
+    options.add_argument("--step-units", type=int, help="work per step, in 0.2 ms; default: 200 for idle, 25 for bound")
     options.add_argument("--blur", type=int, help="how often an image is blurred; default: 0 for idle, 4 for bound")
-    options.add_argument("--workers", type=int, default=2, help="for idle; for bound, as many as each has cores")
+    options.add_argument("--workers", type=int, default=2, help="workers for idle; bound uses one per core")
     args = options.parse_args()
     is_idle = args.experiment == "idle"
     shared = {

@@ -1,14 +1,14 @@
-"""What it costs that many trainer ranks stay connected to many data hosts, while they request nothing.
+"""Measure the cost of connections between many trainer ranks and many data hosts that request nothing.
 
-All processes run on this machine: of each data host its server process, whose main process is this script, and of
-each rank its feeder process. Every feeder opens a source on all data hosts; from then on there are only heartbeats. A
+All processes run on this machine: the server process of each data host, for which this script acts as the main process,
+and the feeder process of each rank. Every feeder opens a source on all data hosts and then only sends heartbeats. A
 link is the connection of one rank to one data host.
 
     python benchmarks/many_feeders.py --ranks 64 --hosts 16
 
-Each link takes 3 to 4 ms of CPU time per second: 64 x 16 need four cores, and on fewer the links are lost again and
-again. There, measure the server processes with all ranks and few data hosts, and the feeders with few ranks and all
-data hosts: a process costs the same in both.
+Each link takes 3 to 4 ms of CPU time per second, so 64 x 16 links need four cores. With fewer cores, links keep getting
+lost. Then measure the server processes with all ranks and few data hosts, and the feeders with few ranks and all data
+hosts: the cost per process is the same.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSet
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.errors import DataHostUnreachableError
 
-# Processes that start share few cores: the deadline grows with the number of processes and of links.
+# Starting processes share few cores, so the timeout grows with the number of processes and of links.
 _TIMEOUT_S = 60.0
 _TIMEOUT_OF_PROCESS_S = 1.0
 _TIMEOUT_OF_LINK_S = 0.03
@@ -54,16 +54,16 @@ _POLL_S = 0.2
 _STOP_TIMEOUT_S = 10.0
 _MAX_NAMED = 4
 
-# At most. Of a link: four threads of the feeder; two of the server, and one more during a short call. Each thread takes
-# a process id, of which the kernel has only so many for the whole machine.
+# Upper bounds. A link takes four threads of the feeder and two of the server, plus one during a short call. Each thread
+# takes a process id, and the kernel limits their number for the whole machine.
 _THREADS_OF_LINK = 4 + 3
 _THREADS_OF_PROCESS = 24
 _MAX_SHARE_OF_PIDS = 0.9
 
-# Nobody requests a batch of it.
+# A source from which no rank requests a batch.
 _SOURCE = pickle_object(None, by_name=True, named={}, advice="")
 _OPENING = Opening(_SOURCE.digest, _SOURCE.digest)
-# Of a training that has run for some hours.
+# Figures as after a training run of some hours.
 _FIGURES = RankFigures(
     num_batches=123_456,
     num_steps=123_456,
@@ -81,15 +81,15 @@ _FIGURES = RankFigures(
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process uses.
+    """Resource usage of a process.
 
     Attributes:
         cpu: CPU seconds per second.
-        threads: Threads.
-        rss_mb: Resident memory, with all that it shares with other processes.
-        pss_mb: Resident memory, with its part of what it shares.
-        files: Open file descriptors.
-        connections: Established TCP connections.
+        threads: Number of threads.
+        rss_mb: Resident memory, including all shared memory.
+        pss_mb: Resident memory, including the process's share of shared memory.
+        files: Number of open file descriptors.
+        connections: Number of established TCP connections.
     """
 
     cpu: float
@@ -104,8 +104,8 @@ class Servers:
     """The server processes of data hosts.
 
     Args:
-        num_hosts: How many.
-        credentials: What they expect of trainers.
+        num_hosts: Number of data hosts.
+        credentials: Credentials that the servers require of trainers.
     """
 
     def __init__(self, num_hosts: int, credentials: Credentials) -> None:
@@ -118,7 +118,7 @@ class Servers:
                 self._processes.append((process, main))
                 name = f"host-{number}"
                 settings = HostSettings("127.0.0.1:0", 8, 1 << 20, lease_s, None, name, credentials)
-                # Like a main process whose server process was restarted: it has the source.
+                # Offer the source at once, like a main process that has restarted its server process.
                 main.send(Serve(settings, snapshots=[_SOURCE.digest]))
             for number, (_, main) in enumerate(self._processes):
                 self.addresses.append(self._address(number, main, _TIMEOUT_S + num_hosts * _TIMEOUT_OF_PROCESS_S))
@@ -133,10 +133,10 @@ class Servers:
         return [process.pid for process, _ in self._processes]
 
     def check(self) -> None:
-        """Check that all run.
+        """Check that all server processes are running.
 
         Raises:
-            RuntimeError: One has ended.
+            RuntimeError: A server process has exited.
         """
         for number, (process, _) in enumerate(self._processes):
             status = process.poll()
@@ -144,10 +144,10 @@ class Servers:
                 raise RuntimeError(f"The server process of host-{number} {describe_exit(status)}.")
 
     def close(self) -> None:
-        """End all."""
+        """Stop all server processes."""
         for _, main in self._processes:
             with socket.socket(fileno=os.dup(main.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)  # which they notice, although a thread here still receives from it
+                end.shutdown(socket.SHUT_RDWR)  # unlike close, works although a thread still receives from the socket
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for process, _ in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -161,7 +161,7 @@ class Servers:
             message = main.receive(timeout_s)
         except TimeoutError:
             raise TimeoutError(
-                f"The server process of host-{number} does not listen after {timeout_s:.0f} s."
+                f"The server process of host-{number} did not listen within {timeout_s:.0f} s."
             ) from None
         if isinstance(message, Listening):
             return message.address
@@ -169,21 +169,21 @@ class Servers:
 
 
 def _open(main: MessageSocket) -> None:
-    """Answer a server process that has workers started, as if they had been, until the connection is closed."""
+    """Confirm each request to start workers, without starting any, until the connection is closed."""
     while (message := main.receive()) is not None:
         if isinstance(message, StartWorkers):
             main.send(StartedWorkers(message.opening.name))
 
 
 class Feeders:
-    """The feeder processes of the ranks of one training.
+    """The feeder processes of all ranks of a training run.
 
     Args:
-        num_ranks: How many.
-        servers: The data hosts.
-        credentials: What they expect.
-        timeout_s: Seconds until all must be connected to all.
-        with_figures: Whether heartbeats carry what ranks measure, as soon as they train.
+        num_ranks: Number of ranks.
+        servers: Servers of the data hosts.
+        credentials: Credentials that the servers require.
+        timeout_s: Seconds until every feeder must be connected to every data host.
+        with_figures: Whether heartbeats carry the measurements of the ranks, as during training.
     """
 
     def __init__(
@@ -212,13 +212,13 @@ class Feeders:
         return [client.pid for client in self._clients]
 
     def links(self) -> Iterator[tuple[str, HostSnapshot]]:
-        """Yield the name of a rank, and what its feeder says about a data host, for each link."""
+        """Yield, for each link, the name of the rank and its feeder's snapshot of the data host."""
         for client in self._clients:
             for host in client.snapshot().hosts:
                 yield client.name, host
 
     def close(self) -> None:
-        """End all, without a word to the data hosts: so many could not say it at the same time."""
+        """Kill all feeders, because so many could not disconnect from the data hosts at once."""
         for client in self._clients:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(client.pid, signal.SIGKILL)
@@ -226,7 +226,7 @@ class Feeders:
             client.close()
 
     def _start(self, ranks: Sequence[int], num_ranks: int, credentials: Credentials) -> None:
-        """Start some, and wait until they have opened the source, so that not all imports compete for the cores."""
+        """Start some feeders and wait until they have opened the source, so that not all imports compete for cores."""
         clients = []
         for rank in ranks:
             heartbeat = HeartbeatRequest(f"rank {rank}", num_ranks, wants_figures=rank == 0)
@@ -267,7 +267,7 @@ def _is_down(host: HostSnapshot) -> bool:
 
 
 def usages(pids: Sequence[int], seconds: float) -> list[Usage]:
-    """Measure processes for some seconds."""
+    """Measure the resource usage of processes for some seconds."""
     processes = [psutil.Process(pid) for pid in pids]
     before = [_cpu_s(process) for process in processes]
     time.sleep(seconds)
@@ -275,7 +275,7 @@ def usages(pids: Sequence[int], seconds: float) -> list[Usage]:
     result = []
     for process, (cpu_0, at_0), (cpu_1, at_1) in zip(processes, before, after, strict=True):
         memory = process.memory_full_info()
-        established = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
+        established = [link for link in process.net_connections("tcp") if link.status == psutil.CONN_ESTABLISHED]
         result.append(
             Usage(
                 cpu=(cpu_1 - cpu_0) / (at_1 - at_0),
@@ -295,18 +295,18 @@ def _cpu_s(process: psutil.Process) -> tuple[float, float]:
 
 
 def check_pids(num_ranks: int, num_hosts: int) -> None:
-    """Check that the threads of all processes do not take all process ids of the machine from others.
+    """Check that the threads of all processes do not use up the machine's process ids.
 
     Raises:
-        SystemExit: They may.
+        SystemExit: The threads may need too many process ids.
     """
     limit = int(Path("/proc/sys/kernel/pid_max").read_text())
     needed = num_ranks * num_hosts * _THREADS_OF_LINK + (num_ranks + num_hosts) * _THREADS_OF_PROCESS
     used = int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
     if used + needed > _MAX_SHARE_OF_PIDS * limit:
         sys.exit(
-            f"Ranks x hosts: {num_ranks} x {num_hosts} need up to {needed} threads beside the {used} that run. This "
-            f"machine has {limit} process ids (kernel.pid_max)."
+            f"{num_ranks} ranks x {num_hosts} hosts need up to {needed} threads in addition to the {used} that run, "
+            f"but this machine has only {limit} process ids (kernel.pid_max)."
         )
 
 
@@ -324,29 +324,29 @@ def table(num_ranks: int, num_hosts: int, servers: Sequence[Usage], feeders: Seq
         "connections": ("TCP connections", 0),
     }
     rows = []
-    for name, (what, digits) in names.items():
-        row = [what]
+    for name, (label, digits) in names.items():
+        row = [label]
         for group in (servers, feeders):
-            values = [float(getattr(one, name)) for one in group]
-            # The sum of RSS has what processes share as often as they are.
+            values = [float(getattr(usage, name)) for usage in group]
+            # Omit the sum of RSS, which counts shared memory once per process.
             total = f"{sum(values):.{digits}f}" if name != "rss_mb" else "-"
             row += [f"{statistics.median(values):.{digits}f}", f"{max(values):.{digits}f}", total]
         rows.append(row)
     period_s = heartbeat_period_s(num_ranks)
     of_server, of_feeder = num_ranks / period_s, num_hosts / period_s
     in_all = f"{num_ranks * num_hosts / period_s:.0f}"
-    of_both = [[f"{one:.0f}", f"{one:.0f}", in_all] for one in (of_server, of_feeder)]
+    of_both = [[f"{rate:.0f}", f"{rate:.0f}", in_all] for rate in (of_server, of_feeder)]
     rows.append(["heartbeats per s, by the code", *of_both[0], *of_both[1]])
     return draw_table(rows, headers)
 
 
 def main() -> None:
-    """Start all processes, measure, and print the table."""
+    """Start all processes, measure them, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--hosts", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the measurement")
-    parser.add_argument("--figures", action="store_true", help="heartbeats carry what ranks measure, as in a training")
+    parser.add_argument("--figures", action="store_true", help="let heartbeats carry measurements, as during training")
     options = parser.parse_args()
     check_pids(options.ranks, options.hosts)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -359,7 +359,7 @@ def main() -> None:
         processes.callback(servers.close)
         feeders = Feeders(options.ranks, servers, credentials, timeout_s, with_figures=options.figures)
         processes.callback(feeders.close)
-        time.sleep(2 * heartbeat_period_s(options.ranks))  # until what the start left over is done
+        time.sleep(2 * heartbeat_period_s(options.ranks))  # let the work of the start finish
         lost_before = sum(host.num_lost for _, host in feeders.links())
         psutil.cpu_percent()
         measured = usages([*servers.pids, *feeders.pids], options.seconds)
@@ -370,9 +370,9 @@ def main() -> None:
         num_lost = sum(host.num_lost for host in links)
         sys.stdout.write(
             f"{machine()}"
-            f"Links: {num_links}. All were up {feeders.start_s:.1f} s after the start of the first feeder. Lost until "
-            f"the measurement: {lost_before}; in its {options.seconds:.0f} s: {num_lost - lost_before}; up at its end: "
-            f"{num_up}. All cores, with all that runs on this machine, were busy for {busy:.0f} % of it.\n\n"
+            f"Links: {num_links}. All were up {feeders.start_s:.1f} s after the start of the first feeder. Lost before "
+            f"the measurement: {lost_before}; during its {options.seconds:.0f} s: {num_lost - lost_before}; up at its "
+            f"end: {num_up}. CPU use of the whole machine, including other processes: {busy:.0f}%.\n\n"
             f"{table(options.ranks, options.hosts, measured[: options.hosts], measured[options.hosts :])}\n"
         )
 

@@ -1,10 +1,10 @@
-"""The pipeline strategy: share of a step in which ranks wait for each other, and memory of each rank.
+"""Measure the pipeline strategy: the share of a step in which ranks wait for each other, and the memory of each rank.
 
-bubble  Steps of our ScheduleRunner over p ranks, in which layers sleep instead of computing: 40 ms for the forward pass
-        of a microbatch over all stages of a rank, 80 ms for the backward pass. Idle is 1 - compute of a rank /
-        duration of the step. Theory: (p - 1) / (m + p - 1), with m microbatches.
-memory  Largest resident memory of a process in 5 steps of the app's transformer with AdamW, above that before the model
-        is built: one process, and each rank of a pipeline.
+bubble  Run our ScheduleRunner on p ranks with layers that sleep instead of computing: 40 ms for the forward pass of a
+        microbatch over all stages of a rank, 80 ms for the backward pass. The idle share is 1 - compute time of a rank
+        / duration of the step. In theory it is (p - 1) / (m + p - 1), with m microbatches.
+memory  Measure the peak resident memory of a process during 5 steps of the app's transformer with AdamW, minus the peak
+        before the model is built: for one process, and for each rank of a pipeline.
 
     python benchmarks/pipeline.py bubble --rounds 3
     python benchmarks/pipeline.py memory --rounds 3
@@ -44,7 +44,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: float, back: float) -> Tensor:
         ctx.back = back
-        time.sleep(there)  # stands in for compute
+        time.sleep(there)  # simulates compute
         return x.clone()
 
     @staticmethod
@@ -54,12 +54,12 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """A layer that sleeps once forward, and twice backward: for the gradient of its input and for that of its weight.
+    """A layer that sleeps once in the forward pass, and twice in the backward pass: for its input and for its weight.
 
     Args:
-        seconds: Of each.
-        is_first: Of the network: it computes no gradient of its input, and sleeps as long for that of its weight, so
-            that all stages take the same time.
+        seconds: Seconds per sleep.
+        is_first: Whether this is the network's first layer, which computes no gradient of its input. It sleeps twice as
+            long for its weight's gradient, so that all stages take the same time.
     """
 
     def __init__(self, seconds: float, *, is_first: bool) -> None:
@@ -69,7 +69,7 @@ class SleepingLayer(nn.Module):
         self.weight_seconds = 2 * seconds if is_first else seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return something of the shape of the input, (B, 4) float32."""
+        """Sleep, and return a tensor of the input's shape, (B, 4) float32."""
         slept: Tensor = _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(
             self.weight, 0.0, self.weight_seconds
         )
@@ -77,7 +77,7 @@ class SleepingLayer(nn.Module):
 
 
 def bubble(rank: int, p: int, schedule: Any, m: int) -> float | None:
-    """Return the idle share of a step, on rank 0."""
+    """Return the idle share of a step on rank 0, and None on other ranks."""
     from lightning_sm.training.strategies.pipeline.exchange import Replica
     from lightning_sm.training.strategies.pipeline.schedules import ScheduleRunner
     from lightning_sm.training.strategies.pipeline.stage import Stage
@@ -102,7 +102,7 @@ def bubble(rank: int, p: int, schedule: Any, m: int) -> float | None:
 
 
 def memory(rank: int, p: int, strategy: dict[str, Any]) -> float:
-    """Return the largest resident memory above that before the model, in MB."""
+    """Return the growth of the peak resident memory since before the model was built, in MB."""
     import pytorch_lightning as pl
     from pytorch_lightning.plugins.environments import LightningEnvironment
 
@@ -140,7 +140,7 @@ def _process(  # noqa: PLR0917
     rank: int, p: int, port: int, results: Queue[Any], run: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    # As under torchrun: rank 0, too, only connects.
+    # As under torchrun, rank 0 connects to the store instead of serving it.
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **agent)
     if run is bubble:
@@ -153,7 +153,7 @@ def _process(  # noqa: PLR0917
 def in_processes(p: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run a measurement in p new processes, and return the result of each rank."""
     context = multiprocessing.get_context("spawn")
-    # This process listens, and no rank: a port that is free now could be another process's by the time rank 0 binds it.
+    # This process serves the store, not rank 0: another process could take a free port before rank 0 binds it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results: Queue[Any] = context.Queue()
     processes = [
@@ -162,12 +162,12 @@ def in_processes(p: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
     for process in processes:
         process.start()
     try:
-        found = dict(results.get(timeout=_TIMEOUT_S) for _ in processes)
+        by_rank = dict(results.get(timeout=_TIMEOUT_S) for _ in processes)
     finally:
         for process in processes:
             process.join(_TIMEOUT_S)
             process.kill()
-    return [found[rank] for rank in range(p)]
+    return [by_rank[rank] for rank in range(p)]
 
 
 def _spread(values: list[float], digits: str) -> str:
@@ -175,7 +175,7 @@ def _spread(values: list[float], digits: str) -> str:
 
 
 def main() -> None:
-    """Measure in turn, and print a table."""
+    """Run the cases in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=("bubble", "memory"))
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,9 +1,9 @@
-"""What lightning-sm plan predicts from one short run, beside what other runs then measure.
+"""Compare the predictions of lightning-sm plan, made from one short run, with measurements of other runs.
 
-Each run is an emulated job of one trainer and one data host on cores of their own, or with ``--local`` of a trainer
-whose DataLoader has the workers. A step takes ``--step-ms``; a batch takes a worker ``--batch-ms`` on average, varying
-by ``--vary`` (standard deviation / mean, log-normal). Both sleep, so that the cores are enough for all workers. The
-first number of workers is measured, and the plan made from it predicts the others.
+Each run is an emulated job with one trainer host and one data host on separate cores. With ``--local``, the trainer's
+DataLoader has the workers instead. A step takes ``--step-ms``. A batch takes a worker ``--batch-ms`` on average,
+varying by ``--vary`` (standard deviation / mean, log-normal). Both sleep, so that the cores suffice for all workers.
+The plan is made from the run with the first number of workers, and predicts the runs with the others.
 
     python benchmarks/plan.py --workers 2 1 4 6 --vary 0.25
     python benchmarks/plan.py --local --workers 1 2
@@ -36,7 +36,7 @@ _JOB_TIMEOUT_S = 300.0
 
 
 class Sleeps(Dataset[torch.Tensor]):
-    """Items that take a worker some time."""
+    """Items whose loading takes a random time."""
 
     def __init__(self, num_items: int, mean_s: float, vary: float) -> None:
         self.num_items = num_items
@@ -47,13 +47,13 @@ class Sleeps(Dataset[torch.Tensor]):
         return self.num_items
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Take the time of this item: the same in each run."""
+        """Sleep for the time of this item, which is the same in each run."""
         sleep_s(random.Random(index).lognormvariate(self.mu, self.sigma))  # noqa: S311 - no secret
         return torch.ones(256)
 
 
 class Batches(LightningDataModule):
-    """Batches of one item each."""
+    """A data module with batches of one item each."""
 
     def __init__(self, batch_s: float = 0.06, vary: float = 0.0, num_workers: int = 0) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Line(LightningModule):
         self.layer = torch.nn.Linear(256, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Take the time, and return a loss."""
+        """Sleep, then return a loss."""
         sleep_s(self.step_s)
         loss: torch.Tensor = self.layer(batch).square().mean()
         self.log("train_loss", loss)
@@ -85,7 +85,7 @@ class Line(LightningModule):
 
 
 def train() -> None:
-    """Train on this host, on its own half of the cores."""
+    """Train on this host's half of the cores."""
     cores = sorted(os.sched_getaffinity(0))
     job = SageMakerJob.from_environment()
     if job is not None and len(cores) > 1:
@@ -96,7 +96,7 @@ def train() -> None:
 
 
 def run(options: argparse.Namespace, workers: int) -> Figures:
-    """Run a job with so many workers, and return its figures."""
+    """Run a job with this number of workers, and return its figures."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lightning_sm", "local", "--base-dir", folder]
         command += ["--group", "trainer=1", *([] if options.local else ["--group", "data=1"])]
@@ -112,14 +112,14 @@ def run(options: argparse.Namespace, workers: int) -> Figures:
 
 
 def main() -> None:
-    """Measure, predict, and print both."""
+    """Measure and predict the runs, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 1, 4, 6], help="the first one is planned from")
-    parser.add_argument("--local", action="store_true", help="workers of the DataLoader, and no data host")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 1, 4, 6], help="plan from the first number")
+    parser.add_argument("--local", action="store_true", help="use the DataLoader's workers, and no data host")
     parser.add_argument("--step-ms", type=float, default=15.0)
     parser.add_argument("--batch-ms", type=float, default=60.0)
     parser.add_argument("--vary", type=float, default=0.25, help="standard deviation / mean of the time for a batch")
-    parser.add_argument("--steps", type=int, default=400, help="of each run")
+    parser.add_argument("--steps", type=int, default=400, help="steps per run")
     options = parser.parse_args()
     first, *others = options.workers
     figures = run(options, first)
@@ -128,7 +128,7 @@ def main() -> None:
     for workers in others:
         predicted_s, _ = measured.predict(workers)
         step_s = run(options, workers).pace.step_s
-        error = f"{100 * (predicted_s / step_s - 1):+.1f} %"
+        error = f"{100 * (predicted_s / step_s - 1):+.1f}%"
         rows.append([workers, f"{1e3 * predicted_s:.1f}", f"{1e3 * step_s:.1f}", error])
     table = draw_table(rows, ["workers", "predicted ms", "measured ms", "error"])
     sys.stdout.write(

@@ -1,8 +1,8 @@
-"""How the data service scales with transforms that only wait, so that cores are not the limit.
+"""Measure how the data service scales with transforms that only sleep, so that cores are not the bottleneck.
 
-workers    k workers on one data host, and on two, compared to k times the rate of one; the consumer only reads.
-seed       Like the AWS sample's experiment: a step takes 15 ms, a sample 6 ms, a batch has 16 samples. A host with
-           one local worker is compared to the same trainer with two data hosts of four workers each.
+workers    Compare k workers, on one data host and on two, to k times the rate of one worker. The trainer only reads.
+seed       Repeat the AWS sample's experiment: a step takes 15 ms, a sample 6 ms, and a batch has 16 samples. Compare a
+           trainer with one local worker to the same trainer with one and with two data hosts of four workers each.
 
 python benchmarks/scaling.py --experiment workers --workers 1 2 4 8
 python benchmarks/scaling.py --experiment seed
@@ -32,7 +32,7 @@ NUM_SAMPLES = BATCH_SIZE * 20_000
 
 
 class Slow(Dataset[torch.Tensor]):
-    """Samples that take time, but no core."""
+    """Samples that take time but use no core."""
 
     def __init__(self) -> None:
         self.sample = torch.arange(256, dtype=torch.float32)
@@ -42,16 +42,16 @@ class Slow(Dataset[torch.Tensor]):
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return a sample after its time."""
+        """Sleep, then return a sample."""
         sleep_s(SAMPLE_S)
         return self.sample
 
 
 class SlowData(LightningDataModule):
-    """A loader of such samples.
+    """A data module with a loader of these samples.
 
     Args:
-        workers: Local workers of the loader.
+        workers: Number of local workers of the loader.
     """
 
     def __init__(self, workers: int = 0) -> None:
@@ -64,7 +64,7 @@ class SlowData(LightningDataModule):
 
 
 def interval_s(batches: Iterable[Any], num_batches: int, num_warm_up: int, step_s: float) -> float:
-    """Return the mean seconds per step over some batches, after some others to fill the pipeline."""
+    """Return the mean seconds per step over some batches, after warm-up batches that fill the pipeline."""
     iterator = iter(batches)
     for _ in itertools.islice(iterator, num_warm_up):
         sleep_s(step_s)
@@ -76,7 +76,7 @@ def interval_s(batches: Iterable[Any], num_batches: int, num_warm_up: int, step_
 
 
 def local(workers: int, step_s: float, num_batches: int, trainer_cores: list[int]) -> float:
-    """Seconds per step with the user's own DataLoader."""
+    """Return the seconds per step with a local DataLoader."""
     prepare(trainer_cores)
     return interval_s(SlowData(workers).train_dataloader(), num_batches, 2 * workers + 2, step_s)
 
@@ -90,7 +90,7 @@ def remote(
     host_cores: list[int],
     trainer_cores: list[int],
 ) -> float:
-    """Seconds per step with a number of data hosts and workers on each."""
+    """Return the seconds per step with some data hosts and a number of workers on each."""
     with service(SlowData(), workers, host_cores, trainer_cores, environments=[{}] * num_hosts) as running:
         return interval_s(running.loader, num_batches, 4 * num_hosts * workers + 4, step_s)
 
@@ -121,7 +121,7 @@ def workers_table(counts: list[int], rounds: int, num_batches: int, cores: dict[
 
 
 def seed_table(rounds: int, num_batches: int, cores: dict[str, list[int]]) -> list[list[str]]:
-    """Compare one slow host alone with the same host and data hosts."""
+    """Compare a slow host without data hosts to the same host with data hosts."""
     shared = {"step_s": STEP_S, "trainer_cores": cores["trainer_cores"]}
     variants = {"alone, 1 local worker": partial(in_child, local, workers=1, num_batches=num_batches // 4, **shared)}
     for num_hosts, workers in ((1, 4), (2, 4)):
@@ -138,11 +138,11 @@ def seed_table(rounds: int, num_batches: int, cores: dict[str, list[int]]) -> li
 
 
 def main() -> None:
-    """Run one experiment, and print its table."""
+    """Run one experiment and print its table."""
     options = parser("scaling with simulated transforms", rounds=2)
     options.add_argument("--experiment", choices=["workers", "seed"], default="workers")
-    options.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8], help="workers in all")
-    options.add_argument("--batches", type=int, help="batches of a run; for workers: per worker")
+    options.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8], help="total numbers of workers")
+    options.add_argument("--batches", type=int, help="batches per run; for the experiment workers, per worker")
     args = options.parse_args()
     cores = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores}
     if args.experiment == "workers":

@@ -1,8 +1,8 @@
-"""How much of its hosts' work many ranks get: the feeder's scheduler, one for each rank, in virtual time.
+"""Measure how well many ranks use their data hosts: the feeder's scheduler, one for each rank, in virtual time.
 
-Hosts serve the ranks in turn, as the worker pool does; ranks go in lockstep, as DDP does; a request and an answer take
-0.3 and 0.5 ms on their way. "share" is the rate divided by the rate at which all workers of all hosts would be busy,
-or the ranks' own, if that is lower.
+Hosts serve the ranks in turn, as the worker pool does. Ranks run in lockstep, as with DDP. Requests take 0.3 ms to
+arrive, and answers 0.5 ms. "share" is the ranks' rate divided by the highest possible rate: that of busy workers on all
+hosts, or that of the training steps if it is lower.
 
     python benchmarks/schedule.py
 """
@@ -26,17 +26,17 @@ from lightning_sm.data.settings import default_window
 BATCH_S = 0.1
 REQUEST_S = 0.0003
 ANSWER_S = 0.0005
-WARM = 0.3  # the part of the steps before the measurement
-NO_END = 1 << 62  # of a pass, which this benchmark never reaches
+WARM = 0.3  # share of the steps before the measurement
+NO_END = 1 << 62  # end of a pass, which this benchmark never reaches
 NUM_COLD = 8
 
-# Seconds that a worker takes, from: a generator for each rank and step, the same whoever builds it; a generator for
-# each attempt; the host; and how many batches it has built.
+# Returns the seconds that a worker takes for a batch. Arguments: a generator with the same state for every build of a
+# rank's step, a generator that differs between attempts, the host, and the number of batches that the host has built.
 Service = Callable[[random.Random, random.Random, int, int], float]
 
 
 def even(own: random.Random, attempt: random.Random, host: int, built: int) -> float:
-    """Vary by a tenth."""
+    """Vary by 10%."""
     return BATCH_S * attempt.uniform(0.9, 1.1)
 
 
@@ -46,17 +46,17 @@ def lognormal(own: random.Random, attempt: random.Random, host: int, built: int)
 
 
 def heavy(own: random.Random, attempt: random.Random, host: int, built: int) -> float:
-    """Vary from batch to batch, as long videos do: another attempt takes as long."""
+    """Vary from batch to batch, as videos do, so that a second attempt takes just as long."""
     return BATCH_S * own.lognormvariate(-0.32, 0.8)
 
 
 def cold(own: random.Random, attempt: random.Random, host: int, built: int) -> float:
-    """The first batches of one host take 3 s."""
+    """Let the first batches of one host take 3 s."""
     return 3.0 if host == 0 and built < NUM_COLD else even(own, attempt, host, built)
 
 
 def slow(own: random.Random, attempt: random.Random, host: int, built: int) -> float:
-    """One host is 8 times slower."""
+    """Make one host 8 times slower."""
     return (8.0 if host == 0 else 1.0) * even(own, attempt, host, built)
 
 
@@ -71,7 +71,7 @@ SERVICES: dict[str, Service] = {
 
 @dataclass
 class Host:
-    """A data host: its free workers, and the requests that wait for one."""
+    """A data host: its free workers, and the requests that wait for a worker."""
 
     free: int
     waiting: OrderedDict[int, deque[StepRequest]] = field(default_factory=OrderedDict)
@@ -79,7 +79,7 @@ class Host:
     busy_s: float = 0.0
 
     def next(self) -> tuple[int, StepRequest] | None:
-        """Take a request: ranks in turn, their requests in order."""
+        """Remove and return the next request, serving ranks in turn and each rank's requests in order."""
         for rank, requests in list(self.waiting.items()):
             request = requests.popleft()
             if requests:
@@ -94,13 +94,13 @@ class Simulation:
     """A cluster in virtual time.
 
     Args:
-        ranks: Trainer ranks.
-        hosts: Data hosts.
-        workers: Workers of each host.
-        service: How long batches take.
-        steps: Steps of each rank.
-        compute_s: Seconds that a training step takes.
-        window: Steps in flight or buffered per rank; None: the data service's default.
+        ranks: Number of trainer ranks.
+        hosts: Number of data hosts.
+        workers: Number of workers per host.
+        service: Function that returns how long a batch takes.
+        steps: Number of steps per rank.
+        compute_s: Seconds per training step.
+        window: Steps in flight or buffered per rank; None for the data service's default.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Simulation:
             self._at(self._attempts.uniform(0.0, 0.002), self._request, rank)
 
     def run(self) -> list[str]:
-        """Run it, and return the columns of the table."""
+        """Run the simulation, and return the columns of the table."""
         begin: tuple[float, int, float, list[float]] | None = None
         while self._step < self._steps:
             self.now, _, function, arguments = heapq.heappop(self._events)
@@ -162,7 +162,7 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._order), function, arguments))
 
     def _request(self, rank: int) -> None:
-        """Send what a rank wants to send now."""
+        """Send the requests that a rank's scheduler makes now."""
         if self._wakeups[rank] <= self.now:
             self._wakeups[rank] = math.inf
         scheduler = self.schedulers[rank]
@@ -184,8 +184,8 @@ class Simulation:
     def _work(self, number: int) -> None:
         """Give requests to free workers."""
         host = self.hosts[number]
-        while host.free and (found := host.next()) is not None:
-            rank, request = found
+        while host.free and (waiting := host.next()) is not None:
+            rank, request = waiting
             if (rank, request.request_id) not in self._live:
                 continue
             own = random.Random(rank << 32 | request.first_step)  # noqa: S311  # no secret
@@ -218,7 +218,7 @@ class Simulation:
         self._request(rank)
 
     def _finish_step(self, arrived: object) -> None:
-        """Let all ranks take the step if all have it."""
+        """Let all ranks take the current step if all have its batch."""
         if all(self._step in ready for ready in self._ready):
             self._at(self.now + self._compute_s, self._take, self._step)
 
@@ -235,7 +235,7 @@ class Simulation:
 
 def main() -> None:
     """Print the table."""
-    options = argparse.ArgumentParser(description="How much of its hosts' work many ranks get, in virtual time.")
+    options = argparse.ArgumentParser(description="Measure how well many ranks use their data hosts, in virtual time.")
     options.add_argument("--service", nargs="+", choices=SERVICES, default=list(SERVICES))
     options.add_argument("--shape", nargs="+", default=["8x2x8", "16x4x16", "64x16x8", "256x16x31"])
     options.add_argument("--steps", type=int, default=200)

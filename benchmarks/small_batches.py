@@ -1,7 +1,7 @@
-"""Batches of 64 KB whose samples draw random numbers, compared to a local DataLoader with one worker.
+"""Compare 64 KB batches, whose samples draw random numbers, to a local DataLoader with one worker.
 
-Samples cost nothing but their random numbers, so the table shows what it costs to seed each batch, and to move it. The
-data host has one worker, on other cores than the trainer; the local loader may use the cores of both.
+Samples cost nothing except their random numbers, so the table shows the cost of seeding and sending each batch. The
+data host has one worker, on different cores than the trainer; the local loader may use the cores of both.
 
     python benchmarks/small_batches.py --rounds 3
 """
@@ -24,11 +24,11 @@ from wire_baselines import PAYLOADS, Payload
 
 from lightning_sm._table import draw_table
 
-NUM_WARM_UP = 1100  # batches before the clock starts: the first 1024 show what a loader draws from
+NUM_WARM_UP = 1100  # batches before the clock starts: the first 1024 show which generators a loader uses
 
 
 class TorchKeys(Keys):
-    """Each sample draws from the global generator of torch."""
+    """A dataset whose samples draw from torch's global generator."""
 
     def __getitem__(self, key: int) -> int:
         """Draw, and return the index."""
@@ -37,7 +37,7 @@ class TorchKeys(Keys):
 
 
 class GlobalKeys(Keys):
-    """Each sample draws from all three global generators."""
+    """A dataset whose samples draw from all three global generators."""
 
     def __getitem__(self, key: int) -> int:
         """Draw, and return the index."""
@@ -48,7 +48,7 @@ class GlobalKeys(Keys):
 
 
 class PrivateKeys(Keys):
-    """Each sample draws from a generator of the dataset."""
+    """A dataset whose samples draw from a generator of the dataset."""
 
     def __init__(self, payload: Payload) -> None:
         super().__init__(payload)
@@ -61,7 +61,7 @@ class PrivateKeys(Keys):
 
 
 class TorchStream(StreamedKeys):
-    """Each sample of a stream draws from the global generator of torch."""
+    """A stream whose samples draw from torch's global generator."""
 
     def __iter__(self) -> Iterator[int]:
         """Draw, and yield the indices of the worker's batches."""
@@ -74,7 +74,7 @@ class TorchStream(StreamedKeys):
                 yield key
 
 
-# By what their samples draw from.
+# Datasets by the generators that their samples use.
 DRAWS: dict[str, type[Dataset[int]]] = {
     "nothing, by __getitems__": ListedKeys,
     "nothing": Keys,
@@ -87,7 +87,7 @@ DRAWS: dict[str, type[Dataset[int]]] = {
 
 
 def drawing(draws: str) -> ReadyData:
-    """Return batches that exist in memory, whose samples draw."""
+    """Return a data module with prepared batches whose samples draw random numbers."""
     return ReadyData(PAYLOADS["e"], 1, DRAWS[draws])
 
 
@@ -98,7 +98,7 @@ def served(draws: str, host_cores: list[int], trainer_cores: list[int], seconds:
 
 
 def local(draws: str, host_cores: list[int], trainer_cores: list[int], seconds: float) -> float:
-    """Return the batches per second from a worker of this process."""
+    """Return the batches per second from a local worker."""
     prepare([*host_cores, *trainer_cores])
     return _rate(drawing(draws).train_dataloader(), seconds)
 
@@ -116,7 +116,7 @@ def _rate(loader: Iterable[torch.Tensor], seconds: float) -> float:
 
 
 def main() -> None:
-    """Run both loaders in turn for all datasets, and print a table."""
+    """Run both loaders in turn for all datasets and print a table."""
     options = parser("batches of 64 KB per second", rounds=3, seconds=2.5)
     options.add_argument("--draws", nargs="+", choices=DRAWS, default=list(DRAWS), help="what the samples draw from")
     args = options.parse_args()

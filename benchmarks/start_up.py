@@ -1,7 +1,7 @@
-"""Time to the first batch: from a data host that just listens, and of the next epoch, for which it has workers.
+"""Measure the time to the first batch of a fresh data host, and of the next epoch, when workers are running.
 
-The dataset has 1,280,000 samples and is shuffled: the sampler draws its order in the training process. A batch costs
-almost nothing.
+The dataset has 1,280,000 samples and is shuffled: the sampler draws the order in the training process. Building a batch
+costs almost nothing.
 
     python benchmarks/start_up.py --rounds 5
 """
@@ -40,7 +40,7 @@ class Indices(Dataset[torch.Tensor]):
 
 
 class IndicesData(LightningDataModule):
-    """A loader of such samples, shuffled."""
+    """A data module with a shuffled loader of these samples."""
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         """Return the loader."""
@@ -68,8 +68,8 @@ def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict
 
 
 def main() -> None:
-    """Print the table."""
-    options = parser("seconds until the first batch", rounds=5)
+    """Run the rounds and print a table."""
+    options = parser("measure the time to the first batch", rounds=5)
     options.add_argument("--workers", type=int, default=2, help="workers of the data host")
     args = options.parse_args()
     cores = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores}

@@ -1,10 +1,10 @@
-"""What StepTimes costs a training step: time of the training thread with and without it.
+"""Measure the cost of StepTimes per training step: the time of the training thread with and without it.
 
-Both variants train the same small model, in turn, in one process. A variant's steps follow from each other without a
-pause. Of each run the 10th percentile of its steps counts, because other work on the machine only makes steps longer.
-So that it shows among the noise, the other variant has ``--copies`` of the callback. The overhead is the difference,
-divided by their number: as a percentage of ``--step-ms``, because it is the same for steps of any length. With
-it, the record of the run is written to a folder, as in a job.
+Both variants train the same small model, in turn, in one process, without pauses between steps. For each run, the 10th
+percentile of its steps counts, because other work on the machine only makes steps longer. To stand out from the noise,
+one variant has ``--copies`` of the callback. The overhead is the difference divided by the number of copies. It is the
+same for steps of any length, and shown as a percentage of ``--step-ms``. The callback writes the record of the run to a
+folder, as in a job.
 
     python benchmarks/step_times.py --rounds 10
 """
@@ -35,7 +35,7 @@ _WARM_UP = 200
 
 
 class Line(LightningModule):
-    """The smallest model."""
+    """The smallest possible model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Line(LightningModule):
 
 
 class Stopwatch(Callback):
-    """Notes when steps begin; it costs both variants the same."""
+    """A callback that records when steps begin, which costs both variants the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Stopwatch(Callback):
         self.wall_s: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
+        """Record the CPU time and the wall-clock time."""
         self.cpu_s.append(time.thread_time())
         self.wall_s.append(time.perf_counter())
 
@@ -71,7 +71,7 @@ def typical(moments: list[float]) -> float:
 
 
 def train(num_steps: int, copies: int) -> tuple[float, float]:
-    """Train, and return microseconds of CPU time and of the clock for a step."""
+    """Train, and return the microseconds per step, as CPU time and as wall-clock time."""
     stopwatch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         job = SageMakerJob("algo-1", ("algo-1",), (InstanceGroup("all", ("algo-1",)),), "benchmark", Path(folder))
@@ -88,12 +88,12 @@ def train(num_steps: int, copies: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run both in turn, and print a table."""
+    """Run both variants in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--copies", type=int, default=20)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--step-ms", type=float, default=2.0, help="the step of which the overhead is a part")
+    parser.add_argument("--step-ms", type=float, default=2.0, help="step length for the percentage")
     args = parser.parse_args()
     torch.set_num_threads(1)
     without, measured = "without", f"with {args.copies} StepTimes"
@@ -111,9 +111,7 @@ def main() -> None:
             for more, less in zip(results[measured], results[without], strict=True)
         ]
         percent = median(added) / (10 * args.step_ms)
-        sys.stdout.write(
-            f"One adds {spread(added, 1)} microseconds ({words}): {percent:.2f} % of {args.step_ms:g} ms\n"
-        )
+        sys.stdout.write(f"One adds {spread(added, 1)} microseconds ({words}): {percent:.2f}% of {args.step_ms:g} ms\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Two data hosts, one of which is eight times slower than the other, or freezes in the middle of an epoch.
+"""Measure two data hosts, one of which is eight times slower or freezes in the middle of an epoch.
 
-    slow      Time of an epoch compared to the ideal, which follows from the rates that the two hosts have alone.
-    frozen    SIGSTOP to all processes of one host: the wait between two batches, first and longest afterwards.
+    slow      Compare the time of an epoch to the ideal, computed from the rates of the hosts alone.
+    frozen    Send SIGSTOP to all processes of one host, and measure the first and the longest wait between two batches
+              afterwards.
 
-Transforms only wait, so that cores are not the limit. Every sample must arrive exactly once, in order.
+Transforms only sleep, so that cores are not the bottleneck. Every sample must arrive exactly once, in order.
 
     python benchmarks/stragglers.py --experiment slow
     python benchmarks/stragglers.py --experiment frozen
@@ -29,13 +30,13 @@ from lightning_sm._table import draw_table
 
 BATCH_SIZE = 4
 SLOW = "one of two 8 x slower"
-# By how much a data host is slower, in its environment.
+# Environment variable with the factor by which a data host is slower.
 SLOWNESS = "LIGHTNING_SM_BENCHMARK_SLOWNESS"
-LONG_GAP_S = 0.25  # far more than a batch takes, hedged or not, without a failure
+LONG_GAP_S = 0.25  # without a failure, a batch takes far less, hedged or not
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """Samples that are their own indices, and take time."""
+    """Samples that are their own indices, each of which takes a fixed time."""
 
     def __init__(self, length: int, sample_s: float) -> None:
         self.length, self.sample_s = length, sample_s
@@ -45,13 +46,13 @@ class Numbers(Dataset[torch.Tensor]):
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return a sample after its time."""
+        """Sleep, then return a sample."""
         sleep_s(self.sample_s * float(os.environ[SLOWNESS]))
         return torch.tensor(index)
 
 
 class NumbersData(LightningDataModule):
-    """A loader of such samples, in order."""
+    """A data module with a loader of these samples, in order."""
 
     def __init__(self, length: int, sample_s: float) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ def epoch(
     host_cores: list[int],
     trainer_cores: list[int],
 ) -> dict[str, Any]:
-    """Run a warm-up epoch and another one; return the time of the latter and the waits between its batches."""
+    """Run two epochs, and return the time of the second one and the waits between its batches."""
     sample_s = batch_s / BATCH_SIZE
     length = num_batches * BATCH_SIZE
     hosts = [{SLOWNESS: str(factor)} for factor in factors]
@@ -81,7 +82,7 @@ def epoch(
         service(data, workers, host_cores, trainer_cores, environments=hosts) as running,
         contextlib.ExitStack() as stack,
     ):
-        for _ in running.loader:  # until both hosts serve
+        for _ in running.loader:  # a warm-up epoch, after which both hosts serve
             pass
         began = time.perf_counter()
         times, samples, frozen_at = [], [], None
@@ -107,11 +108,11 @@ def epoch(
 
 
 def main() -> None:
-    """Run one experiment, and print its table."""
-    options = parser("one of two data hosts is slow, or freezes", rounds=3)
+    """Run one experiment and print its table."""
+    options = parser("measure two data hosts, one of which is slow or freezes", rounds=3)
     options.add_argument("--experiment", choices=["slow", "frozen"], default="slow")
     options.add_argument("--batches", type=int, default=400)
-    options.add_argument("--batch-ms", type=float, default=40.0, help="what a batch takes on the faster host")
+    options.add_argument("--batch-ms", type=float, default=40.0, help="milliseconds per batch on the faster host")
     options.add_argument("--workers", type=int, default=2, help="workers of each host")
     args = options.parse_args()
     shared = {
@@ -131,7 +132,7 @@ def main() -> None:
 
 
 def slow_table(rounds: int, shared: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
-    """Compare two hosts, the second slower by a factor, to the ideal from the rate of the first one alone."""
+    """Compare two hosts, the second slower by a factor, to the ideal computed from the first host's rate alone."""
     cases = {"one": [1.0], "two alike": [1.0, 1.0], "one of two 2 x slower": [1.0, 2.0], SLOW: [1.0, 8.0]}
     variants = {
         name: partial(in_child, epoch, factors=factors, freeze_at=None, **shared) for name, factors in cases.items()

@@ -1,11 +1,11 @@
-"""The transport of the data service compared to raw TCP, to gRPC alone and to the AWS sample ("seed"), on loopback.
+"""Compare the data service's transport to raw TCP, to gRPC alone and to the AWS sample ("seed"), on loopback.
 
-It measures the transport of a batch from a data host's memory to a tensor in the training process. The baselines are
-in ``wire_baselines.py``. The batches of the data service cost nothing to build: a collate function returns an existing
-tensor, which the worker copies to its slot; torch's collate function would have written it there. So each batch is
-copied once more than in the baselines, and that copy counts. The loader's sampler runs in the training process, which
-sends the indices of each sample: that counts, too. CPU time includes all processes: workers, server process and main
-process of the data host; feeder and training process of the trainer.
+This measures the transport of a batch from a data host's memory to a tensor in the training process. The baselines are
+in ``wire_baselines.py``. Batches cost nothing to build: the collate function returns an existing tensor, which the
+worker copies to its slot; torch's collate function would have written it there directly. This extra copy, which the
+baselines do not make, is included. So is the work of the loader's sampler in the training process, which sends the
+index of each sample. CPU time includes all processes: workers, server process and main process of the data host; feeder
+and training process of the trainer.
 
     python benchmarks/wire.py --payload a c --rounds 5
 """
@@ -29,11 +29,11 @@ from wire_baselines import BASELINES, NUM_SOURCES, PAYLOADS, Payload, consume, m
 from lightning_sm._table import draw_table
 
 OURS = "lightning_sm"
-NUM_BATCHES = 1_000_000  # of an epoch; more than any run takes
+NUM_BATCHES = 1_000_000  # per epoch, more than any run takes
 
 
 class Keys(Dataset[int]):
-    """Its samples are their own indices, each in a call of its own."""
+    """A dataset whose samples are their indices, read one at a time."""
 
     def __init__(self, payload: Payload) -> None:
         self.batch_size = payload.shape[0]
@@ -49,7 +49,7 @@ class Keys(Dataset[int]):
 
 
 class ListedKeys(Keys):
-    """The same, those of a batch in one call."""
+    """A dataset whose samples are their indices, read one batch at a time."""
 
     def __getitems__(self, keys: list[int]) -> list[int]:
         """Return the indices."""
@@ -57,7 +57,7 @@ class ListedKeys(Keys):
 
 
 class StreamedKeys(IterableDataset[int]):
-    """The same as a stream, in which each worker has the batches that come when it is its turn."""
+    """A stream of indices, in which workers yield whole batches in turn."""
 
     def __init__(self, payload: Payload) -> None:
         self.batch_size = payload.shape[0]
@@ -71,14 +71,14 @@ class StreamedKeys(IterableDataset[int]):
             yield from range(number * self.batch_size, (number + 1) * self.batch_size)
 
 
-# By what a dataset is asked for its samples.
+# Datasets by the method that returns their samples.
 DATASETS: dict[str, type[Dataset[int]]] = {"getitems": ListedKeys, "getitem": Keys, "iter": StreamedKeys}
 
 
 class Ready:
-    """A collate function whose batches exist in memory, equal to those of the baselines.
+    """A collate function that returns prepared batches, equal to those of the baselines.
 
-    They travel to the data hosts once, before workers are forked.
+    The batches are sent to the data hosts once, before workers are forked.
     """
 
     def __init__(self, payload: Payload) -> None:
@@ -86,17 +86,17 @@ class Ready:
         self.batches = [torch.from_numpy(array.copy()) for array in arrays]
 
     def __call__(self, keys: list[int]) -> torch.Tensor:
-        """Return the existing batch for these samples."""
+        """Return the prepared batch for these samples."""
         return self.batches[keys[0] // len(keys) % NUM_SOURCES]
 
 
 class ReadyData(LightningDataModule):
-    """A loader of such batches.
+    """A data module with a loader of prepared batches.
 
     Args:
-        payload: The kind of batch.
-        workers: Workers of the loader, if it has its own, or if it is a stream.
-        dataset: The dataset.
+        payload: Kind of batch.
+        workers: Number of workers of the loader, which matters if the loader is local or reads a stream.
+        dataset: Class of the dataset.
     """
 
     def __init__(self, payload: Payload, workers: int = 1, dataset: type[Dataset[int]] = ListedKeys) -> None:
@@ -117,7 +117,7 @@ class ReadyData(LightningDataModule):
 def ours(
     payload: str, workers: int, host_cores: list[int], trainer_cores: list[int], seconds: float, *, samples: str
 ) -> dict[str, Any]:
-    """Receive batches for some seconds, after checking the first ones against the expected batches."""
+    """Receive batches for some seconds, after checking that the first ones arrive unchanged."""
     kind = PAYLOADS[payload]
     data = ReadyData(kind, workers, DATASETS[samples])
     with service(data, workers, host_cores, trainer_cores) as running:
@@ -155,11 +155,11 @@ def rows(payload: str, results: dict[str, list[dict[str, float]]]) -> Iterator[l
 
 
 def main() -> None:
-    """Run all transports in turn, and print a table."""
-    options = parser("GB/s of payload delivered, and CPU seconds per GB of both ends", rounds=5, seconds=2.0)
+    """Run all transports in turn and print a table."""
+    options = parser("measure GB/s of delivered payload, and CPU seconds per GB of both ends", rounds=5, seconds=2.0)
     options.add_argument("--payload", nargs="+", choices=PAYLOADS, default=["a", "c", "d", "e"])
     options.add_argument("--workers", type=int, default=2, help="workers of the data host")
-    options.add_argument("--samples", nargs="+", choices=DATASETS, default=["getitems"], help="by __getitem__, ...")
+    options.add_argument("--samples", nargs="+", choices=DATASETS, default=["getitems"], help="methods of the dataset")
     args = options.parse_args()
     limits = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores, "seconds": args.seconds}
     table = []

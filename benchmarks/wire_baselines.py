@@ -1,17 +1,18 @@
-"""Baselines for the transport of the data service: raw TCP, gRPC alone, and the code of the AWS sample.
+"""Measure baselines for the data service's transport: raw TCP, gRPC alone, and the code of the AWS sample.
 
-Each baseline has one server and one client process, each on its own cores, on loopback, and sends the same batches:
+Each baseline has one server and one client process, on separate cores and over loopback, and sends the same batches:
 
-    raw-tcp      requests over one TCP connection, four outstanding; the client receives into a preallocated ring.
-    grpcio       what gRPC for Python itself allows: one stream of raw bytes with the options and pieces of the service,
-                 copied into a ring. Nobody requests, builds or delivers a batch.
-    h2           the same server, and the service's own client, which receives into the ring.
-    seed-npsave  one gRPC stream of whole batches; a protobuf message holds `np.save` output; the client decodes it
+    raw-tcp      Four outstanding requests on one TCP connection; the client receives into a preallocated ring.
+    grpcio       The limit of gRPC for Python: one stream of raw bytes with the service's options and pieces, copied
+                 into a ring. Batches are not requested, built or delivered.
+    h2           The same server with the service's own client, which receives into the ring.
+    seed-npsave  One gRPC stream of whole batches, as `np.save` output in protobuf messages; the client decodes them
                  with protobuf, `np.load` and `torch.tensor`.
-    seed         the same with the bytes of the AWS sample (amazon-sagemaker-examples, pt.grpc.sagemaker): `tobytes` at
-                 one end, `np.frombuffer` and `torch.tensor` at the other. Faster than `np.save`, so fairer to compare.
+    seed         The encoding of the AWS sample (amazon-sagemaker-examples, pt.grpc.sagemaker): `tobytes` on the server,
+                 `np.frombuffer` and `torch.tensor` on the client. It is faster than `np.save`, so the comparison is
+                 fairer.
 
-The batches exist in the server's memory: only encoding, transport and decoding count. Needs protobuf and torch.
+The batches exist in the server's memory, so only encoding, transport and decoding count. Needs protobuf and torch.
 
     python benchmarks/wire_baselines.py --payload a --seconds 3
     python benchmarks/wire_baselines.py --payload a c --rounds 5 --server-cores 0,1 --client-cores 2,3
@@ -49,8 +50,8 @@ from lightning_sm._table import draw_table
 LOOPBACK = "127.0.0.1"
 NUM_SOURCES = 4  # batches that the server sends in turn
 NUM_SLOTS = 8  # batches in the client's ring
-NUM_OUTSTANDING = 4  # requests in flight of raw-tcp, as many as the service keeps
-WARM_UP_S = 0.4  # after the checked batches, until buffers, windows and page tables have reached their size
+NUM_OUTSTANDING = 4  # requests that raw-tcp keeps in flight, as many as the service
+WARM_UP_S = 0.4  # after the checked batches, until buffers, windows and page tables have grown to their final size
 SERVICE, METHOD = "Feed", "get_examples"
 Cores = Iterable[int]
 
@@ -68,7 +69,7 @@ class Payload:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def batch(self, index: int) -> np.ndarray:
-        """The batch of this number as bytes; the same in every process."""
+        """Return the batch with this index as bytes, which are the same in every process."""
         return np.frombuffer(np.random.default_rng(index % NUM_SOURCES).bytes(self.size_bytes), np.uint8)
 
 
@@ -82,7 +83,7 @@ PAYLOADS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Bytes that one run delivered to the consuming process, and the CPU time (user and system) of each end."""
+    """Throughput of one run at the consuming process, and the CPU time (user and system) of each end."""
 
     num_batches: int
     seconds: float
@@ -92,14 +93,14 @@ class Result:
 
 
 def allocate(size_bytes: int, count: int) -> list[memoryview]:
-    """Slots in one anonymous shared mapping, with every page allocated."""
+    """Return slots in one anonymous shared mapping, with every page allocated."""
     stride = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     ring = memoryview(mmap.mmap(-1, stride * count, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
     return [ring[start : start + size_bytes] for start in range(0, stride * count, stride)]
 
 
 def sources(payload: Payload) -> list[memoryview]:
-    """The server's batches."""
+    """Return the server's batches in shared memory."""
     slots = allocate(payload.size_bytes, NUM_SOURCES)
     for index, slot in enumerate(slots):
         slot[:] = payload.batch(index).data
@@ -107,7 +108,7 @@ def sources(payload: Payload) -> list[memoryview]:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """User and system time that these processes have used."""
+    """Return the user and system time that these processes have used."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
@@ -120,9 +121,9 @@ def consume(
     seconds: float | None = None,
     num_batches: int | None = None,
 ) -> Result:
-    """Warm up, then take batches until the time or the number is reached, and return the rate.
+    """Warm up, then take batches until the time or the number is reached, and return the throughput.
 
-    Serves any service: runs in the consuming process, which counts as one of the client's.
+    This function works with any transport. Call it in the consuming process, which counts as part of the client.
     """
     pids = (os.getpid(), *client_pids)
     end = time.perf_counter() + WARM_UP_S
@@ -145,7 +146,7 @@ def serve_raw_tcp(payload: Payload) -> None:
         connection, _ = listener.accept()
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(ConnectionError):  # the client disconnects in the middle
+        with contextlib.suppress(ConnectionError):  # the client disconnects in the middle of a batch
             while connection.recv(1):
                 connection.sendall(next(slots))
 
@@ -167,7 +168,7 @@ def receive_raw_tcp(payload: Payload, port: int) -> Iterator[memoryview]:
 
 
 def serve_grpcio(payload: Payload) -> None:
-    """Stream the bytes of batches for as long as the client reads."""
+    """Stream the bytes of batches until the client stops reading."""
     import grpc
 
     from lightning_sm.data.ipc.processes import keep_freed_memory
@@ -204,7 +205,7 @@ def serve_grpcio(payload: Payload) -> None:
 
 
 class _Slots:
-    """A ring that the connection's thread fills, some slots ahead of the consumer."""
+    """A ring that the connection's thread fills some slots ahead of the consumer."""
 
     def __init__(self, payload: Payload) -> None:
         self.full: queue.Queue[memoryview] = queue.Queue(NUM_SLOTS - 2)
@@ -214,16 +215,16 @@ class _Slots:
         self._num_left = len(self._slot)
 
     def take(self, _request: int, kind: int, _value: int, _payload: memoryview) -> None:
-        """Refuse what is no piece."""
+        """Reject frames other than pieces of batches."""
         raise ConnectionError(f"the server sent a frame of kind {kind}")
 
     def place(self, _request: int, _kind: int, offset: int, num_bytes: int) -> _Slots:
-        """Return where a piece goes."""
+        """Return the memory for a piece."""
         self.memory = self._slot[offset : offset + num_bytes]
         return self
 
     def end(self, is_complete: bool) -> None:
-        """Hand a slot to the consumer once it is full."""
+        """Pass a slot to the consumer once it is full."""
         self._num_left -= len(self.memory) * is_complete
         if not self._num_left:
             self.full.put(self._slot)
@@ -258,7 +259,7 @@ def receive_grpcio(payload: Payload, port: int) -> Iterator[memoryview]:
 
     keep_freed_memory()
     slots = allocate(payload.size_bytes, NUM_SLOTS)
-    # The fastest that were found: large frames, and a fixed window for several pieces.
+    # The fastest options found: large frames, and a fixed window for several pieces.
     options = {
         "grpc.max_receive_message_length": -1,
         "grpc.http2.lookahead_bytes": 16 << 20,
@@ -266,7 +267,7 @@ def receive_grpcio(payload: Payload, port: int) -> Iterator[memoryview]:
         "grpc.http2.bdp_probe": 0,
     }
     with grpc.insecure_channel(f"{LOOPBACK}:{port}", options=list(options.items())) as channel:
-        # Requests without an end: none is ever sent.
+        # The stream of requests never ends, and no request is ever sent.
         messages = channel.stream_stream(f"/{SERVICE}/{METHOD}")(iter(queue.SimpleQueue().get, 0), wait_for_ready=True)
         for slot in itertools.cycle(slots):
             filled = 0
@@ -278,7 +279,7 @@ def receive_grpcio(payload: Payload, port: int) -> Iterator[memoryview]:
 
 
 def example_class() -> Any:
-    """The AWS sample's message, ``Example{bytes image = 1; bytes label = 2;}``, without generated code."""
+    """Build the AWS sample's message, ``Example{bytes image = 1; bytes label = 2;}``, without generated code."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="feed.proto", package="wire_baselines", syntax="proto3")
@@ -291,18 +292,18 @@ def example_class() -> Any:
 
 
 def np_save(array: np.ndarray) -> bytes:
-    """The array in NumPy's file format."""
+    """Encode an array in NumPy's file format."""
     np.save(buffer := io.BytesIO(), array)
     return buffer.getvalue()
 
 
 def np_load(field: bytes, _dtype: str) -> np.ndarray:
-    """The array from NumPy's file format, which includes its type."""
+    """Decode an array from NumPy's file format, which includes its type."""
     return np.load(io.BytesIO(field))
 
 
 def serve_seed(payload: Payload, encode: Callable[[np.ndarray], bytes]) -> None:
-    """Stream whole batches for as long as the client reads."""
+    """Stream whole batches until the client stops reading."""
     import grpc
 
     example = example_class()
@@ -326,7 +327,7 @@ def receive_seed(payload: Payload, port: int, decode: Callable[[bytes, str], np.
     import grpc
     import torch
 
-    options = [("grpc.max_receive_message_length", 200 * 1024 * 1024)]  # the AWS sample's own limit
+    options = [("grpc.max_receive_message_length", 200 * 1024 * 1024)]  # the limit in the AWS sample
     with grpc.insecure_channel(f"{LOOPBACK}:{port}", options=options) as channel:
         feed = channel.unary_stream(f"/{SERVICE}/{METHOD}", response_deserializer=example_class().FromString)
         for message in feed(b"", wait_for_ready=True):
@@ -345,7 +346,7 @@ BASELINES: dict[str, tuple[Callable[..., None], Callable[..., Iterator[memoryvie
 
 
 def run_child(job: dict[str, Any]) -> None:
-    """One end of a baseline: writes one line, a port or a result, and exits when its parent does."""
+    """Run one end of a baseline: print one line, a port or a result, and exit when the parent process does."""
     threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
     os.sched_setaffinity(0, job["cores"])  # before torch and grpc count the cores
     payload, (serve, receive) = PAYLOADS[job["payload"]], BASELINES[job["baseline"]]
@@ -361,9 +362,9 @@ def run_child(job: dict[str, Any]) -> None:
 
 
 def measure(baseline: str, payload: str, server_cores: Cores, client_cores: Cores, **limits: float | None) -> Result:
-    """Run one baseline with one payload in two processes, each on its cores, within ``consume``'s limits."""
+    """Run one baseline with one payload in two processes, each on its cores, within the limits of ``consume``."""
     if not any(limits.values()):
-        raise ValueError("measure() needs seconds or num_batches, else it would not end")
+        raise ValueError("measure() needs seconds or num_batches, or it would never end")
     started: list[subprocess.Popen[str]] = []
 
     def child(cores: Cores, **more: Any) -> Any:
@@ -385,14 +386,14 @@ def measure(baseline: str, payload: str, server_cores: Cores, client_cores: Core
 
 
 def main() -> None:
-    """Run the baselines in rounds, one after the other, and print medians."""
+    """Run the baselines in turn and print medians."""
     own = sorted(os.sched_getaffinity(0))
     half, core_list = max(1, len(own) // 2), lambda text: [int(core) for core in text.split(",")]
-    parser = argparse.ArgumentParser(description="Baselines of the wire: GB/s of payload delivered, CPU seconds per GB")
+    parser = argparse.ArgumentParser(description="Measure baselines: GB/s of delivered payload, CPU seconds per GB")
     parser.add_argument("--payload", nargs="+", choices=PAYLOADS, default=list(PAYLOADS))
     parser.add_argument("--baseline", nargs="+", choices=BASELINES, default=list(BASELINES))
-    parser.add_argument("--seconds", type=float, help="length of one run; default 3, unless --batches is given")
-    parser.add_argument("--batches", type=int, help="end a run after this many batches")
+    parser.add_argument("--seconds", type=float, help="length of one run; default: 3, unless --batches is given")
+    parser.add_argument("--batches", type=int, help="stop a run after this many batches")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--server-cores", type=core_list, default=own[:half])
     parser.add_argument("--client-cores", type=core_list, default=own[half:] or own)

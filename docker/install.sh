@@ -1,14 +1,14 @@
 #!/bin/bash
-# Install the packages of the image: what docker/*.lock has frozen if it is there, else what environment.yml asks for.
+# Install the packages of the image: from docker/*.lock if it exists, else from environment.yml.
 #
-# CUDA     newest CUDA version that the driver supports; empty: for CPUs.
-# TOOLKIT  0: without sagemaker-training, of which only boto3 is needed.
-# EFA      1: with NCCL's plugin for EFA.
-# With a lock, they are as in the image that was frozen.
+# CUDA     newest CUDA version that the driver supports; empty for CPUs.
+# TOOLKIT  0 replaces sagemaker-training by boto3, the only one of its dependencies that is needed.
+# EFA      1 adds NCCL's plugin for EFA.
+# A lock overrides these: the packages are those of the frozen image.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# The last sagemaker-training has no wheel, and old versions of pip would run its setup.py without one.
+# The last sagemaker-training has no wheel; without these settings, old versions of pip would run its setup.py.
 export PIP_NO_CACHE_DIR=1 PIP_PREFER_BINARY=1 PIP_USE_PEP517=1
 
 if [ -e conda.lock ]; then

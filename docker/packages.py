@@ -1,4 +1,4 @@
-"""Print the address (package URL) of each package in this image: Debian's, conda's and Python's.
+"""Print the package URL of each package in this image, from Debian, conda and Python.
 
 Run it with the image's Python; see ``make sbom``. Package URLs: https://github.com/package-url/purl-spec.
 """
@@ -12,12 +12,12 @@ from urllib.parse import quote
 
 
 def main() -> None:
-    """Print a line for each package, sorted. What conda has installed for Python stands under both names.
+    """Print a line for each package, sorted.
 
-    Known vulnerabilities are listed by the names of PyPI.
+    Python packages from conda appear twice, because known vulnerabilities are listed by the names on PyPI.
     """
-    found = {*_debian(), *_conda(), *_python()}
-    sys.stdout.write("".join(f"{line}\n" for line in sorted(found)))
+    urls = {*_debian(), *_conda(), *_python()}
+    sys.stdout.write("".join(f"{url}\n" for url in sorted(urls)))
 
 
 def _debian() -> set[str]:
@@ -30,13 +30,13 @@ def _debian() -> set[str]:
 def _conda() -> set[str]:
     records = [json.loads(file.read_text()) for file in Path(sys.prefix, "conda-meta").glob("*.json")]
     return {
-        f"pkg:conda/{one['name']}@{quote(one['version'])}?build={one['build']}&subdir={one['subdir']}"
-        for one in records
+        f"pkg:conda/{record['name']}@{quote(record['version'])}?build={record['build']}&subdir={record['subdir']}"
+        for record in records
     }
 
 
 def _python() -> set[str]:
-    return {f"pkg:pypi/{one.name.lower().replace('_', '-')}@{quote(one.version)}" for one in distributions()}
+    return {f"pkg:pypi/{dist.name.lower().replace('_', '-')}@{quote(dist.version)}" for dist in distributions()}
 
 
 if __name__ == "__main__":

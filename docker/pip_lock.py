@@ -1,7 +1,7 @@
-"""Print the packages that pip has installed in this environment, with checksums, for docker/pip.lock.
+"""Print the packages that pip installed in this environment, with checksums, for docker/pip.lock.
 
-Without those that the Dockerfile installs itself; docker/conda.lock has conda's.
-pip asks the package index for each file that it would install here.
+The list excludes conda's packages, which are in docker/conda.lock, and the packages that the Dockerfile installs.
+pip looks up each checksum in the package index.
 """
 
 import json
@@ -16,13 +16,13 @@ def main() -> None:
     """Print name, version and SHA-256 of each package, sorted.
 
     Raises:
-        CalledProcessError: The index lacks a package in this version; pip's own message precedes it.
+        CalledProcessError: The index lacks a package in this version. pip's error message precedes it.
     """
     packages = {
-        f"{one.name}=={one.version}"
-        for one in distributions()
-        if (one.read_text("INSTALLER") or "").strip() == "pip"
-        and one.name.lower().replace("_", "-") not in _OF_THE_DOCKERFILE
+        f"{package.name}=={package.version}"
+        for package in distributions()
+        if (package.read_text("INSTALLER") or "").strip() == "pip"
+        and package.name.lower().replace("_", "-") not in _OF_THE_DOCKERFILE
     }
     if not packages:
         return
@@ -30,9 +30,9 @@ def main() -> None:
     command += ["--report", "-", *sorted(packages)]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     lines = [
-        f"{one['metadata']['name']}=={one['metadata']['version']}"
-        f" --hash=sha256:{one['download_info']['archive_info']['hashes']['sha256']}\n"
-        for one in report["install"]
+        f"{package['metadata']['name']}=={package['metadata']['version']}"
+        f" --hash=sha256:{package['download_info']['archive_info']['hashes']['sha256']}\n"
+        for package in report["install"]
     ]
     sys.stdout.write("".join(sorted(lines, key=str.lower)))
 

@@ -1,4 +1,4 @@
-"""Write the bill of materials of an image from its packages: in CycloneDX, which most scanners read."""
+"""Write the bill of materials of an image in CycloneDX, which most scanners read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _VERSION = SchemaVersion.V1_6
 
 
 def main() -> None:
-    """Read the output of docker/packages.py, and write both files."""
+    """Read the output of docker/packages.py from stdin, and write both files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("image", help="name of the image")
     parser.add_argument("bill", type=Path, help="file to write, *.cdx.json")
-    parser.add_argument("requirements", type=Path, help="the Python packages, for pip-audit to look up")
+    parser.add_argument("requirements", type=Path, help="file to write with the Python packages, for pip-audit")
     options = parser.parse_args()
     packages = [PackageURL.from_string(line.strip()) for line in sys.stdin]
     if not packages:
-        parser.error(f"no packages came from {options.image}: its Python did not run")
+        parser.error(f"{options.image} listed no packages: its Python did not run")
     image = Component(name=options.image, type=ComponentType.CONTAINER, bom_ref=options.image)
-    parts = [Component(name=one.name, version=one.version, purl=one, bom_ref=one.to_string()) for one in packages]
+    parts = [Component(name=url.name, version=url.version, purl=url, bom_ref=url.to_string()) for url in packages]
     bill = Bom(components=parts)
     bill.metadata.component = image
     bill.register_dependency(image, parts)
@@ -36,8 +36,8 @@ def main() -> None:
         sys.exit(f"The bill of {options.image} is not valid: {problem}")
     options.bill.parent.mkdir(parents=True, exist_ok=True)
     options.bill.write_text(text, encoding="utf-8")
-    python = [one for one in packages if one.type == "pypi" and one.name != "lightning-sm"]
-    options.requirements.write_text("".join(f"{one.name}=={one.version}\n" for one in python), encoding="utf-8")
+    python = [url for url in packages if url.type == "pypi" and url.name != "lightning-sm"]
+    options.requirements.write_text("".join(f"{url.name}=={url.version}\n" for url in python), encoding="utf-8")
     sys.stdout.write(f"{options.bill}: {len(packages)} packages\n")
 
 

@@ -1,7 +1,7 @@
-"""Builds README, the pages of this folder, and the reference, which is generated from the code, into one site.
+"""Sphinx configuration of the site: README, the pages of this folder, and the reference generated from the code.
 
-``make docs`` calls it strictly: a dead link, a page that no other lists, and a name that does not exist are errors.
-The sources are the whole repository, so that each relative link works here as it does where the code is hosted.
+``make docs`` builds strictly: dead links, pages missing from the navigation, and unknown names are errors. The source
+folder is the whole repository, so that relative links work on the site as they do where the code is hosted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import lightning_sm
 project = "lightning_sm"
 release = version = lightning_sm.__version__
 root_doc = "README"
-smartquotes = False  # "--local" in a text is an option
+smartquotes = False  # would turn the "--" of options into a dash
 include_patterns = ["*.md", "app/README.md", "benchmarks/README.md", "docs/**.md", "docs/**.ipynb"]
-# Not searched for pages, which would take seconds.
+# Searching these folders for pages would take seconds.
 exclude_patterns = [".*", "outputs", "tests", "lightning_sm", "docker"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-nb_execution_mode = "off"  # a test executes the notebook; the site shows what it has
+nb_execution_mode = "off"  # a test executes the notebook; the site shows its stored output
 myst_heading_anchors = 4
 
 autodoc_inherit_docstrings = False  # Lightning documents its own hooks
@@ -32,11 +32,11 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 python_use_unqualified_type_names = True
 nitpicky = True
-# What prepare_process returns; its attributes may change.
+# prepare_process returns this class, which is not documented because its attributes may change.
 nitpick_ignore = [
     ("py:class", "lightning_sm.training.process.PreparedProcess"),
 ]
-# Types of the standard library, torch and Lightning: their inventories would have to come from the network.
+# Ignore types of the standard library, torch and Lightning: resolving them needs inventories from the network.
 nitpick_ignore_regex = [("py:.*", r"(?!lightning_sm\.).*")]
 
 html_theme = "furo"

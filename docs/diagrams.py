@@ -1,7 +1,7 @@
-"""Draw the Mermaid diagrams of the pages, for the site, which loads no script from the network (``make diagrams``).
+"""Draw the Mermaid diagrams of the pages as SVGs (``make diagrams``), because the site loads no scripts.
 
-Needs Node 22 with npm, and Chromium or Chrome. A picture is named by its diagram's text: the site's build fails for a
-diagram that was changed and not drawn again.
+This needs Node 22 with npm, and Chromium or Chrome. Each picture is named by a hash of its diagram's text, so the site
+fails to build if a diagram was changed but not drawn again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import mermaid
 _REPOSITORY = mermaid.DOCS.parent
 _RENDERER = "@mermaid-js/mermaid-cli@12"
 _TIMEOUT_S = 300
-# Text as SVG text: what Mermaid does by default, HTML in SVG, is empty in some browsers and viewers.
+# Draw text as SVG text: by default Mermaid embeds HTML in the SVG, which some browsers and viewers show as empty.
 _STYLE = {
     "theme": "neutral",
     "htmlLabels": False,
@@ -30,7 +30,7 @@ _STYLE = {
 
 
 def main() -> int:
-    """Draw what has no picture yet, and remove the pictures of diagrams that are gone."""
+    """Draw all diagrams without a picture, and delete the pictures of removed diagrams."""
     pages = [*_REPOSITORY.glob("*.md"), *mermaid.DOCS.rglob("*.md")]
     sources = {
         mermaid.picture(source): source
@@ -55,7 +55,7 @@ def _draw(source: str, file: Path, browser: str) -> None:
         diagram, style, settings = (Path(folder) / name for name in ("diagram.mmd", "style.json", "browser.json"))
         diagram.write_text(source, encoding="utf-8")
         style.write_text(json.dumps(_STYLE), encoding="utf-8")
-        # Chromium's sandbox does not start as root, as in a container.
+        # Chromium's sandbox cannot start as root, for example in a container.
         settings.write_text(json.dumps({"executablePath": browser, "args": ["--no-sandbox"]}), encoding="utf-8")
         command = [
             "npx",
@@ -75,7 +75,7 @@ def _draw(source: str, file: Path, browser: str) -> None:
 
 
 def _with_size(picture: str) -> str:
-    """Return an SVG that is as large as its text is to be, where the page has room. Mermaid's fills any page."""
+    """Give an SVG its natural size; Mermaid's SVGs fill the page, however wide it is."""
     box = re.search(r'viewBox="\S+ \S+ (\S+) (\S+)"', picture)
     if box is None:
         sys.exit("The renderer's SVG has no viewBox.")

@@ -1,4 +1,4 @@
-"""The Mermaid diagrams of pages, and their pictures, for readers whose viewer draws no diagrams."""
+"""The Mermaid diagrams of pages, and pictures of them for viewers that cannot draw Mermaid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FENCED = re.compile(r"^```mermaid\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
 def picture(source: str) -> Path:
-    """Return where the picture of a diagram is. A changed diagram has none until ``make diagrams`` has drawn it."""
+    """Return the path of a diagram's picture, which does not exist until ``make diagrams`` has drawn it."""
     return PICTURES / f"{hashlib.sha256(source.encode()).hexdigest()[:12]}.svg"
 
 
@@ -26,7 +26,7 @@ def with_pictures(text: str, address: Callable[[Path], str]) -> str:
     """Return a page with pictures in place of its diagrams.
 
     Args:
-        text: The page.
-        address: Gives the address of a picture by its file.
+        text: Text of the page.
+        address: Function that returns the address of a picture file.
     """
-    return _FENCED.sub(lambda found: f"![Diagram]({address(picture(found[1]))})\n", text)
+    return _FENCED.sub(lambda match: f"![Diagram]({address(picture(match[1]))})\n", text)

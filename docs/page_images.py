@@ -1,6 +1,6 @@
-"""Pictures of pages that exist for light and dark viewers, and for phones, as GitHub shows them: ``<picture>``.
+"""The ``<picture>`` elements of pages, with which GitHub chooses an image for light or dark mode and for phones.
 
-Sphinx and the package index know no such elements.
+Sphinx and the package index do not support this element, so their builds replace it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 _PICTURE = re.compile(r"^<picture>\n(.*?)^</picture>\n", re.MULTILINE | re.DOTALL)
 _SOURCE = re.compile(r'^  <source media="(.+)" srcset="(.+)">$', re.MULTILINE)
 _IMAGE = re.compile(r'^  <img src="(\S+)" alt="([^"]+)"(?: width="(\d+)")?>$', re.MULTILINE)
-# The classes by which the site shows a file: of the screen (site.css) and of the colours (furo).
+# CSS classes with which the site chooses a file, by screen (site.css) and by colours (furo).
 _MEDIA = {
     "": ("only-page", "only-light"),
     "(prefers-color-scheme: dark)": ("only-page", "only-dark"),
@@ -25,10 +25,10 @@ class PageImage:
     """A picture of a page.
 
     Attributes:
-        file: The file for whoever gets no other one, as the page names it.
+        file: The default file, as the page names it.
         text: What the picture shows.
-        width: In CSS pixels; None: as wide as the page.
-        others: Files by the media for which they are.
+        width: Width in CSS pixels; None for the width of the page.
+        others: Other files, by media query.
     """
 
     file: str
@@ -41,31 +41,31 @@ def page_images(page: str) -> list[PageImage]:
     """Return the pictures of a page.
 
     Raises:
-        ValueError: A picture is not written as all others are.
+        ValueError: A ``<picture>`` does not have the expected format.
     """
-    return [_read(found) for found in _PICTURE.finditer(page)]
+    return [_read(match) for match in _PICTURE.finditer(page)]
 
 
 def as_markdown(page: str) -> str:
-    """Return a page whose pictures are images of Markdown, each with one file."""
-    return _PICTURE.sub(lambda found: f"![{_read(found).text}]({_read(found).file})\n", page)
+    """Return a page with each picture replaced by a Markdown image of its default file."""
+    return _PICTURE.sub(lambda match: f"![{_read(match).text}]({_read(match).file})\n", page)
 
 
 def as_directives(page: str) -> str:
-    """Return a page whose pictures are directives of Sphinx, one for each file, of which the theme shows one."""
-    return _PICTURE.sub(lambda found: _directives(_read(found)), page)
+    """Return a page with each picture replaced by Sphinx directives, one per file; the theme shows one of them."""
+    return _PICTURE.sub(lambda match: _directives(_read(match)), page)
 
 
-def _read(found: re.Match[str]) -> PageImage:
-    image, others = _IMAGE.search(found[1]), dict(_SOURCE.findall(found[1]))
-    if image is None or len(others) != found[1].count("<source") or not others.keys() <= _MEDIA.keys():
-        raise ValueError(f"A picture is not written as docs/page_images.py reads it:\n{found[0]}")
+def _read(match: re.Match[str]) -> PageImage:
+    image, others = _IMAGE.search(match[1]), dict(_SOURCE.findall(match[1]))
+    if image is None or len(others) != match[1].count("<source") or not others.keys() <= _MEDIA.keys():
+        raise ValueError(f"A <picture> does not have the format that docs/page_images.py expects:\n{match[0]}")
     return PageImage(image[1], image[2], int(image[3]) if image[3] else None, others)
 
 
 def _directives(image: PageImage) -> str:
     files = {"": image.file} | image.others
-    media = [_MEDIA[one] for one in files]
+    media = [_MEDIA[query] for query in files]
     is_on_all_screens = not any(screen == "only-phone" for screen, _ in media)
     has_all_colours = not any(colours == "only-dark" for _, colours in media)
     lines = []

@@ -1,8 +1,8 @@
-"""Make the pictures of README and the pages from jobs of the emulator (``make pictures``).
+"""Make the pictures of README and the pages from emulated jobs (``make pictures``).
 
-A report has PNGs for pages and for phones, light and dark; what a terminal shows is one SVG. It needs Linux, and
-Chromium or Chrome, and takes ten minutes. Steps and transforms of the jobs take fixed times (``slow_data.py``), so that
-a busy machine changes little.
+Each report becomes PNGs for pages and phones, light and dark; each terminal session becomes one SVG. This needs Linux
+and Chromium or Chrome, and takes ten minutes. Steps and transforms of the jobs sleep for fixed times
+(``slow_data.py``), so a busy machine changes little.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _TIMEOUT_S = 900
 _MAX_BYTES = 200_000
 _MARGIN_PX, _SCALE, _NUM_COLOURS = 12, 2, 255
 
-# An example of prices, in dollars per hour: about those of us-east-1, and not looked up.
+# Example prices in dollars per hour, close to those in us-east-1; they are not looked up.
 _TRAINER, _DATA = "ml.g5.xlarge", "ml.c5.2xlarge"
 _PRICES = [f"--price={_TRAINER}=1.408", f"--price={_DATA}=0.408"]
-# As many workers as a data host has vCPUs.
+# One worker per vCPU of a data host.
 _SLOW_DATA = ["docs/slow_data.py", "fit", "--data_service.workers=8"]
 _STEPS = 600
 
-# The first check of doctor whose result is of the machine that makes the pictures, not of the job.
+# From this check on, doctor's results describe the machine that makes the pictures, not the job.
 _FIRST_OF_MACHINE = "EFA and NCCL"
 
 _DIGITS_OPTIONS = ["--group", "trainer=2", "--group", "data=1", "--fault", "interrupt@step=40"]
 _DIGITS = ["app/train.py", "fit", "--config", "app/configs/digits.yaml"]
-# What a reader of half a minute needs; each line of the job that matches none of these is left out.
+# The lines that a reader with half a minute needs. The picture omits all others.
 _SHOWN = [
     r"^Attempt \d",
     r"^algo-\d \| +(host +group|-{7} |algo-\d)",
@@ -66,26 +66,26 @@ class ReportPicture:
     """A picture of the beginning of a report.
 
     Attributes:
-        widths: Of the page, in CSS pixels, by what the names of the files have for them.
-        end: Selector of the element before which it ends.
+        widths: Widths of the page in CSS pixels, by suffix of the file name.
+        end: CSS selector of the element before which the picture ends.
     """
 
     widths: Mapping[str, int]
     end: str
 
     def height(self, page: Page) -> float:
-        """Return how many pixels of the page that is shown are in the picture.
+        """Return the height of the picture on the current page, in pixels.
 
         Raises:
             LookupError: The page does not have the element.
         """
         top = page.evaluate(f"document.querySelector('{self.end}')?.getBoundingClientRect().top")
         if top is None:
-            raise LookupError(f"No element of the report is {self.end!r}. Name the one before which the picture ends.")
+            raise LookupError(f"The report has no element {self.end!r}. Name the element after the picture.")
         return float(top) - _MARGIN_PX
 
     def take(self, page: Page, report: Path, name: str) -> None:
-        """Write the picture of a report in all widths, in light and in dark."""
+        """Write the pictures of a report in all widths, light and dark."""
         for (suffix, width), is_dark in product(self.widths.items(), (False, True)):
             file = _png(name, suffix, is_dark=is_dark)
             page.open(report, width=width, is_dark=is_dark)
@@ -107,7 +107,7 @@ _TERMINALS = ["terminal", "terminal-phone", "doctor"]
 
 
 def files() -> set[Path]:
-    """Return all files that are made."""
+    """Return the paths of all pictures."""
     made = {_svg(name) for name in _TERMINALS}
     for name, picture in REPORTS.items():
         made |= {_png(name, suffix, is_dark=is_dark) for suffix in picture.widths for is_dark in (False, True)}
@@ -115,7 +115,7 @@ def files() -> set[Path]:
 
 
 def main() -> int:
-    """Run the jobs, write their pictures, and remove what is none of these."""
+    """Run the jobs, write their pictures, and delete all other files of the folder."""
     for file in set(IMAGES.iterdir()) - files():
         file.unlink()
     doctor()
@@ -145,10 +145,10 @@ def train(folder: Path, data_hosts: int, *options: str, steps: int = _STEPS) -> 
     """Run a job whose transforms are slow.
 
     Args:
-        folder: For the folder of the run.
-        data_hosts: Their number.
-        options: Of the emulator.
-        steps: Of the training.
+        folder: Folder in which the run gets its folder.
+        data_hosts: Number of data hosts.
+        options: Further options of the emulator.
+        steps: Number of training steps.
     """
     command = ["local", "--base-dir", str(folder), "--group", f"trainer=1:{_TRAINER}"]
     command += ["--group", f"data={data_hosts}:{_DATA}"]
@@ -163,7 +163,7 @@ def doctor() -> None:
         resources = resource_config(groups, "algo-1", instance_types={"trainer": _TRAINER, "data": _DATA})
         write_job(Path(name), resources, hyperparameters={})
         job = {"TRAINING_JOB_NAME": "digits", "LIGHTNING_SM_MAX_RESTART": "3"}
-        # As process 1, which it is in a container.
+        # Run doctor as process 1, as in a container.
         command = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", *_COMMAND, "doctor"]
         shown = _output(command, {1}, COLUMNS="118", SAGEMAKER_BASE_DIR=name, **job)
     end = next(number for number, line in enumerate(shown) if line.startswith(_FIRST_OF_MACHINE))
@@ -172,10 +172,10 @@ def doctor() -> None:
 
 
 def interrupted_digits() -> None:
-    """Write the moving pictures of README: a job that is interrupted, and resumes."""
+    """Write the animated pictures of README: a job that is interrupted and resumes."""
     shown = f"$ lightning-sm local {' '.join(_DIGITS_OPTIONS)} -- {' '.join(_DIGITS)}"
     lines = _lines(["local", *_DIGITS_OPTIONS, "--discard", "--", *_DIGITS])
-    kept = [line for line in lines if any(re.search(one, line.text) for one in _SHOWN)]
+    kept = [line for line in lines if any(re.search(pattern, line.text) for pattern in _SHOWN)]
     title = "A job on two emulated trainer hosts and a data host: interrupted, resumed, done"
     paced = terminal.paced([terminal.TimedLine(0.0, shown), *kept])
     for name, on_phone in (("terminal", False), ("terminal-phone", True)):
@@ -183,7 +183,7 @@ def interrupted_digits() -> None:
 
 
 def _lines(arguments: Sequence[str]) -> Iterator[terminal.TimedLine]:
-    """Run a command of lightning-sm, and yield the lines of its output as they come."""
+    """Run a lightning-sm command, and yield the lines of its output as they arrive."""
     began = time.monotonic()
     lines = []
     with subprocess.Popen(
@@ -217,7 +217,7 @@ def _output(command: Sequence[str], codes: Collection[int] = (0,), **variables: 
         check=False,
     )
     if ended.returncode not in codes:
-        sys.exit(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
+        sys.exit(f"{' '.join(command)} exited with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
     return ended.stdout.rstrip().splitlines()
 
 

@@ -1,6 +1,6 @@
-"""The reference, generated from the code as Markdown: commands, variables, the job file, and the public names.
+"""Generate the reference from the code as Markdown: commands, variables, the job file, and the public names.
 
-The pages in docs/reference have it for readers of the repository; ``python docs/reference.py`` writes it there.
+``python docs/reference.py`` writes it into the pages in docs/reference, for readers of the repository.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from lightning_sm.submit import command as submit
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.job_keys import KeyField, all_keys, is_section, shown_default
 
-# Code, which stays as it is, or the character that would begin HTML.
+# Matches inline code, which stays unchanged, or a "<" that would start HTML.
 _LESS = re.compile(r"(`[^`]*`)|<")
 _COLUMNS = 100  # of signatures
 FOLDER = Path(__file__).parent / "reference"
-# Where a page has its generated text.
+# Matches the place of generated text in a page.
 PLACE = re.compile(r"^<!-- generated: ([\w-]+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
-# What argparse calls the options that no group of ours has.
+# argparse's titles for arguments and options outside any named group.
 _UNNAMED_GROUPS = {"positional arguments", "options"}
 
 
 def commands() -> str:
-    """A section for each command: what it does, its usage, its options, and what else its help says."""
+    """Return a section for each command: description, usage, options, and the other text of its help."""
     sections = []
     told: set[str] = set()
     for parser, line in _leaves(program._parser(with_all_options=True), ""):
@@ -42,7 +42,7 @@ def commands() -> str:
         rows = list(_options(parser))
         if rows:
             parts.append(_table(rows, ("option", "meaning")).rstrip())
-        # Examples are in the guides. What the help of several commands says stands once.
+        # Omit examples, which are in the guides, and print text shared by several commands only once.
         for text in (parser.epilog or "").strip().split("\n\n"):
             if text and text not in told and not text.startswith("example"):
                 parts.append(f"```text\n{text}\n```" if "\n  " in text else _capitalized(text))
@@ -52,7 +52,7 @@ def commands() -> str:
 
 
 def _leaves(parser: argparse.ArgumentParser, about: str) -> Iterator[tuple[argparse.ArgumentParser, str]]:
-    """The parsers of all commands, those of commands within commands included, each with its line in the list."""
+    """Yield the parser of each command and subcommand, with its one-line help."""
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for action in inner:
         abouts = {choice.dest: choice.help or "" for choice in action._get_subactions()}
@@ -63,7 +63,7 @@ def _leaves(parser: argparse.ArgumentParser, about: str) -> Iterator[tuple[argpa
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """How a command is called, its options apart from the rest."""
+    """Return a command's usage, with all options abbreviated to ``[options]``."""
     forms = {"?": "[{0}]", "+": "{0} [{0} ...]"}
     words = [parser.prog]
     if any(action.option_strings and action.dest != "help" for action in parser._actions):
@@ -77,7 +77,7 @@ def _usage(parser: argparse.ArgumentParser) -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Each argument and option except ``--help``, with its meaning; the keys of a job file have a page of their own."""
+    """Yield each argument and option except ``--help``, with its meaning; job-file keys are on a separate page."""
     for group in parser._action_groups:
         if group.title == submit._KEYS:
             yield "`--KEY VALUE`", "override a [key of the job file](job-file.md), such as `--groups.trainer.count=4`"
@@ -102,14 +102,14 @@ def _value(action: argparse.Action) -> str:
 
 
 def settings() -> str:
-    """A table of the environment variables that users set."""
-    rows = [(f"`{one.name}`", one.default_text, one.meaning) for one in USER_SETTINGS]
+    """Return a table of the environment variables that users set."""
+    rows = [(f"`{setting.name}`", setting.default_text, setting.meaning) for setting in USER_SETTINGS]
     return _table(rows, ("variable", "default", "meaning"))
 
 
 def job_file() -> str:
-    """A table of the keys of a job file, those within other keys included."""
-    # The table is on a page in docs/reference; the meanings are written for that page, too.
+    """Return a table of all keys of a job file, including nested ones."""
+    # Links in the meanings are relative to docs/reference, where the table is.
     rows = [
         (f"`{'.'.join(path.parts)}`", _type(path.field.kind), _default(path.field), _meaning(path.field))
         for path in all_keys(Job)
@@ -118,10 +118,10 @@ def job_file() -> str:
 
 
 def python() -> str:
-    """A table of the public names, and their signatures."""
+    """Return a table of the public names, followed by their signatures."""
     values = {name: getattr(lightning_sm, name) for name in lightning_sm.__all__}
     rows = [(f"`{name}`", _first_paragraph(value)) for name, value in values.items() if callable(value)]
-    # The signature of an enumeration is that of the class Enum.
+    # Omit enumerations: inspect only reports the signature of Enum itself.
     calls = [
         _call(name, value)
         for name, value in values.items()
@@ -132,7 +132,7 @@ def python() -> str:
 
 def _first_paragraph(value: Any) -> str:
     about = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
-    return re.sub(r"``(.+?)``", r"`\1`", about)  # code of reStructuredText
+    return re.sub(r"``(.+?)``", r"`\1`", about)  # reStructuredText's inline code
 
 
 def _call(name: str, value: Any) -> str:
@@ -146,32 +146,32 @@ def _call(name: str, value: Any) -> str:
 
 
 def _packed(parameters: Iterable[str]) -> str:
-    """As many parameters on a line as fit; a parameter is not divided, whatever spaces it has."""
+    """Wrap parameters into lines without splitting any of them, even if they contain spaces."""
     lines: list[str] = []
-    for one in parameters:
-        if lines and len(lines[-1]) + len(f" {one},") <= _COLUMNS:
-            lines[-1] += f" {one},"
+    for parameter in parameters:
+        if lines and len(lines[-1]) + len(f" {parameter},") <= _COLUMNS:
+            lines[-1] += f" {parameter},"
         else:
-            lines.append(f"    {one},")
+            lines.append(f"    {parameter},")
     return "".join(f"{line}\n" for line in lines)
 
 
 def _parameters(signature: inspect.Signature) -> Iterator[str]:
     before = None
-    for one in signature.parameters.values():
-        if one.kind is one.KEYWORD_ONLY and before not in (one.KEYWORD_ONLY, one.VAR_POSITIONAL):
+    for param in signature.parameters.values():
+        if param.kind is param.KEYWORD_ONLY and before not in (param.KEYWORD_ONLY, param.VAR_POSITIONAL):
             yield "*"
-        before = one.kind
-        yield _unquoted(str(one))
+        before = param.kind
+        yield _unquoted(str(param))
 
 
 def _unquoted(signature: str) -> str:
-    """Annotations are strings to ``inspect``."""
+    """Remove the quotes of annotations, which ``inspect`` prints as strings."""
     return re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
 
 
 def python_directives() -> str:
-    """The same sections for the site; Sphinx fills them with the signatures and the whole docstrings."""
+    """Return a section for each public name, which Sphinx fills with its signature and whole docstring."""
     sections = []
     for name in lightning_sm.__all__:
         value = getattr(lightning_sm, name)
@@ -185,7 +185,7 @@ def python_directives() -> str:
 
 
 def _own_members(kind: type) -> list[str]:
-    """What a class adds. Hooks of Lightning that it overrides are documented, and called, by Lightning."""
+    """Return the public members that a class adds; Lightning documents the hooks that it overrides."""
     foreign = [base for base in kind.__mro__ if not base.__module__.startswith("lightning_sm")]
     return [
         name
@@ -197,12 +197,12 @@ def _own_members(kind: type) -> list[str]:
 
 
 def _type(hint: Any) -> str:
-    """A type in the words of a job file."""
+    """Describe a type in the terms of a job file."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_type(one) for one in args if one is not type(None))
+        return " or ".join(_type(arg) for arg in args if arg is not type(None))
     if origin is typing.Literal:
-        return " or ".join(f"`{one}`" for one in args)
+        return " or ".join(f"`{arg}`" for arg in args)
     if origin is dict:
         return f"`{{NAME: value}}`, each value: {_type(args[1])}"
     if origin is list:
@@ -213,22 +213,22 @@ def _type(hint: Any) -> str:
     return plain.get(hint) or inspect.formatannotation(hint)
 
 
-def _default(one: KeyField) -> str:
-    if one.is_required:
+def _default(key: KeyField) -> str:
+    if key.is_required:
         return "**required**"
-    if is_section(type(one.default)):
+    if is_section(type(key.default)):
         return "as below"
-    return "none" if one.default in (None, [], {}) else f"`{shown_default(one.default)}`"
+    return "none" if key.default in (None, [], {}) else f"`{shown_default(key.default)}`"
 
 
-def _meaning(one: KeyField) -> str:
-    has_parts = is_section(one.kind) or typing.get_origin(one.kind) in {dict, list}
-    return f"{one.about.meaning} Example: `{one.name}: {one.about.example}`" if has_parts else one.about.meaning
+def _meaning(key: KeyField) -> str:
+    has_parts = is_section(key.kind) or typing.get_origin(key.kind) in {dict, list}
+    return f"{key.about.meaning} Example: `{key.name}: {key.about.example}`" if has_parts else key.about.meaning
 
 
 def _table(rows: Sequence[tuple[str, ...]], headers: tuple[str, ...]) -> str:
-    # A bar within a cell would begin the next one, and <name> is a placeholder, not HTML, outside of code.
-    safe = [[_LESS.sub(lambda one: one[1] or "&lt;", cell.replace("|", "\\|")) for cell in row] for row in rows]
+    # Escape bars, which would start a new cell, and "<" outside code: <name> is a placeholder, not HTML.
+    safe = [[_LESS.sub(lambda match: match[1] or "&lt;", cell.replace("|", "\\|")) for cell in row] for row in rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in [headers, ["---"] * len(headers), *safe])
 
 
@@ -241,8 +241,8 @@ GENERATED: dict[str, Callable[[], str]] = {
 
 
 def complete(page: str) -> str:
-    """Return the text of a page with what is generated today."""
-    return PLACE.sub(lambda found: f"<!-- generated: {found[1]} -->\n{GENERATED[found[1]]()}<!-- end -->", page)
+    """Return a page with its generated text brought up to date."""
+    return PLACE.sub(lambda match: f"<!-- generated: {match[1]} -->\n{GENERATED[match[1]]()}<!-- end -->", page)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Prepare a checkout for the package index: where the project lives, and links that work without the repository.
+"""Prepare a checkout for the package index: add the project's URLs, and make README's links absolute.
 
     python docs/release.py https://github.com/OWNER/NAME v0.1.0
 
-The release workflow runs it before it builds. In the repository, links stay relative, and no file names an address that
-another copy would have to change.
+The release workflow runs this before it builds. In the repository itself, links stay relative and no file contains the
+repository's URL, so that a fork has nothing to change.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _TABLE_AFTER_URLS = "[project.optional-dependencies]\n"
 
 
 def prepare(repository: Path, url: str, tag: str) -> None:
-    """Write addresses into a checkout.
+    """Write the project's URLs into pyproject.toml, and absolute links into README.
 
     Args:
-        repository: The checkout.
-        url: Address of the repository, on a host with GitHub's paths.
-        tag: The tag of the release, ``v`` and the version.
+        repository: Folder of the checkout.
+        url: URL of the repository, on a host that uses GitHub's paths.
+        tag: Tag of the release: ``v`` and the version.
 
     Raises:
-        ValueError: The tag is not the package's version, or README links to a file that does not exist.
+        ValueError: The tag does not match the package's version, or README links to a file that does not exist.
     """
     version = _VERSION.search((repository / "lightning_sm" / "_version.py").read_text(encoding="utf-8"))
     if version is None or tag != f"v{version[1]}":
@@ -45,19 +45,19 @@ def absolute(text: str, repository: Path, url: str, tag: str) -> str:
     """Return README with absolute links and pictures, and with pictures of its diagrams.
 
     Args:
-        text: README.
-        repository: The checkout, in which the files that it links to are.
-        url: As in `prepare`.
-        tag: As in `prepare`.
+        text: Text of README.
+        repository: Folder of the checkout, with the files that README links to.
+        url: URL of the repository, as for `prepare`.
+        tag: Tag of the release, as for `prepare`.
 
     Raises:
-        ValueError: A file does not exist.
+        ValueError: README links to a file that does not exist.
     """
 
-    def address(found: re.Match[str]) -> str:
-        label, target = found.groups()
+    def address(match: re.Match[str]) -> str:
+        label, target = match.groups()
         if "://" in target:
-            return found[0]
+            return match[0]
         path, _, place = target.partition("#")
         if path and not (repository / path).exists():
             raise ValueError(f"README.md links to {path}, which does not exist.")
@@ -67,7 +67,7 @@ def absolute(text: str, repository: Path, url: str, tag: str) -> str:
     with_pictures = mermaid.with_pictures(
         page_images.as_markdown(text), lambda file: file.relative_to(mermaid.DOCS.parent).as_posix()
     )
-    # Code is no link.
+    # Code blocks may contain text that looks like a link: leave them unchanged.
     parts = re.split(r"(^```.*?^```$)", with_pictures, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else _LINK.sub(address, part) for part in parts)
 

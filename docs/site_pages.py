@@ -1,4 +1,4 @@
-"""What the site needs besides the pages: navigation, diagrams that load nothing, and the generated reference."""
+"""Additions to the pages on the site: navigation, pictures of diagrams, and the generated reference."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sphinx.environment import BuildEnvironment
 
 import lightning_sm
 
-# Words by which the search is to find a page, and which readers of the page do not see.
+# Matches hidden keywords by which the search finds a page.
 _SEARCH_WORDS = re.compile(r"^<!-- search: (.+) -->$", re.MULTILINE)
 _NAVIGATION = "## Documentation\n"
-# Sphinx fills these with more than the pages in the repository have.
+# On the site, Sphinx adds whole docstrings to the public names.
 _GENERATED = {**reference.GENERATED, "python": reference.python_directives}
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register what happens to each page while it is read."""
+    """Register the handlers that change each page while Sphinx reads it."""
     app.connect("env-get-outdated", _reference_pages)
     app.connect("source-read", _complete)
     app.connect("missing-reference", _public_name)
@@ -31,7 +31,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _reference_pages(app: Sphinx, env: BuildEnvironment, *_changes: set[str]) -> list[str]:
-    """They are read in each build, since the code may have changed while their files did not."""
+    """Mark the reference pages as outdated in each build: the code may have changed although their files did not."""
     return [page for page in env.found_docs if page.startswith("docs/reference/")]
 
 
@@ -39,15 +39,15 @@ def _complete(app: Sphinx, page: str, content: list[str]) -> None:
     text = content[0]
     if page == app.config.root_doc:
         text += _toctrees(text)
-    # An absolute path starts from the repository.
+    # Sphinx resolves absolute paths against the root of the repository.
     text = mermaid.with_pictures(text, lambda file: f"/{file.relative_to(app.srcdir)}")
     text = page_images.as_directives(text)
-    text = _SEARCH_WORDS.sub(lambda found: f"```{{eval-rst}}\n.. index:: {found[1]}\n```\n", text)
-    content[0] = reference.PLACE.sub(lambda found: _GENERATED[found[1]](), text)
+    text = _SEARCH_WORDS.sub(lambda match: f"```{{eval-rst}}\n.. index:: {match[1]}\n```\n", text)
+    content[0] = reference.PLACE.sub(lambda match: _GENERATED[match[1]](), text)
 
 
 def _toctrees(readme: str) -> str:
-    """The navigation has the links of README's section on the documentation, under the same captions."""
+    """Build the navigation from the links and captions of README's section "Documentation"."""
     section = readme.partition(_NAVIGATION)[2].partition("\n## ")[0]
     parts = re.split(r"^\*\*(.+)\*\*", section, flags=re.MULTILINE)[1:]
     trees = []
@@ -60,7 +60,7 @@ def _toctrees(readme: str) -> str:
 def _public_name(
     app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.Element
 ) -> nodes.reference | None:
-    """Link the class that a signature names by its module to the public name under which it is documented."""
+    """Link a class that a signature names by its module to the public name that documents it."""
     target = node.get("reftarget", "")
     name = target.rpartition(".")[2]
     if node.get("refdomain") != "py" or name not in lightning_sm.__all__:

@@ -1,7 +1,7 @@
-"""The training that the pictures show (``make pictures``): digits whose transforms take longer than the step.
+"""The training script of the pictures (``make pictures``): digits whose transforms take longer than the step.
 
-A worker stands for a core of its host, and the step for the work of a GPU: both sleep, since the hosts of the emulator
-share the cores of one machine.
+A worker simulates a core of its host, and the step simulates a GPU. They sleep, because the emulated hosts share the
+cores of one machine.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_sm import SageMakerCLI
 from lightning_sm._lightning import LightningDataModule, LightningModule
 
-_VALIDATED = 360  # of 1,797 images
-_VARIANTS = 3  # of each other image in an epoch
+_VALIDATED = 360  # validation images, of 1,797
+_VARIANTS = 3  # per training image and epoch
 
 
 class Transformed(Dataset[tuple[Tensor, Tensor]]):
-    """Images whose transforms take a worker some time.
+    """Images whose transforms take a fixed time.
 
     Args:
-        images: Shape (N, 64), dtype float32.
-        labels: Shape (N,), dtype int64.
-        sample_s: Seconds for one image.
+        images: Images, (N, 64) float32.
+        labels: Labels, (N,) int64.
+        sample_s: Seconds per image.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, sample_s: float) -> None:
@@ -36,7 +36,7 @@ class Transformed(Dataset[tuple[Tensor, Tensor]]):
         return _VARIANTS * len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Take the time, and return the image, with noise, and its label."""
+        """Sleep, then return the image with noise, and its label."""
         time.sleep(self.sample_s)
         image = self.images[index % len(self.images)]
         return image + 0.3 * torch.randn_like(image), self.labels[index % len(self.labels)]
@@ -46,8 +46,8 @@ class Digits(LightningDataModule):
     """Scikit-learn's digits.
 
     Args:
-        batch_size: Images of a batch.
-        sample_s: Seconds that a worker takes for the transforms of an image.
+        batch_size: Images per batch.
+        sample_s: Seconds that the transforms of an image take.
     """
 
     def __init__(self, batch_size: int = 32, sample_s: float = 0.05) -> None:
@@ -71,11 +71,11 @@ class Digits(LightningDataModule):
 
 
 class Classifier(LightningModule):
-    """A small network whose step takes as long as that of a large one.
+    """A small network whose step takes as long as a large network's.
 
     Args:
-        step_s: Seconds of a step.
-        learning_rate: Of the optimizer.
+        step_s: Seconds per step.
+        learning_rate: Learning rate of Adam.
     """
 
     def __init__(self, step_s: float = 0.09, learning_rate: float = 3e-3) -> None:
@@ -85,16 +85,16 @@ class Classifier(LightningModule):
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Take the time of a step, and return the loss."""
+        """Sleep, then return the loss."""
         time.sleep(self.step_s)
         loss = torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the share of the images that are recognized."""
-        right = self.layers(batch[0]).argmax(dim=1) == batch[1]
-        self.log("val_acc", right.float().mean(), sync_dist=True)
+        """Log the share of correctly classified images."""
+        correct = self.layers(batch[0]).argmax(dim=1) == batch[1]
+        self.log("val_acc", correct.float().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""
@@ -102,5 +102,5 @@ class Classifier(LightningModule):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the network is too small for more
+    torch.set_num_threads(1)  # the network is too small to benefit from more
     SageMakerCLI(Classifier, Digits, seed_everything_default=1)

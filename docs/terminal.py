@@ -1,7 +1,7 @@
-"""Pictures of a terminal: SVG whose text is text, in the colours that the reader's system prefers, light or dark.
+"""Pictures of a terminal: SVGs with real text, in light or dark colours as the reader's system prefers.
 
-A moving picture plays with CSS animations, which browsers and GitHub play without a script. Whoever prefers no motion
-sees its end.
+Animated pictures use CSS animations, which browsers and GitHub play without a script. Readers who prefer reduced motion
+see the last frame.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of progress lines, what one looks at first.
+# Matches the less important values of progress lines, which are omitted.
 _LEFT_OUT = re.compile(r" (train_loss_step|train_loss|train_acc|steps_per_s|samples_per_s|memory_gb|eta)=\S+")
 _COLUMNS, _ROWS = 118, 24
 _PHONE_COLUMNS = 66
 _WIDE_TABLE = re.compile(r"^attempt +host |^-+ {2}-|^ +\d+ {2}algo-")
 _CHAR_PX, _LINE_PX, _MARGIN_PX = 7.8, 19, 16
-# Nobody watches a job wait: longer pauses last this long, and the end stays for this long.
+# Longer pauses are cut to the first value, because nobody watches a job wait. The last frame stays for the last value.
 _LONGEST_PAUSE_S, _SPEED, _END_S = 1.2, 4.0, 7.0
 _OTHER = "other"
-# The first that fits decides. Colours repeat what words say.
+# The first matching pattern decides the colour, which only repeats what the words say.
 _KINDS = {
     "command": r"^\$ ",
     "bad": r"^Fault |^\S.*? {2,}problem |^\d+ problem",
@@ -29,7 +29,7 @@ _KINDS = {
     "saved": r"Interrupted: |Resuming from|\+ (training|serving)",
     "progress": "epoch=|^epoch ",
 }
-# Text on its background has a contrast of at least 4.5 in both (WCAG AA).
+# In both palettes, text has a contrast of at least 4.5 (WCAG AA).
 _LIGHT = {
     "background": "#f6f8fa",
     _OTHER: "#1f2328",
@@ -55,8 +55,8 @@ class TimedLine:
     """A line of the terminal.
 
     Attributes:
-        at_s: When it appears, in seconds.
-        text: The line.
+        at_s: Seconds from the beginning until the line appears.
+        text: Text of the line.
     """
 
     at_s: float
@@ -64,12 +64,12 @@ class TimedLine:
 
 
 def shortened(text: str) -> str:
-    """Return a line without what a reader of half a minute does not need: more metrics, the folders of the run."""
+    """Return a line without minor metrics and the folders of the run, which a reader with half a minute can skip."""
     return re.sub(r"/\S+/(?=[^/\s]+\.ckpt)", "…/", re.sub(r"lightning-sm: local-\S+: ", "", _LEFT_OUT.sub("", text)))
 
 
 def paced(lines: Sequence[TimedLine]) -> list[TimedLine]:
-    """Return the lines at the pace of the picture: faster than the job, and without its long pauses."""
+    """Return the lines at the pace of the picture: faster than the job, with long pauses cut short."""
     at_s, before_s, result = 0.0, 0.0, []
     for line in lines:
         at_s += min(_LONGEST_PAUSE_S, (line.at_s - before_s) / _SPEED)
@@ -79,11 +79,11 @@ def paced(lines: Sequence[TimedLine]) -> list[TimedLine]:
 
 
 def still(title: str, lines: Sequence[str]) -> str:
-    """Return lines as an SVG, as high as they are. A line that begins with blanks continues the one above.
+    """Return lines as an SVG of their height.
 
     Args:
         title: What the picture shows.
-        lines: The lines.
+        lines: The lines; an indented line has the colour of the line above.
     """
     texts, kind = [], _OTHER
     for number, line in enumerate(lines):
@@ -93,13 +93,12 @@ def still(title: str, lines: Sequence[str]) -> str:
 
 
 def moving(title: str, lines: Sequence[TimedLine], *, on_phone: bool = False) -> str:
-    """Return lines as an SVG, which shows them one by one, scrolls, and begins again.
+    """Return lines as an SVG that shows them one by one, scrolls, and starts over.
 
     Args:
         title: What the picture shows.
-        lines: The lines, in the order of time.
-        on_phone: Whether it is half as wide, without tables that need more. What else does not fit into a line
-            continues below it.
+        lines: The lines, in order of time.
+        on_phone: Whether to halve the width and omit tables that need more; other long lines are wrapped.
     """
     columns = _PHONE_COLUMNS if on_phone else _COLUMNS
     lines = [
@@ -110,7 +109,7 @@ def moving(title: str, lines: Sequence[TimedLine], *, on_phone: bool = False) ->
     ]
     total_s = lines[-1].at_s + _END_S
     styles, texts, kind = [], [], _OTHER
-    hidden: dict[float, int] = {}  # lines that have left the screen, by the percentage of the time
+    hidden: dict[float, int] = {}  # number of lines that have scrolled off the screen, by percentage of the time
     for number, line in enumerate(lines):
         percent = 100 * line.at_s / total_s
         styles.append(
@@ -123,7 +122,7 @@ def moving(title: str, lines: Sequence[TimedLine], *, on_phone: bool = False) ->
         hidden[percent] = max(0, number + 1 - _ROWS)
     scroll, before = ["0% { transform: translateY(0px) }"], 0
     for percent, rows in hidden.items():
-        # The first of each two holds the screen until then.
+        # The first keyframe of each pair holds the screen still until the second scrolls it.
         scroll += [f"{percent:.2f}% {{ {_up(before)} }}", f"{percent + 0.01:.2f}% {{ {_up(rows)} }}"]
         before = rows
     scroll.append(f"100% {{ {_up(before)} }}")

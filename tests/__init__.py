@@ -1,1 +1,1 @@
-"""The tests of lightning_sm and of the example app."""
+"""Tests of lightning_sm and the example app."""

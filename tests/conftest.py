@@ -1,4 +1,4 @@
-"""Guards around every test: no skips where none are allowed, nothing left behind."""
+"""Guards around every test: fail on forbidden skips, and on leftover processes and threads."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests import quick_processes
 from tests.sdk import sdk_environment
 from tests.tiers import mark_tiers
 
-# On a busy machine any example may take longer than Hypothesis's 200 ms; speed is measured in benchmarks.
+# On a busy machine, any example may exceed Hypothesis's deadline of 200 ms. Benchmarks measure speed, not tests.
 settings.register_profile("lightning_sm", deadline=None)
 settings.load_profile("lightning_sm")
-# Workers of pytest-xdist and hosts of emulated jobs share the cores. Threads that find none keep the others of their
-# process waiting: an epoch of 20 s took more than four minutes.
+# Workers of pytest-xdist and emulated hosts share the cores. With more threads than cores, the threads of a process
+# wait for each other: an epoch of 20 s took more than four minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A report takes seconds at the end of each job; the tests of reports ask for them.
+# A report would take seconds at the end of each job. Tests of reports turn it on.
 os.environ.setdefault("LIGHTNING_SM_REPORT_S", "0")
-# Nothing is ever sent to AWS: no test finds the credentials of whoever runs it.
+# Hide the user's AWS credentials, so that no test can send anything to AWS.
 for _name in [name for name in os.environ if name.startswith("AWS_")]:
     del os.environ[_name]
 os.environ |= {"AWS_EC2_METADATA_DISABLED": "true"} | dict.fromkeys(
     ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull
 )
-# Before anything imports Lightning, and for the processes that tests start; workers of pytest-xdist inherit it.
+# Do this before anything imports Lightning. Processes that tests start need it, too; pytest-xdist's workers inherit it.
 if str(quick_processes.FOLDER) not in sys.path:
     from tests.quick_processes import sitecustomize  # noqa: F401
 
@@ -45,17 +45,17 @@ _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
 
 
 def pytest_configure() -> None:
-    """Take signals as usual: what was started in the background, or by nohup, ignores some, and so would the tests."""
+    """Restore the default signal handlers: in the background or under nohup, tests would inherit ignored signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # After Ctrl-C xdist kills a worker that is not gone within 10 s; to remove an engine's folder takes longer.
+    # After Ctrl-C, xdist kills workers that do not exit within 10 s, but removing an engine's folder takes longer.
     NodeManager.EXIT_TIMEOUT = 120
 
 
-# First, as xdist reads the groups in the same hook.
+# This must run first, because xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, the fixtures of a file."""
+    """Run tests that share the Docker engine, or the fixtures of a file, in one worker of pytest-xdist."""
     mark_tiers(items)
     for item in items:
         path = item.path.relative_to(_TESTS).as_posix()
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, None, None]:
-    """Turn a skip into a failure where everything that a test may need is supposed to be there."""
+    """Turn skips into failures if LIGHTNING_SM_TEST_NO_SKIPS is set, as on CI, which has everything that tests need."""
     outcome = yield
     report = outcome.get_result()
     if report.skipped and os.environ.get(_NO_SKIPS) and not hasattr(report, "wasxfail"):
@@ -78,27 +78,27 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.fixture(scope="session")
 def sdk2_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An interpreter with version 2 of the SageMaker SDK."""
+    """Provide an interpreter with version 2 of the SageMaker SDK."""
     with sdk_environment(2, _shared(tmp_path_factory)) as python:
         yield python
 
 
 @pytest.fixture(scope="session")
 def sdk3_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An interpreter with version 3 of the SageMaker SDK."""
+    """Provide an interpreter with version 3 of the SageMaker SDK."""
     with sdk_environment(3, _shared(tmp_path_factory)) as python:
         yield python
 
 
 def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all workers of pytest-xdist."""
+    """Return a folder that all workers of pytest-xdist share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(autouse=True)
 def _restored_settings() -> Iterator[None]:
-    """Undo what a training in this process sets for the whole of it."""
+    """Undo the process-wide settings of training runs in this process."""
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):
@@ -119,11 +119,11 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
 def _no_leftovers() -> Iterator[None]:
     """Fail a test that leaves a process or a thread behind."""
     threads = set(threading.enumerate())
-    # Those of fixtures that live longer than a test, and what they start meanwhile.
+    # Children of longer-lived fixtures may run on, and so may the processes that they start during the test.
     before = psutil.Process().children()
     yield
     running = _descendants(psutil.Process())
-    # Looked up last: a data host of a fixture may replace a worker meanwhile.
+    # List the fixtures' processes last: a fixture's data host may have replaced a worker after the first listing.
     known = {*before, *(child for process in before if process.is_running() for child in _descendants(process))}
     processes = [process for process in running if process not in known]
     _, alive = psutil.wait_procs(processes, timeout=20)

@@ -1,4 +1,4 @@
-"""The weights of a job's model, whichever form its strategy exports them in."""
+"""Reader for the exported weights of a job's model, in either format: one file, or shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 
 def exported_weights(model_dirs: Iterable[Path]) -> dict[str, torch.Tensor]:
-    """Read the only ``state_dict.pt`` in the model directories of all hosts, or the shards of their model.ckpt."""
+    """Read the only ``state_dict.pt`` in the model folders of all hosts, or else the shards in their ``model.ckpt``."""
     folders = list(model_dirs)
     plain = [path for folder in folders if (path := folder / "state_dict.pt").exists()]
     if plain:
@@ -26,6 +26,6 @@ def exported_weights(model_dirs: Iterable[Path]) -> dict[str, torch.Tensor]:
                 shutil.copytree(shards, merged, dirs_exist_ok=True)
         dcp_to_torch_save(merged, whole)
         checkpoint = torch.load(whole)
-    # ModelParallelStrategy, or FSDPStrategy.
+    # ModelParallelStrategy exports "state_dict", FSDPStrategy "model".
     shards: dict[str, torch.Tensor] = checkpoint["state_dict" if "state_dict" in checkpoint else "model"]
     return shards

@@ -1,6 +1,6 @@
-"""The SageMaker SDKs for tests, each in a virtual environment that ends with them.
+"""The SageMaker SDKs, each in a virtual environment that is removed after the tests.
 
-Versions 2 and 3 have one distribution name, so they cannot be in one environment.
+Versions 2 and 3 share a distribution name, so they cannot be in one environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-# sagemaker-train is the part of version 3 that trains.
+# sagemaker-train is the training part of version 3.
 REQUIREMENTS = {2: "sagemaker[local]>=2.257.1,<3", 3: "sagemaker-train>=1.27,<2"}
 _TIMEOUT_S = 900
 
@@ -25,20 +25,20 @@ _TIMEOUT_S = 900
 def sdk_environment(version: int, shared: Path) -> Iterator[Path]:
     """Provide the interpreter of an environment with an SDK, or skip the test if it cannot be installed.
 
-    ``LIGHTNING_SM_TEST_SDK2`` and ``LIGHTNING_SM_TEST_SDK3`` name interpreters that have one already, for those who
-    repeat tests.
+    To save time when repeating tests, set ``LIGHTNING_SM_TEST_SDK2`` and ``LIGHTNING_SM_TEST_SDK3`` to interpreters
+    that already have the SDK.
 
     Args:
         version: 2 or 3.
-        shared: A folder of all workers of pytest-xdist: the first one installs, and the last one removes.
+        shared: Folder shared by all workers of pytest-xdist. The first worker installs, and the last one removes.
     """
-    stated = os.environ.get(f"LIGHTNING_SM_TEST_SDK{version}")
-    if stated:
-        yield Path(stated)
+    interpreter = os.environ.get(f"LIGHTNING_SM_TEST_SDK{version}")
+    if interpreter:
+        yield Path(interpreter)
         return
     folder = shared / f"sdk{version}"
-    # Who installs or removes holds one lock for as long as that takes; users share the other one to the end of their
-    # tests, when whoever then has it alone removes the environment.
+    # A worker that installs or removes the environment holds the first lock meanwhile. Workers share the second lock
+    # until the end of their tests; a worker that can then lock it exclusively removes the environment.
     with folder.with_suffix(".lock").open("w") as change, folder.with_suffix(".users").open("w") as users:
         fcntl.flock(change, fcntl.LOCK_EX)
         if not (folder / ".ready").exists():
@@ -58,13 +58,13 @@ def sdk_environment(version: int, shared: Path) -> Iterator[Path]:
 
 
 def drivers_of(python: Path) -> Path:
-    """The scripts that version 3 puts into a job.
+    """Return the folder of the scripts that version 3 adds to a job.
 
     Args:
-        python: The interpreter of its environment.
+        python: Interpreter of the SDK's environment.
     """
-    (found,) = (python.parents[1] / "lib").glob("python3*/site-packages/sagemaker/train/container_drivers")
-    return found
+    (folder,) = (python.parents[1] / "lib").glob("python3*/site-packages/sagemaker/train/container_drivers")
+    return folder
 
 
 def _install(version: int, folder: Path) -> None:

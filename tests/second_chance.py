@@ -1,7 +1,7 @@
-"""pytest with a second chance: tests that fail run once more after all others, alone, one after the other.
+"""pytest with a second chance: failed tests run again after all others, one at a time.
 
-Among thousands of tests with real processes, one that meets a busy moment would refuse a change that is right. What
-fails twice is a defect, and so are more failures at once than bad luck explains. Usage, as the Makefile does it:
+Among thousands of tests with real processes, a single busy moment could reject a correct change. A test that fails
+twice has found a defect, and so have more failures at once than bad luck explains. Usage, as in the Makefile:
 ``python -m tests.second_chance PYTEST-ARGUMENTS``.
 """
 
@@ -19,20 +19,20 @@ from xml.etree import ElementTree as ET
 import pytest
 
 MAX_FLAKY = 5
-# The tests in containers form one group, which takes longest and so starts before the other groups.
+# Keep xdist from reordering groups: the tests in containers form the longest group, which must start first.
 _PYTEST = (sys.executable, "-m", "pytest", "--dist", "loadgroup", "--no-loadscope-reorder")
-# With one worker of xdist, because xdist adds their groups to the names of the tests that it reports.
+# Use one xdist worker even here: xdist adds groups to test names, so without it no name would match the first run's.
 _ONLY_FAILED = ("-n", "1", "--last-failed", "--last-failed-no-failures", "none")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run tests, and those that failed once more if they are few.
+    """Run tests, and run the failed ones again if they are few.
 
     Args:
         arguments: Arguments of pytest.
 
     Returns:
-        Exit code of pytest: 0 if each test passed in one of both runs.
+        Exit code of pytest: 0 if each test passed in one of the two runs.
     """
     with tempfile.TemporaryDirectory() as folder:
         cache = ("-o", f"cache_dir={folder}/cache")
@@ -57,13 +57,13 @@ def first_errors(results: Path) -> Mapping[str, str]:
     """Return the first line of each failed test's first error, by name of the test.
 
     Args:
-        results: What pytest's ``--junitxml`` has written.
+        results: File that pytest's ``--junitxml`` has written.
     """
     errors: dict[str, str] = {}
     for case in ET.parse(results).iter("testcase"):  # noqa: S314 (pytest wrote it)
         for problem in (*case.iterfind("failure"), *case.iterfind("error")):
             message = problem.get("message", "").strip()
-            # xdist appends the test's group. An @ before the last bracket is of a parameter.
+            # xdist appends "@" and the test's group. An "@" before the last bracket belongs to a parameter.
             name = re.sub(r"@[^\]]*$", "", case.get("name", ""))
             errors.setdefault(f"{case.get('classname')}::{name}", message.partition("\n")[0])
     return errors
@@ -76,6 +76,6 @@ def _say(text: str, errors: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    # pytest gets Ctrl-C, too, and takes seconds to end what its tests have started.
+    # Ignore Ctrl-C here: pytest receives it, too, and needs seconds to stop the processes of its tests.
     signal.signal(signal.SIGINT, lambda *_: None)
     sys.exit(run(sys.argv[1:]))

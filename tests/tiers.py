@@ -1,9 +1,9 @@
-"""The two tiers of tests: ``make test`` runs one representative of each property, ``make proof`` the others as well.
+"""The two tiers of tests: ``make test`` runs one representative of each property, and ``make proof`` runs all tests.
 
-What only widens a property has the marker ``proof``; version 3 of the SDK and other sets of Lightning distributions
-always do. Of a test with parameters and the marker ``matrix``, ``make test`` runs as many rows as show each value of
-each parameter once; with ``matrix(first=n)`` it runs the first ``n`` rows, and with ``matrix(rows=[...])`` those whose
-id contains one of these texts.
+Tests that only widen a property have the marker ``proof``; tests with the SDKs and with other sets of Lightning
+distributions get it automatically. Of a parametrized test with the marker ``matrix``, ``make test`` runs just enough
+rows to cover each value of each parameter. With ``matrix(first=n)`` it runs the first ``n`` rows, and with
+``matrix(rows=[...])`` the rows whose id contains one of these texts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _VARIANTS = ("sdk2", "sdk3", "lightning_variants")
 
 
 def mark_tiers(items: Iterable[pytest.Item]) -> None:
-    """Give the marker ``proof`` to variants, and to rows of matrices that represent nothing new.
+    """Add the marker ``proof`` to variants, and to rows of matrices that cover nothing new.
 
     Args:
-        items: All collected tests; a test that was selected by its name keeps its tier.
+        items: All collected tests. A test that was selected by name keeps its tier.
     """
     matrices = defaultdict(list)
     for item in items:
@@ -44,10 +44,10 @@ def mark_tiers(items: Iterable[pytest.Item]) -> None:
 
 
 def _covering(rows: list[pytest.Item]) -> list[pytest.Item]:
-    """Some rows that show every value of every parameter."""
+    """Return some rows that cover every value of every parameter."""
     shown: list[pytest.Item] = []
     seen: set[tuple[str, str]] = set()
-    for enough in (all, any):  # first the rows that are new in every parameter
+    for enough in (all, any):  # first choose rows that are new in every parameter, then rows that are new in any
         for row in rows:
             values = {(name, repr(value)) for name, value in row.callspec.params.items()}
             if enough(value not in seen for value in values):

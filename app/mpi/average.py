@@ -1,9 +1,9 @@
-"""Average arrays over all ranks: gathered, averaged and broadcast by rank 0, and again by one all-reduce.
+"""Average arrays over all ranks, twice: rank 0 gathers, averages and broadcasts them; then one all-reduce.
 
 On one machine, with Open MPI (Debian: openmpi-bin) and "pip install mpi4py":
   mpirun -n 4 python app/mpi/average.py
 
-The same calls of torch.distributed on Gloo, which needs no mpi4py, and in a SageMaker job no mpirun either:
+With torch.distributed on Gloo, which does not need mpi4py, and in a SageMaker job not even mpirun:
   mpirun -n 4 python app/mpi/average.py --torch
   lightning-sm local --group trainer=3 --devices 2 -- app/mpi/average.py --torch
 """
@@ -22,7 +22,7 @@ _ENDS = "This script needs at least 2 processes, but there is 1"
 
 
 def with_mpi4py() -> None:
-    """Use MPI. mpi4py finds out the type of an array by itself: one that is stated wrong sends half of the bytes."""
+    """Run the calls with mpi4py, which infers the type of each array; a wrong explicit type sends half the bytes."""
     from mpi4py import MPI  # noqa: PLC0415  # initialises MPI
 
     world = MPI.COMM_WORLD
@@ -50,11 +50,14 @@ def with_mpi4py() -> None:
 
 
 def with_torch() -> None:
-    """Use torch.distributed, whose wheels have no MPI backend, on the ranks of mpirun or of ``lightning-sm train``."""
+    """Run the calls with torch.distributed on Gloo, because torch's wheels have no MPI backend.
+
+    The ranks may come from mpirun or from ``lightning-sm train``.
+    """
     import torch  # noqa: PLC0415  # takes seconds
     import torch.distributed as dist  # noqa: PLC0415
 
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun sets other variables than torch reads
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # torch does not read mpirun's variables
         os.environ |= {"RANK": os.environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": os.environ["OMPI_COMM_WORLD_SIZE"]}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
     if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -87,15 +90,15 @@ def _summary(numbers: Any, mean: Any, mean_by_all_reduce: Any) -> str:
 
 
 def _say(rank: int, size: int, text: str) -> None:
-    # In one piece, so that lines of several ranks do not mix.
+    # Write the line in one piece, so that the output of several ranks does not mix.
     sys.stdout.write(f"rank {rank} of {size}: {text}\n")
     sys.stdout.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line, and run."""
+    """Parse the command line and average the arrays."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch", action="store_true", help="use torch.distributed on Gloo in place of mpi4py")
+    parser.add_argument("--torch", action="store_true", help="use torch.distributed on Gloo instead of mpi4py")
     with_torch() if parser.parse_args(arguments).torch else with_mpi4py()
 
 

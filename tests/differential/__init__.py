@@ -1,1 +1,1 @@
-"""Random scripts, run by stock Lightning and with a data host: ``python -m tests.differential --cases 1000``."""
+"""Differential tests: random scripts, run with and without data hosts: ``python -m tests.differential.same``."""

@@ -1,4 +1,4 @@
-"""Random cases: loaders, settings of the Trainer, and what a script does. A case is a function of its number."""
+"""Random cases: loaders, Trainer settings, and the calls of a script. The number of a case determines all of it."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from tests.differential.samplers import (
 )
 from tests.differential.samples import KINDS, Lists, Mixing, Samples, Stream, collate_twice, keep_list
 
-# Every eighth case has two ranks; starting the others costs less.
+# Only every eighth case has two ranks, because such cases take longer to start.
 _RANKS_EVERY = 8
 
-# Samples have the numbers of their part: of the hooks, of the stage, and of the loader.
+# Offsets of sample numbers, which identify the hooks, the stage and the loader of a sample.
 _OF_HOOKS, _OF_EVALUATION, _OF_PART, _OF_CONCATENATED = 100_000, 10_000, 1000, 500
 
 
 @dataclass
 class Part:
-    """A loader, and what of its batches is the same in every run.
+    """A loader, and the properties of its batches that are the same in every run.
 
     Attributes:
         loader: The loader.
-        is_ordered: Whether the batches come in the same order in stock Lightning and here.
+        is_ordered: Whether the batches arrive in the same order with stock Lightning and with data hosts.
         is_complete: Whether each pass has every sample once.
-        size: Samples in a pass.
-        words: What it is.
+        size: Number of samples in a pass.
+        words: Description of the loader.
     """
 
     loader: DataLoader[Any]
@@ -60,19 +60,19 @@ class Part:
     words: list[str]
 
     def has(self, word: str) -> bool:
-        """Whether it is described by a word."""
-        return any(word in one for one in self.words)
+        """Return whether the description contains a word."""
+        return any(word in phrase for phrase in self.words)
 
 
 @dataclass
 class Loaders:
-    """What a ``*_dataloader()`` hook returns.
+    """The loaders that a ``*_dataloader()`` hook returns.
 
     Attributes:
-        value: The loaders in their structure.
-        parts: Each of them.
-        mode: How they are read together: ``sequential``, or another mode of ``CombinedLoader``.
-        shape: The structure.
+        value: The return value: the loaders in their structure.
+        parts: The loaders one by one.
+        mode: How the loaders are combined: ``sequential``, or another mode of ``CombinedLoader``.
+        shape: Name of the structure.
     """
 
     value: Any
@@ -82,16 +82,16 @@ class Loaders:
 
     @property
     def words(self) -> str:
-        """What they are, for people."""
+        """Description of the loaders, for people."""
         return "; ".join([self.shape, *(", ".join(part.words) for part in self.parts)])
 
     def has(self, word: str) -> bool:
-        """Whether a word describes one of them."""
+        """Return whether the description of a loader contains a word."""
         return any(part.has(word) for part in self.parts)
 
     @staticmethod
     def index_of(sample: int) -> int:
-        """Number of the loader to which the number of a sample belongs."""
+        """Return the index of a sample's loader, from the sample's number."""
         return sample % _OF_EVALUATION // _OF_PART
 
 
@@ -111,10 +111,11 @@ class Act(NamedTuple):
     """A call of a method of the Trainer.
 
     Attributes:
-        method: Its name: ``fit``, ``validate``, ``test`` or ``predict``.
-        hooks: Which of the case's hooks has the loaders.
-        holder: What has these: ``datamodule``, ``other datamodule``, ``bare`` (loaders without one) or ``model``.
-        trainer: ``new``, ``same``, or ``continued``: the same, for one more epoch.
+        method: Name of the method: ``fit``, ``validate``, ``test`` or ``predict``.
+        hooks: Index of the case's hooks that return the loaders.
+        holder: Owner of the hooks: ``datamodule``, ``other datamodule``, ``model``, or ``bare`` if the script passes
+            the loaders themselves.
+        trainer: ``new``, ``same``, or ``continued``: the same Trainer for one more epoch.
     """
 
     method: str
@@ -128,11 +129,11 @@ class Case:
     """One script.
 
     Attributes:
-        number: What it is made from.
+        number: Seed of the case.
         world_size: Number of ranks.
-        hooks: Loaders: the DataModule's, and what they are once the script has changed an attribute of it.
+        hooks: Loaders of the DataModule, before and after the script changes one of its attributes.
         trainer: Arguments of the Trainer.
-        acts: What it calls of the Trainer.
+        acts: Calls of the Trainer's methods.
     """
 
     number: int
@@ -143,30 +144,30 @@ class Case:
 
     @property
     def words(self) -> str:
-        """What it is, for people."""
-        acts = ", ".join(f"{one.method} {one.hooks} ({one.holder}, {one.trainer} trainer)" for one in self.acts)
+        """Description of the case, for people."""
+        acts = ", ".join(f"{act.method} {act.hooks} ({act.holder}, {act.trainer} trainer)" for act in self.acts)
         loaders = "; ".join(
-            f"{number}: train: {one.train.words}; evaluation: {one.evaluation.words}"
-            for number, one in enumerate(self.hooks)
+            f"{number}: train: {hooks.train.words}; evaluation: {hooks.evaluation.words}"
+            for number, hooks in enumerate(self.hooks)
         )
         return f"{self.world_size} ranks; {acts}; {loaders}; {self.trainer}"
 
     def loaders(self, act: int, stage: str) -> Loaders:
-        """The loaders of a stage.
+        """Return the loaders of a stage.
 
         Args:
-            act: Which call of the Trainer.
-            stage: ``train``, or another.
+            act: Index of the call.
+            stage: Name of the stage; all stages other than ``train`` share their loaders.
         """
         hooks = self.hooks[self.acts[act].hooks]
         return hooks.train if stage == "train" else hooks.evaluation
 
 
 class _Maker:
-    """Makes the loaders of a case.
+    """A generator of the loaders of a case.
 
     Args:
-        rng: Decides.
+        rng: Source of all random choices.
         world_size: Number of ranks.
         splits: Whether the Trainer splits the data over the ranks.
     """
@@ -175,10 +176,10 @@ class _Maker:
         self._rng, self._world_size, self._splits = rng, world_size, splits
 
     def hooks(self, number: int) -> Hooks:
-        """Make the loaders of hooks.
+        """Make the loaders of some hooks.
 
         Args:
-            number: Which ones of the case.
+            number: Index of the hooks in the case.
         """
         first = number * _OF_HOOKS
         return Hooks(self._loaders(first, is_training=True), self._loaders(first + _OF_EVALUATION, is_training=False))
@@ -193,7 +194,7 @@ class _Maker:
             mode = self._rng.choice(["max_size_cycle", "max_size", "min_size", "sequential"])
             shape = f"combined {mode}"
         num_parts = self._rng.choice([1, 2, 3])
-        # Where ranks have a different number of samples, loaders that are read together have no common steps.
+        # Combined loaders need the same number of steps, and thus of samples, on all ranks.
         is_even = self._world_size > 1 and mode != "sequential"
         parts = [
             self._part(first + _OF_PART * number, is_even=is_even, is_training=is_training)
@@ -210,7 +211,7 @@ class _Maker:
         rng = self._rng
         kind = rng.choice(KINDS)
         lengths = [2, 4, 8, 14, 20, 32] if is_even else [1, 2, 3, 5, 8, 13, 20, 31]
-        # Stock Lightning cannot predict fewer samples than there are ranks: one rank fails, and the other waits for it.
+        # Stock Lightning cannot predict fewer samples than ranks: one rank fails, and the other waits for it.
         length = rng.choice([size for size in lengths if size >= self._world_size])
         if may_stream and rng.random() < 0.2:
             return self._stream(kind, length, first)
@@ -228,7 +229,7 @@ class _Maker:
             dataset = ConcatDataset([dataset, more])
             words.append("ConcatDataset")
         ways = ["plain", "shuffle", "sampler", "sampler", "none"]
-        # Stock Lightning replaces them on several ranks, so that they have other numbers of steps.
+        # On several ranks, stock Lightning replaces batch samplers, which changes the number of steps.
         ways += [] if is_even else ["batch_sampler"]
         how = rng.choice(ways)
         collate = self._collate(first, words, takes_list=how != "none")
@@ -252,7 +253,7 @@ class _Maker:
         return Part(DataLoader(dataset, sampler=sampler, **options), is_ordered, is_complete, size, words)
 
     def _dice(self, share: float = 0.6) -> Dice | None:
-        """Make what augments the samples of a share of the loaders."""
+        """Make random augmentation for a share of the loaders."""
         rng = self._rng
         is_random = rng.random() < share
         kinds = rng.sample([*GLOBAL_KINDS, *HELD_KINDS], rng.choice([1, 2, 3]))
@@ -303,10 +304,10 @@ class _Maker:
             ("DistributedSampler that drops", distributed(dataset, shuffle=True, drop_last=True), False, True, length),
             ("reversed DistributedSampler", distributed(dataset, Backwards), not is_uneven, True, length),
         ]
-        # Stock Lightning splits by rank a second time what such a sampler yields.
+        # Stock Lightning would split the indices of such a sampler by rank a second time.
         if self._world_size == 1 or not self._splits:
             samplers.append(("sampler with rank", Strided(length), True, True, length))
-        # Without a split by the Trainer, training with a sampler that knows no rank is an error.
+        # If the Trainer does not split, training with a sampler that ignores the rank is an error.
         if self._splits or self._world_size == 1 or not is_training:
             samplers += [
                 ("own sampler", EveryOther(length, is_sized=True), True, True, length),
@@ -325,20 +326,20 @@ class _Maker:
         sizes: list[int] = []
         while sum(sizes) < length:
             sizes.append(min(rng.randint(1, 5), length - sum(sizes)))
-        which = rng.choice(["torch's", "own", "own with random numbers"])
-        words.append(f"{which} batch sampler")
-        if which == "torch's":
+        kind = rng.choice(["torch's", "own", "own with random numbers"])
+        words.append(f"{kind} batch sampler")
+        if kind == "torch's":
             size = rng.randint(1, 4)
             words.append(f"of {size}")
             sampler: Any = BatchSampler(EveryOther(length, is_sized=True), size, drop_last=False)
         else:
-            sampler = Buckets(sizes) if which == "own" else Shifted(sizes)
+            sampler = Buckets(sizes) if kind == "own" else Shifted(sizes)
         loader: Any = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
-        return Part(loader, which != "own with random numbers", True, length, words)
+        return Part(loader, kind != "own with random numbers", True, length, words)
 
 
 def _acts(rng: random.Random) -> list[Act]:
-    """Make up what a script does: it fits, and then evaluates or fits again, with the same or other loaders."""
+    """Choose a script's calls: a fit, then evaluations or more fits, with the same or other loaders."""
     acts = [Act("fit", 0, rng.choice(["datamodule", "datamodule", "bare", "model"]), "new")]
     for _ in range(rng.choice([1, 1, 2])):
         last = acts[-1]
@@ -350,17 +351,17 @@ def _acts(rng: random.Random) -> list[Act]:
             trainer, holder = "continued", last.holder
         elif method == "fit":
             trainer = "new"
-        # It has other data than the first DataModule.
+        # The other DataModule has its own data, at index 2.
         acts.append(Act(method, 2 if holder == "other datamodule" else hooks % 2, holder, trainer))
     return acts
 
 
 def case(number: int, num_workers: int = 0) -> Case:
-    """Make a case; call it again for loaders that nobody has used.
+    """Make a case; each call returns fresh loaders.
 
     Args:
-        number: What it is made from.
-        num_workers: Workers of each loader.
+        number: Seed of the case.
+        num_workers: Number of workers of each loader.
     """
     rng = random.Random(number)
     world_size = 2 if number % _RANKS_EVERY == _RANKS_EVERY - 1 else 1

@@ -1,4 +1,4 @@
-"""Random numbers in samples and batches, and how to find them there."""
+"""Random numbers in samples and batches, and functions that find them there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# Draws from a generator only for some samples.
+# A kind that draws only for some samples.
 _SOMETIMES = "sometimes"
 
 _NONE = -1
 
-# Two different draws of so many bits are never equal. Generators that take 32 bits of their seed make it unlikely.
+# With this many bits, two different draws never have the same value; with generators of 32-bit seeds, it is unlikely.
 _BITS = 62
 
 _GLOBALS: dict[str, Any] = {"random": random, "numpy": np.random, "torch": torch.default_generator}
@@ -31,7 +31,7 @@ GLOBAL_KINDS, HELD_KINDS = (*_GLOBALS, _SOMETIMES), tuple(_HELD)
 
 PLACES = ("attribute", "container", "closure")
 
-# What is no part of a sample: the comparison with stock Lightning leaves it out.
+# Keys that are not part of a sample, which the comparison with stock Lightning ignores.
 DRAWS, HELD_DRAWS, SHARD = "draws", "draws of a shard", "shard"
 
 
@@ -39,9 +39,9 @@ class Draw(NamedTuple):
     """A random number.
 
     Attributes:
-        index: Number of the sample for which it was drawn; of a batch, that of the loader's first sample.
-        shard: Worker of the dataset that drew it, where generators of several may be in the same state; else -1.
-        value: The number.
+        index: Number of the sample for which it was drawn; for a batch, the number of the loader's first sample.
+        shard: Worker that drew it, if the generators of several workers may be in the same state; else -1.
+        value: The random number.
     """
 
     index: int
@@ -50,15 +50,15 @@ class Draw(NamedTuple):
 
 
 class Dice:
-    """Random augmentation: draws a number from each of its generators.
+    """Random augmentation that draws a number from each of its generators.
 
     Args:
-        kinds: The generators: of ``GLOBAL_KINDS`` and ``HELD_KINDS``. Those that it holds all begin in the same state.
-        place: Where it holds them: one of ``PLACES``.
+        kinds: Kinds of generators, from ``GLOBAL_KINDS`` and ``HELD_KINDS``. Held generators start in the same state.
+        place: Where the generators are held, one of ``PLACES``.
 
     Attributes:
-        kinds: The generators.
-        rolls: What draws, by kind, if functions hold the generators.
+        kinds: Kinds of generators.
+        rolls: Functions that draw, by kind, if closures hold the generators.
         generators: The generators, by kind, if a container holds them.
     """
 
@@ -77,7 +77,7 @@ class Dice:
 
     @property
     def words(self) -> str:
-        """What it draws from."""
+        """Description of the generators."""
         return f"{'+'.join(self.kinds)} ({self._place})"
 
     def roll(self, index: int) -> Any:
@@ -87,7 +87,7 @@ class Dice:
             index: Number of the sample.
 
         Returns:
-            An array: the number of the sample, and what was drawn.
+            An array of the sample's number and the random numbers.
         """
         return np.array([index, *map(self._roll, self.kinds)], np.int64)
 
@@ -121,11 +121,11 @@ def draws_of(batch: Any) -> list[Draw]:
         return [draw for part in batch for draw in draws_of(part)]
     if not isinstance(batch, dict):
         return []
-    found = [Draw(row[0], -1, value) for row in _rows(batch.get(DRAWS)) for value in row[1:] if value != _NONE]
+    draws = [Draw(row[0], -1, value) for row in _rows(batch.get(DRAWS)) for value in row[1:] if value != _NONE]
     shards = _rows(batch.get(SHARD))
     for (shard,), row in zip(shards, _rows(batch.get(HELD_DRAWS)), strict=True):
-        found += [Draw(row[0], shard, value) for value in row[1:]]
-    return found + [draw for name, part in without_draws(batch).items() for draw in draws_of(part)]
+        draws += [Draw(row[0], shard, value) for value in row[1:]]
+    return draws + [draw for name, part in without_draws(batch).items() for draw in draws_of(part)]
 
 
 def without_draws(batch: dict[Any, Any]) -> dict[Any, Any]:
@@ -134,7 +134,7 @@ def without_draws(batch: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _rows(value: Any) -> list[list[int]]:
-    """Return the rows of an array of shape (numbers,) or (samples, numbers); there are none if it is missing."""
+    """Return the rows of an array of shape (numbers,) or (samples, numbers), or none if the array is missing."""
     if value is None:
         return []
     array = np.asarray(value)

@@ -1,4 +1,4 @@
-"""Runs a case by a Trainer."""
+"""Run cases with stock Lightning's Trainer, or with data hosts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.differential.cases import Act, Case, Hooks, case
 from tests.differential.draws import Draw, draws_of, without_draws
 from tests.integration.data.numbers import quiet_trainer
 
-# Where ranks disagree, one of them waits for the other.
+# If ranks disagree, one of them waits for the other; this limits the wait.
 RANKS_TIMEOUT_S = 20
 
 
 class Pass(NamedTuple):
-    """What batches are for.
+    """A pass over the data.
 
     Attributes:
-        act: Which call of a Trainer.
+        act: Index of the Trainer call.
         stage: train, sanity, val, test or predict.
         epoch: Epoch of the Trainer.
     """
@@ -42,13 +42,13 @@ class Pass(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """A batch.
+    """A recorded batch.
 
     Attributes:
-        dataloader_idx: Its loader.
-        batch: Its values without random numbers.
-        draws: Its random numbers.
-        validation: Number of the validation: an epoch may have several.
+        dataloader_idx: Index of the batch's loader.
+        batch: Values of the batch, without random numbers.
+        draws: Random numbers in the batch.
+        validation: Number of the validation run, because an epoch may have several.
     """
 
     dataloader_idx: int
@@ -58,18 +58,18 @@ class Noted(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any, dataloader_idx: int = 0, validation: int = 0) -> Noted:
-        """Note a batch.
+        """Record a batch.
 
         Args:
-            batch: What a step got.
-            dataloader_idx: Its loader.
-            validation: Number of the validation.
+            batch: Batch that a step received.
+            dataloader_idx: Index of the batch's loader.
+            validation: Number of the validation run.
         """
         return cls(dataloader_idx, plain(batch), draws_of(batch), validation)
 
 
 def script(number: int) -> Case:
-    """Make a case. With ``RemoteDataLoader`` its loaders have a worker each, so that none draws in this process.
+    """Make a case whose loaders have a worker each, so that no dataset draws random numbers in this process.
 
     Args:
         number: Number of the case.
@@ -78,11 +78,11 @@ def script(number: int) -> Case:
 
 
 class HasHooks:
-    """Hooks that make new loaders in each call, as most do.
+    """Hooks that make new loaders in each call, as most users' hooks do.
 
     Attributes:
         number: Number of the case.
-        hooks: Which of its hooks they are.
+        hooks: Index of the hooks in the case.
     """
 
     number: int
@@ -118,14 +118,14 @@ class Data(HasHooks, LightningDataModule):
 
 
 class OtherData(Data):
-    """Another DataModule."""
+    """A second DataModule class, with other data."""
 
 
 class Model(LightningModule):
-    """Notes its batches.
+    """A model that records its batches.
 
     Args:
-        act: Which call of a Trainer it is for.
+        act: Index of the Trainer call that uses the model.
     """
 
     def __init__(self, act: int) -> None:
@@ -136,7 +136,7 @@ class Model(LightningModule):
         self.num_validations = 0
 
     def note(self, stage: str, batch: Any, dataloader_idx: int = 0) -> None:
-        """Note a batch."""
+        """Record a batch."""
         validation = self.num_validations if stage in ("val", "sanity") else 0
         key = Pass(self.act, stage, self.current_epoch)
         self.seen.setdefault(key, []).append(Noted.of(batch, dataloader_idx, validation))
@@ -162,12 +162,12 @@ class Model(LightningModule):
 
 
 class ModelWithHooks(HasHooks, Model):
-    """A model that has the loaders.
+    """A model that has the hooks of the loaders.
 
     Args:
-        act: Which call of a Trainer it is for.
+        act: Index of the Trainer call that uses the model.
         number: Number of the case.
-        hooks: Which of its hooks.
+        hooks: Index of the hooks in the case.
     """
 
     def __init__(self, act: int, number: int, hooks: int) -> None:
@@ -177,11 +177,11 @@ class ModelWithHooks(HasHooks, Model):
 
 @dataclass
 class Seen:
-    """What one rank was given.
+    """The batches and errors of one rank.
 
     Attributes:
-        batches: By what they are for.
-        errors: By call of a Trainer.
+        batches: Recorded batches, by pass.
+        errors: Error messages, by Trainer call.
     """
 
     batches: dict[Pass, list[Noted]] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class Seen:
 
 
 def plain(value: Any) -> Any:
-    """A batch as values that can be compared, with their types, and without its random numbers."""
+    """Convert a batch to comparable values, with their types but without random numbers."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return [str(value.dtype), list(value.shape), value.tolist()]
     if isinstance(value, dict):
@@ -200,12 +200,12 @@ def plain(value: Any) -> Any:
 
 
 class Script:
-    """Runs a case.
+    """One run of a case.
 
     Args:
         number: Number of the case.
-        folder: Root of what its Trainers write: nothing.
-        connection: The connection to data hosts; None: stock Lightning.
+        folder: Root folder of the Trainers, which write nothing to it.
+        connection: Connection to data hosts; None for stock Lightning.
     """
 
     def __init__(self, number: int, folder: str, connection: ServiceConnection | None = None) -> None:
@@ -216,7 +216,7 @@ class Script:
         self._trainer: Any = None
 
     def run(self) -> Seen:
-        """Run it, and return what it saw."""
+        """Run the case, and return its batches and errors."""
         torch.manual_seed(self._case.number)
         seen = Seen()
         for number, act in enumerate(self._case.acts):
@@ -231,7 +231,7 @@ class Script:
             model = ModelWithHooks(number, self._case.number, act.hooks) if has_hooks else Model(number)
             try:
                 self._call(act, {"model": model, **self._loaders(act)})
-            except Exception as error:  # noqa: BLE001  # both may fail; what differs is found later
+            except Exception as error:  # noqa: BLE001  # recorded, because both runs may fail; compared later
                 seen.errors[number] = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"
             seen.batches |= model.seen
         return seen
@@ -252,7 +252,7 @@ class Script:
         getattr(self._trainer, act.method)(**arguments)
 
     def _loaders(self, act: Act) -> dict[str, Any]:
-        """Return the arguments with which a method of the Trainer gets its loaders."""
+        """Return the arguments that pass the loaders to a method of the Trainer."""
         if act.holder in self._modules:
             module = self._modules[act.holder]
             module.hooks = act.hooks
@@ -266,10 +266,10 @@ class Script:
 
 
 class Runner:
-    """Runs cases by stock Lightning, and with data hosts.
+    """Runs cases with stock Lightning, and with data hosts.
 
     Args:
-        hosts: Addresses of data hosts, by a name of these hosts.
+        hosts: Addresses of data hosts, by the name of the set of hosts.
         hooks: Where the hooks of DataModules run: "trainers" or "data".
     """
 
@@ -278,7 +278,7 @@ class Runner:
         settings = DataServiceSettings(batch_timeout_s=60, hooks=hooks)
         self._connections = {name: ServiceConnection(own, settings, LOCAL_JOB) for name, own in hosts.items()}
         for connection in self._connections.values():
-            # As in a job; a feeder takes longer to start than a case to run.
+            # Keep the feeder between cases, as in a job, because it takes longer to start than a case to run.
             connection.closes_on_teardown = False
 
     def run(self, number: int, hosts: str | None = None) -> Seen:
@@ -286,7 +286,7 @@ class Runner:
 
         Args:
             number: Number of the case.
-            hosts: Name of the data hosts; None: stock Lightning.
+            hosts: Name of the set of data hosts; None for stock Lightning.
         """
         if hosts is None:
             return Script(number, self._folder.name).run()

@@ -1,4 +1,4 @@
-"""The ranks of cases with several: processes that stay for all of them, because starting torch takes seconds."""
+"""Rank processes for cases with several ranks, reused by all cases because starting torch takes seconds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.fakes.reserved_job import reserve_job
 from tests.integration.hosts import REPOSITORY
 from tests.quick_processes import python_path
 
-# Each run of the Trainer may wait for a rank that failed.
+# Each run of a Trainer may wait for a failed rank.
 _TIMEOUT_S = 4 * RANKS_TIMEOUT_S
 
 
 class Ranks:
-    """Ranks on this machine, which a case that hangs or breaks their process group ends.
+    """Ranks on this machine, which are killed after a case that hangs or breaks their process group.
 
     Args:
-        hosts: Addresses of data hosts, by a name of these hosts.
-        world_size: How many there are.
+        hosts: Addresses of data hosts, by the name of the set of hosts.
+        world_size: Number of ranks.
         hooks: Where the hooks of DataModules run.
     """
 
@@ -39,11 +39,11 @@ class Ranks:
         self._ports = ExitStack()
 
     def run(self, number: int, hosts: str | None = None) -> list[Seen]:
-        """Run a case on all ranks; return what they saw.
+        """Run a case on all ranks, and return the batches and errors of each.
 
         Args:
             number: Number of the case.
-            hosts: Name of the data hosts; None: stock Lightning.
+            hosts: Name of the set of data hosts; None for stock Lightning.
 
         Raises:
             RuntimeError: A rank did not answer.
@@ -57,13 +57,13 @@ class Ranks:
         except RuntimeError:
             self.close()
             raise
-        has_hung = any("pair closure" in text or "gloo" in text for one in seen for text in one.errors.values())
-        if has_hung or any([*one.errors] != [*seen[0].errors] for one in seen):
-            self.close()  # a process group in which a collective call failed stays broken
+        has_hung = any("pair closure" in text or "gloo" in text for rank in seen for text in rank.errors.values())
+        if has_hung or any([*rank.errors] != [*seen[0].errors] for rank in seen):
+            self.close()  # a failed collective call breaks the process group for good
         return seen
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for _, connection in self._ranks:
             connection.close()
         for process, _ in self._ranks:
@@ -112,7 +112,7 @@ class Ranks:
 
 
 def main(descriptor: str, hosts: str, hooks: str) -> None:
-    """Run the cases whose numbers come over a socket, until its other end is closed."""
+    """Run the cases whose numbers arrive on a socket, until the other end is closed."""
     import torch
 
     warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
-"""Runs random scripts by stock Lightning, and with the workers of their loaders on data hosts: nothing may differ.
+"""Run random scripts with stock Lightning, and with the workers of their loaders on data hosts: nothing may differ.
 
-Only the random numbers that indexed datasets draw are others. Each loader has one worker in both runs, so that nothing
-of a dataset draws from the generators of the training process, from which samplers draw.
+The only exception are the random numbers that indexed datasets draw. Each loader has one worker in both runs, so that
+no dataset draws from the generators of the training process, which samplers use.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NUM_HOSTS, _NUM_WORKERS = 2, 2
 
 
 def differences(script: Case, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iterator[str]:
-    """Yield what differs.
+    """Yield a description of each difference.
 
     Args:
         script: The case.
-        stock: What each rank saw by stock Lightning.
-        ours: What each rank saw with data hosts.
+        stock: Batches and errors of each rank with stock Lightning.
+        ours: Batches and errors of each rank with data hosts.
     """
     for rank, (old, new) in enumerate(zip(stock, ours, strict=True)):
         if {*old.errors} != {*new.errors}:
@@ -44,7 +44,7 @@ def differences(script: Case, stock: Sequence[Seen], ours: Sequence[Seen]) -> It
 
 
 def _seen(script: Case, key: Pass, batches: Sequence[Noted]) -> list[Noted]:
-    """Return batches without the random numbers that may differ: those of streams may not."""
+    """Return batches without the random numbers that may differ; streams keep theirs, which must be equal."""
     loaders = script.loaders(key.act, key.stage)
     if loaders.shape == "one" and loaders.has("stream"):
         return [*batches]
@@ -53,7 +53,7 @@ def _seen(script: Case, key: Pass, batches: Sequence[Noted]) -> list[Noted]:
 
 @contextmanager
 def runner(hooks: str = "trainers") -> Iterator[Callable[[int], list[str]]]:
-    """Yield a function that runs a case in both ways, and returns what differs.
+    """Yield a function that runs a case both ways and returns the differences.
 
     Args:
         hooks: Where the hooks of DataModules run: "trainers" or "data".
@@ -79,11 +79,11 @@ def runner(hooks: str = "trainers") -> Iterator[Callable[[int], list[str]]]:
 
 
 def main() -> None:
-    """Run cases, and print what differs; exit with 1 if anything does."""
+    """Run cases and print the differences; exit with 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--ranks", type=int, choices=(1, 2), help="run only cases with so many ranks")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), help="run only cases with this number of ranks")
     parser.add_argument("--hooks", choices=("trainers", "data"), default="trainers")
     args = parser.parse_args()
     numbers = [
@@ -93,13 +93,13 @@ def main() -> None:
     began = time.monotonic()
     with runner(args.hooks) as run:
         for number in numbers:
-            found = run(number)
-            if found:
+            differs = run(number)
+            if differs:
                 differing.append(number)
-                text = "\n".join(one[:1000] for one in found)
+                text = "\n".join(difference[:1000] for difference in differs)
                 sys.stdout.write(f"case {number}: {case(number).words}\n{text}\n")
                 sys.stdout.flush()
-    sys.stdout.write(f"{len(numbers)} cases in {time.monotonic() - began:.0f} s; other batches: {differing}\n")
+    sys.stdout.write(f"{len(numbers)} cases in {time.monotonic() - began:.0f} s; cases that differ: {differing}\n")
     sys.exit(bool(differing))
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 
 class EveryOther(Sampler):
-    """A sampler of the user's, with a fixed order and a length."""
+    """A user's sampler with a fixed order."""
 
     def __init__(self, length: int, is_sized: bool) -> None:
         self.order = [*range(0, length, 2), *range(1, length, 2)]
@@ -24,14 +24,14 @@ class EveryOther(Sampler):
 
 
 class SizedEveryOther(EveryOther):
-    """The same, with a length."""
+    """An ``EveryOther`` with a length."""
 
     def __len__(self) -> int:
         return len(self.order)
 
 
 class Oversampled(SizedEveryOther):
-    """A sampler that repeats every third index, as those of a rare class."""
+    """A sampler that repeats every third index, as samplers do for a rare class."""
 
     def __init__(self, length: int, *, is_even: bool) -> None:
         self.order = [index for index in range(length) for _ in range(3 if index % 3 == 0 else 1)]
@@ -40,7 +40,7 @@ class Oversampled(SizedEveryOther):
 
 
 class Counting(Sampler):
-    """A sampler that begins elsewhere in each pass, by a counter of its own."""
+    """A sampler that starts at a different index in each pass, because it counts its passes."""
 
     def __init__(self, length: int) -> None:
         self.length, self.num_passes = length, 0
@@ -54,14 +54,14 @@ class Counting(Sampler):
 
 
 class Backwards(DistributedSampler):
-    """A sampler that derives from torch's, and reverses what a rank gets."""
+    """A subclass of torch's sampler that reverses the indices of a rank."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([*super().__iter__()][::-1])
 
 
 class Strided(Sampler):
-    """A sampler of the user's that knows its rank, and shuffles by epoch."""
+    """A user's sampler that splits by rank and shuffles by epoch."""
 
     def __init__(self, length: int) -> None:
         has_ranks = torch.distributed.is_initialized()
@@ -84,7 +84,7 @@ class Strided(Sampler):
 
 
 class Buckets:
-    """A batch sampler of the user's, with batches of many sizes."""
+    """A user's batch sampler with batches of many sizes."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -100,7 +100,7 @@ class Buckets:
 
 
 class Shifted(Buckets):
-    """A batch sampler that has random numbers of its own."""
+    """A batch sampler with its own random generator."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__(sizes)
@@ -113,6 +113,6 @@ class Shifted(Buckets):
 
 
 def distributed(dataset: Any, kind: type[DistributedSampler[Any]] = DistributedSampler, **options: Any) -> Any:
-    """A sampler as in PyTorch's tutorials, which asks the process group for the ranks where there is one."""
+    """Return a sampler as in PyTorch's tutorials, which reads the rank from the process group if there is one."""
     ranks = {} if torch.distributed.is_initialized() else {"num_replicas": 1, "rank": 0}
     return kind(dataset, **options, **ranks)

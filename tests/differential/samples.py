@@ -15,14 +15,14 @@ KINDS = ("number", "tensor", "array", "dict", "tuple", "named", "nested", "text"
 
 
 class Point(NamedTuple):
-    """A sample with names."""
+    """A sample with named fields."""
 
     x: torch.Tensor
     index: int
 
 
 def sample(kind: str, index: int) -> Any:
-    """A sample that has its index in all of its parts."""
+    """Return a sample whose index is in all of its parts."""
     makers = {
         "number": lambda: index,
         "tensor": lambda: torch.full((2, 3), index),
@@ -41,9 +41,9 @@ class Samples(Dataset):
 
     Args:
         length: Number of samples.
-        first: Number of the first one.
-        kind: One of ``KINDS``.
-        transform: Draws random numbers for each sample.
+        first: Number of the first sample.
+        kind: Kind of sample, from ``KINDS``.
+        transform: Random augmentation of each sample.
     """
 
     def __init__(self, length: int, first: int, kind: str, transform: Dice | None = None) -> None:
@@ -68,13 +68,13 @@ class Lists(Samples):
 
 
 class Stream(IterableDataset):
-    """An iterable dataset, split over ranks, as ``split_dataset_by_node`` does it, and over workers.
+    """An iterable dataset that is split over ranks, as by ``split_dataset_by_node``, and over workers.
 
     Args:
         length: Number of samples.
-        first: Number of the first one.
-        kind: One of ``KINDS``.
-        transforms: Draw random numbers for each sample: from global generators, and from those that it holds.
+        first: Number of the first sample.
+        kind: Kind of sample, from ``KINDS``.
+        transforms: Random augmentations of each sample, from global generators and from held ones.
     """
 
     def __init__(self, length: int, first: int, kind: str, transforms: tuple[Dice, Dice] | None = None) -> None:
@@ -98,26 +98,26 @@ class Stream(IterableDataset):
 
 
 def keep_list(samples: list[Any]) -> Any:
-    """A collate function of the user's that collates nothing."""
+    """Return the samples as a list, like a user's collate function that collates nothing."""
     return {"samples": samples, "count": len(samples)}
 
 
 def collate_twice(samples: list[Any]) -> Any:
-    """A collate function of the user's around torch's own."""
+    """Collate the samples twice, like a user's collate function that wraps torch's."""
     return default_collate(samples), [default_collate([*map(_own, samples[::-1])])]
 
 
-def _own(one: Any) -> Any:
-    return one["sample"] if isinstance(one, dict) and "sample" in one else one
+def _own(item: Any) -> Any:
+    return item["sample"] if isinstance(item, dict) and "sample" in item else item
 
 
 class Mixing:
-    """A collate function that draws random numbers, as those that mix samples do.
+    """A collate function that draws random numbers, as functions that mix samples do.
 
     Args:
-        collate: Collates the samples.
+        collate: Function that collates the samples.
         first: Number of the loader's first sample.
-        dice: Draws.
+        dice: Source of the random numbers.
     """
 
     def __init__(self, collate: Callable[[Any], Any], first: int, dice: Dice) -> None:

@@ -1,1 +1,1 @@
-"""Stand-ins for SageMaker, for hosts and for users, and the material that several test files share."""
+"""Stand-ins for SageMaker, hosts and users, and helpers that several test files share."""

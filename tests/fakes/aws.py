@@ -1,4 +1,4 @@
-"""boto3's clients with prepared answers, which botocore checks against the API model; nothing is ever sent."""
+"""boto3 clients with prepared answers, which botocore checks against the API model. Nothing is ever sent."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SERVICES = ("sagemaker", "logs", "s3")
 
 
 class StubbedClients(Clients):
-    """Clients whose answers were prepared.
+    """Clients with prepared answers.
 
     Attributes:
-        stubbers: botocore's Stubber by name of the service.
+        stubbers: botocore's Stubbers by name of the service.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StubbedClients(Clients):
         self.stubbers |= {name: Stubber(client) for name, client in self._looks.items()}
 
     def look(self, service: str, region: str | None = None) -> Any:
-        """Return the client with the prepared answers, if it has some."""
+        """Return the client with prepared answers, or else a real client."""
         return self._looks.get(service) or super().look(service, region)
 
     def answers(self, service: str, operation: str, answer: Mapping[str, Any], **expected: Any) -> None:
@@ -43,8 +43,8 @@ class StubbedClients(Clients):
         Args:
             service: Name of the service.
             operation: Name of boto3's method.
-            answer: The answer, which must fit the API model.
-            expected: Arguments of the request; none if they do not matter.
+            answer: The answer, which must match the API model.
+            expected: Expected arguments of the request; if none are given, any arguments are accepted.
         """
         self.stubbers[service].add_response(operation, answer, expected or None)
 
@@ -53,14 +53,14 @@ class StubbedClients(Clients):
         self.stubbers[service].add_client_error(operation, code, message)
 
     def check_nothing_left(self) -> None:
-        """Fail if a prepared answer was not asked for."""
+        """Fail if a prepared answer was never requested."""
         for stubber in self.stubbers.values():
             stubber.assert_no_pending_responses()
 
 
 @contextmanager
 def stubbed_clients() -> Iterator[StubbedClients]:
-    """Clients with prepared answers, while no socket can be opened; all answers must be asked for."""
+    """Yield clients with prepared answers; block all sockets meanwhile, and check that every answer is requested."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a test tried to reach the network")
@@ -75,7 +75,7 @@ def stubbed_clients() -> Iterator[StubbedClients]:
 
 @cache
 def _session() -> boto3.Session:
-    """One for all tests: it keeps the API models that it has read."""
+    """Return one session for all tests, because it caches the API models that it has read."""
     return boto3.Session(
         aws_access_key_id="nobody",
         aws_secret_access_key="nothing",  # noqa: S106
@@ -84,12 +84,12 @@ def _session() -> boto3.Session:
 
 
 def training_job(name: str = "job-1", status: str = "Completed", **changed: Any) -> dict[str, Any]:
-    """An answer of DescribeTrainingJob: two GPU hosts and a data host, for an hour.
+    """Return an answer of DescribeTrainingJob: two GPU hosts and a data host, running for an hour.
 
     Args:
         name: Name of the job.
-        status: Its status.
-        changed: Other values; None removes one.
+        status: Status of the job.
+        changed: Values to change; None removes a value.
     """
     description = {
         "TrainingJobName": name,
@@ -115,18 +115,18 @@ def training_job(name: str = "job-1", status: str = "Completed", **changed: Any)
 
 
 def one_host(instance_type: str = "ml.g5.xlarge", count: int = 1, **more: Any) -> dict[str, Any]:
-    """ResourceConfig of a job without groups."""
+    """Return the ResourceConfig of a job without instance groups."""
     return {"VolumeSizeInGB": 30, "InstanceType": instance_type, "InstanceCount": count, **more}
 
 
 def event(number: int, host: str, text: str, time_ms: int | None = None, job: str = "job-1") -> dict[str, Any]:
-    """An event of FilterLogEvents.
+    """Return an event of FilterLogEvents.
 
     Args:
-        number: Tells events apart.
+        number: Number that identifies the event.
         host: Name of the host.
         text: The message.
-        time_ms: When it was logged, in milliseconds since the Unix epoch. Default: the number, in seconds.
+        time_ms: Time of the event, in milliseconds since the Unix epoch; defaults to ``number`` seconds.
         job: Name of the job.
     """
     return {

@@ -1,4 +1,4 @@
-"""CheckpointIOs as users write them, and what they have left in a folder."""
+"""CheckpointIOs as users write them, and helpers that list the files they wrote."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ OLD, NEW = {"value": torch.zeros(1000)}, {"value": torch.ones(1000)}
 
 
 class ToPath(TorchCheckpointIO):
-    """Write with torch.save(path), as CheckpointIOs of users do."""
+    """A CheckpointIO that writes with torch.save(path), as users' plugins do."""
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
         torch.save(checkpoint, path)
 
 
 class AsFolder(TorchCheckpointIO):
-    """Write a folder with two files, one of them deeper."""
+    """A CheckpointIO that writes a folder with two files, one of them in a subfolder."""
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
         Path(path, "deep").mkdir(parents=True)
@@ -32,7 +32,7 @@ class AsFolder(TorchCheckpointIO):
 
 
 class Recorder(TorchCheckpointIO):
-    """Write, and note where."""
+    """A CheckpointIO that records its calls."""
 
     def __init__(self):
         self.paths, self.options, self.is_torn_down = [], [], False
@@ -51,7 +51,7 @@ class Recorder(TorchCheckpointIO):
 
 
 class Failing(TorchCheckpointIO):
-    """Write a part, then fail."""
+    """A CheckpointIO that writes part of a checkpoint, then fails."""
 
     def __init__(self, error):
         self.error = error
@@ -62,17 +62,17 @@ class Failing(TorchCheckpointIO):
 
 
 def names_in(folder):
-    """All files and folders at any depth, hidden ones, too."""
+    """Return all files and folders at any depth, including hidden ones."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def beside(folder):
-    """What is beside the folder, and in the temporary directory."""
+    """Return the siblings of a folder, and the content of the temporary directory."""
     return sorted(
         os.listdir(tempfile.gettempdir()) + [name for name in os.listdir(folder.parent) if name != folder.name]
     )
 
 
 def same(first, second):
-    """Whether two checkpoints are equal."""
+    """Return whether two checkpoints are equal."""
     return torch.equal(first["value"], second["value"])

@@ -9,7 +9,7 @@ import pytest
 
 
 def install(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a script in the place of the command docker; return the file that it knows as ``$CALLS``."""
+    """Install a script as the command docker, and return the file whose path it gets in ``$CALLS``."""
     client = folder / "bin" / "docker"
     client.parent.mkdir()
     client.write_text(script)

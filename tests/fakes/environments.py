@@ -1,4 +1,4 @@
-"""Cluster environments of a job of two hosts, and what launchers set before they start a process."""
+"""Cluster environments of a job with two hosts, and the variables that launchers set for a process."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def make_environment(
     variables: Mapping[str, str] | None = None,
     **facts: Any,
 ) -> SageMakerEnvironment:
-    """Return the environment of a process of the job.
+    """Return the cluster environment of a process of the job.
 
     Args:
-        host: The host.
+        host: Name of the process's host.
         groups: Hosts by instance group.
-        variables: Set in this process before.
-        facts: As for ``make_job``.
+        variables: Environment variables to set first.
+        facts: Arguments of ``make_job``.
     """
     os.environ.update(variables or {})
     return SageMakerEnvironment(make_job(groups, host, **facts))
 
 
 def mpi(rank: int, devices: int = 1, size: int = 2) -> dict[str, str]:
-    """Return what mpirun sets.
+    """Return the variables that mpirun sets.
 
     Args:
         rank: The rank.
-        devices: Ranks of each host.
-        size: Ranks in all.
+        devices: Number of ranks per host.
+        size: Total number of ranks.
     """
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
@@ -50,11 +50,11 @@ def mpi(rank: int, devices: int = 1, size: int = 2) -> dict[str, str]:
 
 
 def torchrun(node_rank: int, devices: int = 2, size: int = 4) -> dict[str, str]:
-    """Return what torchrun sets for the second local rank.
+    """Return the variables that torchrun sets for the second local rank.
 
     Args:
         node_rank: Index of the host.
-        devices: Ranks of each host.
-        size: Ranks in all.
+        devices: Number of ranks per host.
+        size: Total number of ranks.
     """
     return {**TORCHRUN, "GROUP_RANK": str(node_rank), "LOCAL_WORLD_SIZE": str(devices), "WORLD_SIZE": str(size)}

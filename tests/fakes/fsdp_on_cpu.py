@@ -1,4 +1,4 @@
-"""FSDP without a GPU: Lightning's strategy refuses CPUs by two words, here replaced."""
+"""FSDP without a GPU: Lightning's strategy, with the two places replaced that require CUDA."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class FSDPOnCPU(FSDPStrategy):
     """Lightning's FSDPStrategy with the device "cpu" and a mesh of CPUs.
 
     Args:
-        **kwargs: Those of FSDPStrategy, which configuration files may name.
+        **kwargs: Arguments of FSDPStrategy, which configuration files may name.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
 
     def setup_environment(self) -> None:
-        """Make the mesh of CPUs; the original makes it of GPUs."""
+        """Make a mesh of CPUs; the original method makes a mesh of GPUs."""
         sizes = self.kwargs.pop("device_mesh", None)
         super().setup_environment()
         if sizes is not None:
             self.kwargs["device_mesh"] = init_device_mesh("cpu", tuple(sizes))
 
     def _setup_model(self, model: Module) -> Module:
-        """Name the device; the original gives its index, which a CPU does not have."""
+        """Wrap the model on the device "cpu"; the original method passes a device index, which a CPU does not have."""
         return FullyShardedDataParallel(
             module=model, sharding_strategy=self.sharding_strategy, device_id=torch.device("cpu"), **self.kwargs
         )

@@ -1,4 +1,4 @@
-"""A server of HTTP/2 that says frame by frame what a test wants, and reads by h2 what the client says."""
+"""An HTTP/2 server that sends the frames a test chooses, and parses the client's frames with h2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END_STREAM, ACK, END_HEADERS, PADDED = 1, 1, 4, 8
 TIMEOUT_S = 20.0
 
 CREDENTIALS = Credentials("job", "token")
-# The random numbers of a trainer, whose calls the answers fit, and of the server.
+# The nonce of the trainer, to which the answers below reply, and the challenge of the server.
 NONCE, CHALLENGE = "of the trainer", "of the server"
 
 UNPROVED_HEADERS = [(":status", "200"), ("content-type", "application/grpc")]
@@ -40,7 +40,7 @@ _Event = TypeVar("_Event", bound=Event)
 
 
 def header_block(fields: Iterable[tuple[str, str]]) -> bytes:
-    """Return encoded headers that leave nothing in the table of the decoder."""
+    """Return encoded headers that add nothing to the decoder's table."""
     return Encoder().encode([(name, value, True) for name, value in fields])
 
 
@@ -60,17 +60,17 @@ def data(content: bytes, stream: int = 1, flags: int = 0) -> bytes:
 
 
 def message(content: bytes, is_compressed: int = 0) -> bytes:
-    """Return a message of gRPC with its prefix."""
+    """Return a gRPC message with its prefix."""
     return struct.pack(">BI", is_compressed, len(content)) + content
 
 
 def settings(**values: int) -> bytes:
-    """Return a SETTINGS frame, with values by their number, such as ``s4=10``."""
+    """Return a SETTINGS frame; arguments name settings by number, such as ``s4=10``."""
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", int(name[1:]), value) for name, value in values.items()))
 
 
 class Http2Server:
-    """A listening socket, and the connection that it accepts."""
+    """A listening socket that accepts connections one by one."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -100,7 +100,7 @@ class Http2Peer:
         self.sock = sock
         self._h2 = H2Connection(H2Configuration(client_side=False, header_encoding="utf-8"))
         self._h2.initiate_connection()
-        self._h2.data_to_send()  # the test sends its own
+        self._h2.data_to_send()  # discarded, because the test sends its own frames
         self._events: list[Event] = []
 
     def __enter__(self) -> Http2Peer:
@@ -114,7 +114,7 @@ class Http2Peer:
         self.sock.sendall(b"".join(frames))
 
     def next(self, kind: type[_Event]) -> _Event:
-        """Return the next event of a kind; those before it are forgotten."""
+        """Return the next event of a kind, discarding the events before it."""
         while True:
             while self._events:
                 event = self._events.pop(0)
@@ -126,16 +126,16 @@ class Http2Peer:
             self._events += self._h2.receive_data(received)
 
     def try_to_send(self, content: bytes) -> None:
-        """Send bytes, unless the client closes the connection."""
+        """Send bytes; ignore the error if the client closes the connection."""
         with contextlib.suppress(OSError):
             self.sock.sendall(content)
 
     def whole_request(self) -> int:
-        """Wait for a call with all its requests, and return its stream."""
+        """Wait until a call has sent all its requests, and return its stream id."""
         return self.next(StreamEnded).stream_id
 
     def next_frame(self) -> tuple[int, int, bytes]:
-        """Return type, stream and payload of the next frame, which h2 does not see."""
+        """Read the next frame without h2, and return its type, stream id and payload."""
         head = self._exactly(9)
         return head[3], int.from_bytes(head[5:], "big"), self._exactly(int.from_bytes(head[:3], "big"))
 
@@ -152,10 +152,10 @@ class Http2Peer:
 
 
 class ScriptedWire(Wire):
-    """A wire on which bytes arrive in parts, one after the other; then the connection is lost.
+    """A wire on which bytes arrive in given parts, after which the connection is lost.
 
     Args:
-        parts: The parts.
+        parts: The parts, in order.
     """
 
     def __init__(self, parts: Iterable[bytes]) -> None:
@@ -164,25 +164,25 @@ class ScriptedWire(Wire):
         self._part = memoryview(b"")
 
     def connect(self) -> None:
-        """Connect to nobody."""
+        """Do nothing: there is no server."""
 
     def wake(self) -> None:
-        """Wake up nobody: ``wait`` does not wait."""
+        """Do nothing: ``wait`` never blocks."""
 
     def receive_into(self, target: memoryview) -> int:
-        """Return what is left of the part."""
+        """Receive the rest of the current part, or as much of it as fits."""
         received = min(len(target), len(self._part))
         target[:received] = self._part[:received]
         self._part = self._part[received:]
         return received
 
     def flush(self) -> bool:
-        """Send to nobody."""
+        """Discard the outgoing bytes."""
         self.outbox.clear()
         return True
 
     def wait(self, num_bytes: int, timeout_s: float) -> bool:
-        """Go on with the next part."""
+        """Move on to the next part."""
         part = next(self._parts, None)
         if part is None:
             raise ConnectionResetError("the script has ended")
@@ -191,12 +191,12 @@ class ScriptedWire(Wire):
 
     @classmethod
     def install(cls, monkeypatch: object, parts: Iterable[bytes]) -> None:
-        """Let the next connection use such a wire."""
+        """Make the next connection use a wire with these parts."""
         monkeypatch.setattr(h2_connection, "Wire", lambda *_: cls(parts))
 
 
 def in_thread(function: Callable[[], object]) -> threading.Thread:
-    """Run a function beside the test."""
+    """Start a function in a thread."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""What SageMaker leaves under ``/opt/ml/input/config``, written by tests."""
+"""The configuration files that SageMaker writes to ``/opt/ml/input/config``, for tests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 
-# Verbatim from SageMaker SDK v2 (2.257) local mode, two hosts: no groups, and host names with a suffix.
+# Verbatim from SageMaker SDK v2 (2.257) local mode with two hosts: no groups, and host names with a suffix.
 SDK_V2_LOCAL = (
     '{"current_host": "algo-2-d0zia", "hosts": ["algo-1-d0zia", "algo-2-d0zia"], '
     '"network_interface_name": "eth0", "current_instance_type": "local"}'
 )
-# Verbatim from SageMaker SDK v3 (3.27) local mode: an interface that no container has.
+# Verbatim from SageMaker SDK v3 (3.27) local mode: no container has this network interface.
 SDK_V3_LOCAL = (
     '{"current_host": "algo-1", "hosts": ["algo-1", "algo-2"], '
     '"network_interface_name": "ethwe", "current_instance_type": "local_cpu"}'
 )
-# Verbatim from a job on the service (ultralytics/yolov5 issue 12811): hosts sorted, those of the group not.
+# Verbatim from a job on the service (ultralytics/yolov5 issue 12811): "hosts" is sorted, but not within the group.
 SERVICE = (
     '{"current_host":"algo-1","current_instance_type":"ml.g4dn.xlarge","current_group_name":"homogeneousCluster",'
     '"hosts":["algo-1","algo-2","algo-3","algo-4"],"instance_groups":[{"instance_group_name":"homogeneousCluster",'
@@ -48,7 +48,8 @@ def write_job(
         checkpoint: Content of ``checkpointconfig.json``.
         tensorboard: Content of ``tensorboardoutputconfig.json``.
 
-    Each content is written as JSON, a string or bytes as they are (to write what is no JSON), None not at all.
+    Each content is written as JSON. Strings and bytes are written verbatim, so that tests can write invalid JSON. If a
+    content is None, its file is not written.
 
     Returns:
         The base folder.
@@ -80,12 +81,12 @@ def resource_config(
     instance_types: Mapping[str, str] | None = None,
     interface: str = "eth0",
 ) -> dict[str, Any]:
-    """Build ``resourceconfig.json`` as the service writes it: all hosts sorted, those of a group as given.
+    """Build ``resourceconfig.json`` as the service writes it: all hosts sorted, but each group's hosts as given.
 
     Args:
-        groups: Hosts by group name; a job without instance groups has one, ``homogeneousCluster``.
-        current_host: Host whose file it is.
-        instance_types: Instance type by group name. Default: ``ml.g5.xlarge``.
+        groups: Hosts by group name. A job without instance groups has one group, ``homogeneousCluster``.
+        current_host: Host that the file is for.
+        instance_types: Instance types by group name; defaults to ``ml.g5.xlarge``.
         interface: Name of the network interface.
     """
     types = instance_types or {}
@@ -118,8 +119,8 @@ def make_job(
 
     Args:
         groups: Hosts by group name.
-        current_host: Host that the facts are of. Default: the first of all hosts.
-        instance_types: Instance type by group name. Default: unknown.
+        current_host: Host that the facts describe; defaults to the first of all hosts.
+        instance_types: Instance types by group name; unknown by default.
         facts: Other attributes of ``SageMakerJob``.
     """
     types = instance_types or {}
@@ -134,7 +135,7 @@ def make_job(
 
 
 def read(base_dir: Path, **env: str) -> SageMakerJob:
-    """The job that a process with these variables reads."""
+    """Read the job as a process with these environment variables does."""
     job = SageMakerJob.from_environment(env, base_dir)
     assert job is not None
     return job

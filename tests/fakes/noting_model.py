@@ -1,4 +1,4 @@
-"""A model of one weight, which notes what it is given."""
+"""A model with one weight that records its batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pytorch_lightning import LightningModule
 
 
 class NotingModel(LightningModule):
-    """Its subclasses note batches in ``seen``, and return ``loss()``."""
+    """A base class for models that record batches in ``seen`` and return ``loss()``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,5 +21,5 @@ class NotingModel(LightningModule):
         return self.weight * 1.0
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return one that moves the weight."""
+        """Return an optimizer that changes the weight."""
         return torch.optim.SGD(self.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Jobs whose ports no other test of this machine has."""
+"""Jobs with ports that no other test on this machine uses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from tests.fakes.job_folder import make_job
 
 
 def reserve_job(groups: Mapping[str, Sequence[str]]) -> tuple[str, Topology, contextlib.ExitStack]:
-    """Choose a job; returns its name, from which its ports follow, its layout, and what keeps the ports.
+    """Choose a job name, from which the job's ports are derived, so that all of them are free, and reserve the ports.
 
     Args:
         groups: Hosts by instance group.
+
+    Returns:
+        The job's name, its topology, and the stack that holds the ports until it is closed.
     """
     while True:
         name = f"test-{secrets.token_hex(4)}"

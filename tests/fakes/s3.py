@@ -1,4 +1,4 @@
-"""As much of S3 and of a package index as one download needs, on a port of this machine."""
+"""A local server with just enough of S3 and of a package index for downloads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class FakeS3:
     """A server of objects.
 
     Attributes:
-        objects: Content by path, ``/bucket/key``; None for one that is never answered.
-        failures: How many requests are answered with an error of the server first.
+        objects: Contents by path, ``/bucket/key``; None for an object whose requests are never answered.
+        failures: Number of requests to answer with a server error first.
         requests: Method and path of each request.
-        asked: Set by each request.
-        url: Address of the server.
+        asked: Event that each request sets.
+        url: URL of the server.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class FakeS3:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What makes boto3 ask this server, with credentials of nobody."""
+        """Environment variables that point boto3 at this server, with fake credentials."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "nobody",
@@ -70,7 +70,7 @@ class FakeS3:
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("ETag", '"0"')
-                if path.endswith("/"):  # a page of a package index
+                if path.endswith("/"):  # a page of the package index
                     self.send_header("Content-Type", "text/html")
                 self.end_headers()
                 if with_body:

@@ -1,4 +1,4 @@
-"""A stand-in for AWS on this machine: it takes what boto3 and the SDKs send, and answers as told."""
+"""A stand-in for AWS on this machine, which answers boto3 and the SDKs as a test configures it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, quote
 
-# STS, S3 and IAM, which the SDKs ask about account, buckets and role; the caller may not look at roles.
+# Answers of STS, S3 and IAM, which the SDKs ask for the account, the buckets and the role. By default, the caller has
+# no permission to read roles.
 _IDENTITY = (
     b"<GetCallerIdentityResponse><GetCallerIdentityResult><Account>111122223333</Account></GetCallerIdentityResult>"
     b"</GetCallerIdentityResponse>"
@@ -29,25 +30,25 @@ class FakeService:
     """SageMaker, CloudWatch Logs, S3 and IAM behind one address.
 
     Attributes:
-        refusals: Error codes for the next CreateTrainingJob requests; an empty one accepts.
-        endings: What DescribeTrainingJob says of the jobs, in the order of their creation.
-        lines: What is logged by host algo-1 of each job; None if the caller may not read logs.
+        refusals: Error codes for the next CreateTrainingJob requests; an empty code accepts the request.
+        endings: Answers of DescribeTrainingJob, one per job in order of creation.
+        lines: Log lines of host algo-1 of each job; None if the caller has no permission to read logs.
         requests: CreateTrainingJob requests so far.
         tuning: CreateHyperParameterTuningJob requests so far.
-        uploads: Paths of S3 objects so far.
-        objects: Their contents, by path: /bucket/key.
-        tags: What ListTags says of every job.
-        lost: How many answers to CreateTrainingJob are lost: the job is created, and the connection is closed.
-        foreign: Paths of the buckets that belong to somebody else.
+        uploads: Paths of the S3 objects uploaded so far.
+        objects: Contents of the S3 objects by path, /bucket/key.
+        tags: Answer of ListTags for every job.
+        lost: Number of answers to CreateTrainingJob to lose: the job is created, but the connection is closed.
+        foreign: Paths of the buckets that belong to another account.
         has_valid_key: Whether the caller's credentials are accepted.
-        buckets: Regions of the buckets that exist, by path.
-        role: Trust policy of the only role, "training"; None if the caller may not look at roles.
-        repositories: Names of the repositories for images.
-        images: Tags and digests in all of them; None if the caller may not look at images.
-        quotas: Values of quotas by name; None if the caller may not look at them.
-        prices: Hourly prices of training hosts by instance type; None if the caller may not look at the price list.
-        seen: Everything that came, as method and path.
-        operations: Names of the API calls among it.
+        buckets: Regions of the existing buckets, by path.
+        role: Trust policy of the only role, "training"; None if the caller has no permission to read roles.
+        repositories: Names of the image repositories.
+        images: Tags and digests in every repository; None if the caller has no permission to read images.
+        quotas: Values of quotas by name; None if the caller has no permission to read quotas.
+        prices: Hourly prices of training hosts by instance type; None if the caller has no permission to read prices.
+        seen: Method and path of each request.
+        operations: Names of the API calls.
     """
 
     refusals: list[str] = field(default_factory=list)
@@ -88,7 +89,7 @@ class FakeService:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with which an SDK finds this service, and nothing else on the network."""
+        """Environment variables with which an SDK reaches this service, and nothing else on the network."""
         address = f"http://127.0.0.1:{self._server.server_port}"
         return {
             "AWS_ENDPOINT_URL": address,
@@ -98,18 +99,18 @@ class FakeService:
             "AWS_EC2_METADATA_DISABLED": "true",
             "AWS_CONFIG_FILE": "/dev/null",
             "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-            # What goes to any other host, such as telemetry, comes here too, and is seen.
+            # Requests to any other host, such as telemetry, arrive here, too, and are recorded in ``seen``.
             "HTTPS_PROXY": address,
             "HTTP_PROXY": address,
             "NO_PROXY": "127.0.0.1",
         }
 
     def answer(self, operation: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Answer the operations of SageMaker and CloudWatch Logs.
+        """Answer an operation of a service with a JSON API, such as SageMaker or CloudWatch Logs.
 
         Args:
-            operation: Its name.
-            body: Its arguments.
+            operation: Name of the operation.
+            body: Arguments of the operation.
         """
         if operation == "CreateHyperParameterTuningJob":
             self.tuning.append(body)
@@ -151,18 +152,18 @@ class FakeService:
         return 200, {"repository": {}}
 
     def _quotas(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return one quota a page, as the service has many of them."""
+        """Return one quota per page, because the service spreads its many quotas over pages."""
         if self.quotas is None:
             return 400, {"__type": "AccessDeniedException", "message": "no"}
         names = list(self.quotas)
         number = int(body.get("NextToken", "0"))
         more = {"NextToken": str(number + 1)} if number + 1 < len(names) else {}
-        return 200, {"Quotas": [{"QuotaName": one, "Value": self.quotas[one]} for one in names[number:][:1]], **more}
+        return 200, {"Quotas": [{"QuotaName": name, "Value": self.quotas[name]} for name in names[number:][:1]], **more}
 
     def _products(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if self.prices is None:
             return 400, {"__type": "AccessDeniedException", "message": "no"}
-        wanted = {one["Field"]: one["Value"] for one in body["Filters"]}["instanceName"]
+        wanted = {term["Field"]: term["Value"] for term in body["Filters"]}["instanceName"]
         dimension = {"unit": "Hrs", "pricePerUnit": {"USD": str(self.prices.get(wanted, ""))}}
         product = {
             "product": {"attributes": {"usagetype": f"USE1-Train:{wanted}"}},
@@ -204,7 +205,7 @@ class FakeService:
         return 200, {name: value for name, value in described.items() if name != "Tags"}
 
     def _create(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Create a training job; the status 0 stands for an answer that is lost."""
+        """Create a training job, and return the status 0 if the answer is to be lost."""
         if body["TrainingJobName"] in [request["TrainingJobName"] for request in self.requests]:
             return 400, {"__type": "ResourceInUse", "message": "the name is in use"}
         self.requests.append(body)
@@ -223,10 +224,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def do_POST(self) -> None:
-        """Take an API call."""
+        """Answer an API call."""
         body = self._read()
         operation = self.headers.get("X-Amz-Target", "").partition(".")[2]
         if not operation:
@@ -245,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(status, json.dumps(content).encode())
 
     def do_PUT(self) -> None:
-        """Take an upload, or create a bucket."""
+        """Store an upload, or create a bucket."""
         content = self._read()
         self.fake.objects[self.path] = content
         if self.path.count("/") > 1:
@@ -253,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(200, b"")
 
     def do_HEAD(self) -> None:
-        """Know the buckets that were created, and the objects."""
+        """Report whether a bucket or an object exists."""
         self._read()
         region = self.fake.buckets.get(self.path)
         is_known = region is not None or self.path in self.fake.objects
@@ -261,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(status, self.fake.objects.get(self.path, b""), {} if region is None else {_REGION: region})
 
     def do_GET(self) -> None:
-        """List no buckets, list and return objects, and know nothing else."""
+        """Return an empty list of buckets, a list of objects, or an object."""
         self._read()
         path, _, query = self.path.partition("?")
         options = parse_qs(query)
@@ -269,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, _NO_BUCKETS)
         elif "list-type" in options:
             start = f"{path.rstrip('/')}/{options['prefix'][0]}"
-            keys = [one.split("/", 2)[2] for one in sorted(self.fake.objects) if one.startswith(start)]
+            keys = [path.split("/", 2)[2] for path in sorted(self.fake.objects) if path.startswith(start)]
             listed = "".join(f"<Contents><Key>{quote(key)}</Key></Contents>" for key in keys)
             self._reply(200, f"<ListBucketResult>{listed}</ListBucketResult>".encode())
         elif path in self.fake.objects:
@@ -278,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(404, b"")
 
     def do_CONNECT(self) -> None:
-        """Lead nowhere."""
+        """Refuse to act as a proxy."""
         self._read()
         self._reply(404, b"")
 

@@ -1,15 +1,15 @@
-"""Schedulers of the feeder in a known state, and what is read from them."""
+"""Feeder schedulers in a known state, and helpers that read them."""
 
 from __future__ import annotations
 
 from lightning_sm.data.feeder.scheduler import Scheduler
 
-# The stop of a pass whose end is not known.
+# The stop of a pass whose end is unknown.
 NO_END = 1 << 62
 
 
 def make(*hosts, num_credits=1, window=4, stop=100, **options):
-    """Return a scheduler with hosts up and pass 1 open; of equal hosts it prefers the first."""
+    """Return a scheduler with hosts up and pass 1 open, which prefers the first of equal hosts."""
     scheduler = Scheduler(**{"tie_break": lambda: 0.0, **options})
     for host in hosts:
         scheduler.host_up(host, num_credits)
@@ -18,7 +18,7 @@ def make(*hosts, num_credits=1, window=4, stop=100, **options):
 
 
 def warm(latencies, *, num_credits=1, **options):
-    """Return a scheduler that knows the latencies of its hosts, with no pass open, and the time."""
+    """Return a scheduler that has measured the latencies of its hosts, with no pass open, and the time."""
     scheduler, now = make(*latencies, window=len(latencies), stop=NO_END, **options), 0.0
     for _ in range(5):
         requests = sorted(scheduler.next_requests(now), key=lambda request: latencies[request.host])
@@ -33,7 +33,7 @@ def warm(latencies, *, num_credits=1, **options):
 
 
 def make_with_ranges(*hosts, range_length=4, num_ranges=2):
-    """Return a scheduler at step 4 that requests ranges of several steps, and its first requests for them."""
+    """Return a scheduler at step 4 that requests ranges of several steps, and its first range requests."""
     scheduler = make(*hosts, num_credits=9, window=4, stop=4 + range_length * num_ranges)
     for request in scheduler.next_requests(0.0):
         scheduler.completed(request.request_id, 1.0)
@@ -43,7 +43,7 @@ def make_with_ranges(*hosts, range_length=4, num_ranges=2):
 
 
 def asked(requests):
-    """Return what requests ask of whom."""
+    """Return host and first step of each request."""
     return [(request.host, request.first_step) for request in requests]
 
 

@@ -1,4 +1,4 @@
-"""A discrete-event simulation of data hosts, the feeder's scheduler and its consumers."""
+"""A discrete-event simulation of data hosts, a feeder's scheduler and its consumers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Machine:
     """A simulated data host: a queue, workers, and a network that takes ``delay_s`` each way.
 
     Attributes:
-        rate: Relative speed; a batch takes ``service_s(random) / rate`` seconds of a worker.
+        rate: Relative speed; a worker takes ``service_s(random) / rate`` seconds per batch.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass
 class Consumer:
-    """One pass as the training loop sees it: steps wanted in order, each keeping the loop busy for ``step_s``."""
+    """The training loop's side of a pass: it takes the steps in order, and each keeps it busy for ``step_s``."""
 
     pass_id: int
     first: int
@@ -79,13 +79,13 @@ class Cluster:
         del self.consumers[pass_id]
 
     def tell_stop(self, pass_id):
-        """Let the scheduler know the end of a pass."""
+        """Tell the scheduler where a pass ends."""
         consumer = self.consumers[pass_id]
         consumer.ready = {step for step in consumer.ready if step < consumer.stop}
         self._cancel(self.scheduler.set_stop(pass_id, consumer.stop))
 
     def run(self, until=1e9):
-        """Let time pass until every consumer has all its steps."""
+        """Advance the time until every consumer has all its steps."""
         self._pump()
         while self.events and any(len(c.taken) < c.stop - c.first for c in self.consumers.values()):
             self.now, _, action, arguments = heapq.heappop(self.events)
@@ -95,14 +95,14 @@ class Cluster:
         return self.now
 
     def freeze(self, name, detected_after_s=None):
-        """Stop every worker of a host; it never answers, and is suspected later."""
+        """Stop every worker of a host, which never answers and is considered lost after a while."""
         machine = self.machines[name]
         machine.is_frozen = True
         if detected_after_s is not None:
             self.at(self.now + detected_after_s, self._suspect, name)
 
     def thaw(self, name):
-        """Let a frozen host resume; the requests that it was busy with are answered late."""
+        """Resume a frozen host, which then answers the requests it was working on."""
         machine = self.machines[name]
         machine.is_frozen, stuck, machine.stuck = False, machine.stuck, []
         if machine.is_alive:
@@ -150,7 +150,7 @@ class Cluster:
             assert wakeup > self.now
             self.at(wakeup, lambda: None)
         self.wakeup = wakeup
-        # Copying the state of very many hosts after each event would take longer than the events.
+        # With many hosts, copying their state after each event would take longer than the events.
         self.num_events += 1
         if len(self.machines) <= 8 or self.num_events % 50 == 0:
             self._check(wakeup)
@@ -189,7 +189,7 @@ class Cluster:
             machine.stuck.append(request)
             return
         del machine.running[request.request_id]
-        # A worker that was busy with a cancelled request ends it; sometimes the answer crosses the cancellation.
+        # A worker finishes a request even if it was cancelled. Sometimes the answer crosses the cancellation.
         if request.request_id in self.live or self.rng.random() < self.crossing:
             self.at(self.now + machine.delay_s, self._answer, name, life, request)
         self._start(machine)
@@ -235,9 +235,9 @@ class Cluster:
         num_hedges = sum(host.num_hedges for host in hosts)
         num_completed = sum(host.num_completed for host in hosts)
         burst = HEDGE_BURST + max(machine.num_credits for machine in self.machines.values())
-        # A step that the consumer waits for is requested again after 3 s, whatever the budget.
+        # The scheduler requests a step that its consumer waits for again after 3 s, whatever the budget.
         num_stuck = self.now / 3.0
-        # The budget is of work, and a hedged batch may have been a light one.
+        # The budget limits work, not requests, and cheap batches allow more hedges; hence the factor 2.
         assert num_hedges <= burst + 2 * HEDGE_BUDGET * num_completed + num_stuck
         can_send = any(host.state is Liveness.UP and host.num_in_flight < host.num_credits for host in hosts)
         if can_send and any(status.num_todo for status in passes):

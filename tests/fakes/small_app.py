@@ -1,4 +1,4 @@
-"""A model and data modules that train in milliseconds, as users write them, and what SageMaker would start them in."""
+"""A model and data modules that train in milliseconds, as users would write them, and a SageMaker host to run them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TWO_HOSTS = {"trainer": ["algo-2", "algo-1"]}
 
 
 class SmallModel(LightningModule):
-    """One layer.
+    """A model with one layer.
 
     Args:
         num_classes: Number of classes.
         weights: Folder of weights to start from.
-        scores: Value of val_score in each epoch, instead of a measured one.
+        scores: Values of val_score to log, one per epoch.
     """
 
     def __init__(self, num_classes: int = 3, weights: str | None = None, scores: list[float] | None = None) -> None:
@@ -50,7 +50,7 @@ class SmallModel(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log a score that is known in advance."""
+        """Log the predefined score of the epoch."""
         self.log("val_score", self.scores[min(self.current_epoch, len(self.scores) - 1)], sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -58,7 +58,7 @@ class SmallModel(LightningModule):
         self.log("test_loss", self._loss(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Return plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -84,7 +84,7 @@ class SmallData(LightningDataModule):
 
 
 class RootData(SmallData):
-    """As torchvision names its folder, and without a default.
+    """A data module whose folder argument is named as in torchvision, without a default.
 
     Args:
         root: Folder of the data.
@@ -97,12 +97,12 @@ class RootData(SmallData):
 
 
 class PairData(SmallData):
-    """Two folders, neither of which is the main one.
+    """A data module with two folders, neither of which is the main one.
 
     Args:
         images_dir: Folder of the images.
         labels_dir: Folder of the labels.
-        mask_dir: Folder of the masks, if there are any.
+        mask_dir: Folder of the masks; None if there are none.
     """
 
     def __init__(self, images_dir: str, labels_dir: str, mask_dir: str | None = None) -> None:
@@ -111,7 +111,7 @@ class PairData(SmallData):
 
 
 class PassingData(PairData):
-    """Passes on what its base class takes.
+    """A data module that passes keyword arguments on to its base class.
 
     Args:
         data_dir: Folder of the data.
@@ -124,23 +124,23 @@ class PassingData(PairData):
 
 
 def make_pairs(images_dir: str, labels_path: str) -> PairData:
-    """Make a DataModule by a function.
+    """Make a data module, in place of a class.
 
     Args:
         images_dir: Folder of the images.
-        labels_path: Folder of the labels, not named like one.
+        labels_path: Folder of the labels, although the name does not end in ``_dir``.
     """
     return PairData(images_dir, labels_path)
 
 
 def make_trainer(**arguments: Any) -> Trainer:
-    """A Trainer that says nothing."""
+    """Return a Trainer without output."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     return Trainer(**quiet, **arguments)
 
 
 class LinkedCLI(SageMakerCLI):
-    """Passes on what the data knows, at both times that links are applied."""
+    """A CLI with one link of each kind: applied on parsing, and on instantiation."""
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the links."""
@@ -152,13 +152,13 @@ class Host:
     """One host of a SageMaker job, in this process.
 
     Args:
-        base_dir: Its ``/opt/ml``.
-        monkeypatch: Restores the variables and the arguments.
+        base_dir: The host's ``/opt/ml``.
+        monkeypatch: Fixture that restores environment variables and ``sys.argv``.
 
     Attributes:
-        channels_of_data_hosts: What the data hosts of its job would say.
-        script: The line that makes every Trainer, instead of the test's own lines, which differ between attempts; None
-            leaves these.
+        channels_of_data_hosts: Channels that the job's data hosts report.
+        script: Line of code that appears to create every Trainer, because the test's lines differ between attempts;
+            None to use the test's lines.
     """
 
     script: str | None = "train.py:1"
@@ -182,9 +182,9 @@ class Host:
 
         Args:
             groups: Hosts by group.
-            name: The host that this is.
-            channels: Names of the channels; their folders are made.
-            files: Content of the other files, see ``write_job``.
+            name: Name of this host.
+            channels: Names of the channels, whose folders are created.
+            files: Contents of the other files, as for ``write_job``.
         """
         self._monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(self.base_dir))
         self.output_dir = self.base_dir / "output" / "data" / name
@@ -195,16 +195,16 @@ class Host:
         return self
 
     def channel(self, name: str) -> Path:
-        """Folder of a channel."""
+        """Return the folder of a channel."""
         return self.base_dir / "input" / "data" / name
 
     def start(
         self, *arguments: str, model: Any = SmallModel, data: Any = SmallData, cli: Any = SageMakerCLI, **kwargs: Any
     ) -> Any:
-        """Do what a training script does.
+        """Run the CLI as a training script does.
 
         Args:
-            arguments: What follows the script on the command line.
+            arguments: Command-line arguments of the script.
             model: First argument of the CLI.
             data: Second argument of the CLI.
             cli: Class of the CLI.
@@ -218,7 +218,7 @@ class Host:
         return cli(model, data, seed_everything_default=1, **kwargs)
 
     def new_process(self) -> None:
-        """Count the Trainers and the runs of loggers from 1, and prepare nothing, as in a process of its own."""
+        """Act like a new process: count Trainers and logger runs from 1, and undo the preparation of this process."""
         if PreparedProcess.current is not None:
             PreparedProcess.current.undo()
         self._monkeypatch.setattr(fits, "_made", Counter())
@@ -227,5 +227,5 @@ class Host:
         self._monkeypatch.setattr(loggers, "_taken", Counter())
 
     def make(self, *arguments: str, **kwargs: Any) -> Any:
-        """Like ``start``, but make model, data and trainer only."""
+        """Create model, data and trainer like ``start``, but do not run a subcommand."""
         return self.start(*arguments, run=False, **kwargs)

@@ -1,6 +1,6 @@
-"""Strangers who attack a port by hand: HTTP/2 without any library, from an address of their choice.
+"""Attacks on a port by strangers: handwritten HTTP/2, from a chosen source address.
 
-As a program: ``python -m tests.fakes.strangers KIND ADDRESS SOURCE SECONDS``.
+To run one as a program: ``python -m tests.fakes.strangers KIND ADDRESS SOURCE SECONDS``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _TIMEOUT_S = 3.0
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Return a frame of HTTP/2."""
+    """Return an HTTP/2 frame."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
 def headers(path: str, *more: tuple[str, bytes]) -> bytes:
-    """Return the headers of a call, each of them spelled out."""
+    """Return the headers of a call, all as literals without compression."""
     fields = [(":method", b"POST"), (":scheme", b"http"), (":path", path.encode()), (":authority", b"x")]
     fields += [("te", b"trailers"), ("content-type", b"application/grpc"), *more]
     return b"".join(b"\0" + _text(name.encode()) + _text(value) for name, value in fields)
@@ -40,13 +40,13 @@ def _text(data: bytes) -> bytes:
 
 
 def connect(address: str, source: str) -> socket.socket:
-    """Connect from an address of this machine."""
+    """Connect from a given source address."""
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=_TIMEOUT_S, source_address=(source, 0))
 
 
 def greet(sock: socket.socket) -> None:
-    """Begin a conversation in HTTP/2."""
+    """Send the HTTP/2 preface."""
     sock.sendall(_PREFACE + frame(_SETTINGS, 0, 0))
 
 
@@ -60,10 +60,10 @@ def _discard(sock: socket.socket) -> None:
 
 
 def flood_streams(address: str, source: str, seconds: float, *, is_reset: bool = True) -> int:
-    """Open streams on one connection at a time, and reset them; return how many."""
+    """Open streams on one connection at a time, optionally reset them, and return their number."""
     head, ends, opened = headers("/lightning_sm.DataHost/Fetch"), time.monotonic() + seconds, 0
     while time.monotonic() < ends:
-        # A connection that is closed is made again.
+        # Reconnect whenever the server closes the connection.
         with contextlib.suppress(OSError), connect(address, source) as sock:
             greet(sock)
             stream = 1
@@ -80,7 +80,7 @@ def flood_streams(address: str, source: str, seconds: float, *, is_reset: bool =
 
 
 def flood_continuations(address: str, source: str, num_bytes: int, seconds: float) -> int:
-    """Send headers that never end, on one connection after the other; return how many bytes were sent."""
+    """Send endless headers on one connection after another, and return the number of bytes sent."""
     big = headers("/lightning_sm.DataHost/Status", *((f"x-{number}", b"v" * 60_000) for number in range(4)))
     first, rest = big[:16_000], big[16_000:]
     sent, ends = 0, time.monotonic() + seconds
@@ -96,7 +96,7 @@ def flood_continuations(address: str, source: str, num_bytes: int, seconds: floa
 
 
 def connect_silently(address: str, source: str, number: int) -> list[socket.socket]:
-    """Return connections that complete the greeting of HTTP/2, and say nothing else."""
+    """Return connections that send the HTTP/2 preface and nothing else."""
     made = []
     for _ in range(number):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A wheel for pip, made by hand: no build tool is needed, and no network."""
+"""Handmade wheels for pip, which need no build tool and no network."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def write_wheel(folder: Path, name: str, version: str, requires: Sequence[str] = ()) -> str:
-    """Write a wheel with one module, which has VERSION, and return the name of its file.
+    """Write a wheel with one module that defines VERSION, and return the file name.
 
     Args:
-        folder: Where to write it.
-        name: Name of the distribution and of its module.
-        version: Its version.
-        requires: Requirements.
+        folder: Folder for the wheel.
+        name: Name of the distribution and its module.
+        version: Version of the distribution.
+        requires: Requirements of the distribution.
     """
     info = f"{name}-{version}.dist-info"
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]

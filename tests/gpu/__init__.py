@@ -1,1 +1,1 @@
-"""What only a GPU shows; ``make gpu`` runs it."""
+"""Tests that need a GPU (``make gpu``)."""

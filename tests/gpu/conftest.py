@@ -1,4 +1,4 @@
-"""Every test here needs a GPU."""
+"""Skip the tests of this folder on machines without a GPU."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A backend of torch.distributed that lets several ranks share one GPU: it stages what they send through Gloo.
+"""A backend of torch.distributed that lets several ranks share one GPU by staging their tensors through Gloo.
 
-NCCL refuses two ranks on one GPU, and Gloo cannot send a GPU's tensors from one rank to another. Like NCCL, and unlike
-Gloo, the backend takes only contiguous tensors of the device, and the same collective call with the same sizes on all
-ranks: what it refuses would fail or hang on a host with more GPUs. It does so on the CPU, too. Unlike NCCL, a
-collective call returns when it is done; only ``send`` and ``recv`` go on beside the process.
+NCCL refuses two ranks on one GPU, and Gloo cannot send GPU tensors between ranks. Like NCCL and unlike Gloo, the
+backend accepts only contiguous tensors on the device, and only if all ranks make the same collective call with the same
+sizes. Anything it rejects, on the CPU too, would fail or hang on a host with more GPUs. Unlike NCCL, collective calls
+block until they are done; only ``send`` and ``recv`` are asynchronous.
 
 Importing this module registers the backend under the name ``staged``.
 """
@@ -29,9 +29,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _checked(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.device.type != DEVICE:
-            raise RuntimeError(f"The backend {NAME} sends tensors on {DEVICE}, and this one is on {tensor.device}.")
+            raise RuntimeError(f"The backend {NAME} sends tensors on {DEVICE}, but this one is on {tensor.device}.")
         if not tensor.is_contiguous():
-            raise RuntimeError(f"Tensors must be contiguous, and this one of shape {list(tensor.shape)} is not.")
+            raise RuntimeError(f"Tensors must be contiguous, but this one of shape {list(tensor.shape)} is not.")
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -54,7 +54,7 @@ def _done(result: Any) -> dist.Work:
 
 
 class _FromSelf(dist.Work):  # type: ignore[misc]
-    """A tensor that this rank sends to itself, maybe later."""
+    """The receipt of a tensor that this rank sends to itself, maybe later."""
 
     def __init__(self, take: Callable[[], None]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _FromSelf(dist.Work):  # type: ignore[misc]
 
 
 class _Transfer(dist.Work):  # type: ignore[misc]
-    """A tensor on its way, which holds its memory until it is there."""
+    """A transfer in progress, which keeps the memory of its tensor alive until it is done."""
 
     def __init__(self, work: dist.Work, staged: list[Tensor], finish: Callable[[], None]) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ class _Transfer(dist.Work):  # type: ignore[misc]
 
 
 class Staged(dist.ProcessGroup):
-    """The ranks of a group, and the Gloo group that sends for them."""
+    """A process group that sends through a Gloo group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        # By tag, what this rank has sent to itself.
+        # Tensors that this rank has sent to itself, by tag.
         self._own: defaultdict[int, deque[list[Tensor]]] = defaultdict(deque)
 
     def size(self) -> int:
@@ -108,7 +108,7 @@ class Staged(dist.ProcessGroup):
     def _get_backend(self, _device: torch.device) -> Staged:
         return self
 
-    # Of a backend, which this group is as well.
+    # Attributes of a backend: this class acts as its own backend.
     supports_coalescing = False
     supports_splitting = False
 
@@ -121,13 +121,13 @@ class Staged(dist.ProcessGroup):
         return self.pg_name
 
     def _agree(self, call: str, tensors: Sequence[Tensor] = ()) -> None:
-        """Raise unless all ranks make the same call; NCCL would wait forever, or mix up the data of two calls."""
+        """Raise unless all ranks make the same call: NCCL would hang, or mix up the data of two calls."""
         own = f"{call} {[(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]}"
         code = torch.tensor([zlib.crc32(own.encode())])
         codes = [torch.empty_like(code) for _ in range(self.size())]
         self._gloo.allgather([codes], [code], c10d.AllgatherOptions()).wait()
         if any(int(other) != int(code) for other in codes):
-            raise RuntimeError(f"Rank {self.rank()} of {self.size()} calls {own}, and not all others do.")
+            raise RuntimeError(f"Rank {self.rank()} of {self.size()} calls {own}, but not all others do.")
 
     def _in_place(self, call: Any, tensors: list[Tensor], opts: Any) -> dist.Work:
         self._agree(call.__name__, tensors)
@@ -146,7 +146,7 @@ class Staged(dist.ProcessGroup):
         for tensor in staged:
             self._gloo.allreduce([tensor], opts).wait()
             if is_mean:
-                # NCCL's mean of whole numbers is a whole number.
+                # NCCL truncates the mean of integers.
                 tensor.div_(self.size(), rounding_mode=None if tensor.is_floating_point() else "trunc")
         _fill(tensors, staged)
         return _done(tensors)
@@ -224,7 +224,7 @@ class Staged(dist.ProcessGroup):
         _fill([output], [staged])
         return _done([output])
 
-    # The names since torch 2.14.
+    # The names that torch calls since 2.14.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -240,7 +240,7 @@ class Staged(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> dist.Work:
         staged = _to_host(tensors)
-        if target == self.rank():  # Gloo connects no rank with itself
+        if target == self.rank():  # Gloo does not connect a rank to itself
             self._own[tag].append(staged)
             return _done([])
         return _Transfer(self._gloo.send(staged, target, tag), staged, lambda: None)

@@ -1,4 +1,4 @@
-"""The example app trains on a GPU with the batches of a data host, also after an interruption."""
+"""The example app trains on a GPU with batches from a data host, and resumes there after an interruption."""
 
 import re
 import subprocess
@@ -17,28 +17,28 @@ _TIMEOUT_S = 240
 
 
 def run(folder, *faults):
-    """Train on one GPU host and one data host; return all lines."""
+    """Train on one GPU host and one data host, and return the whole output."""
     command = [sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=1:ml.g5.xlarge", "--group", "data=1"]
     command += ["--base-dir", str(folder), "--env", "CUDA_VISIBLE_DEVICES=0", *faults]
     command += ["--", "app/train.py", "fit", "--config", "app/configs/digits.yaml"]
     command += ["--trainer.accelerator=gpu", "--trainer.devices=1"]
-    ended = subprocess.run(
+    result = subprocess.run(
         command, cwd=_REPOSITORY, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, errors="replace"
     )
-    output = ended.stdout + ended.stderr
-    assert ended.returncode == 0, output
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
     return output
 
 
 def best_accuracy(output):
-    """The best validation accuracy in the progress lines."""
-    found = [float(value) for value in re.findall(r"val_acc[=: ]+([01]\.\d+)", output)]
-    assert found, output
-    return max(found)
+    """Return the best validation accuracy in the progress lines."""
+    accuracies = [float(value) for value in re.findall(r"val_acc[=: ]+([01]\.\d+)", output)]
+    assert accuracies, output
+    return max(accuracies)
 
 
 def test_the_app_learns_from_the_batches_of_a_data_host(tmp_path, record_property):
-    """The GPU is used and measured, the accuracy is that of the CPU, and the log says how much the GPU waited."""
+    """The job uses and measures the GPU, reaches the accuracy of a CPU, and logs how long the GPU waited."""
     output = run(tmp_path)
     assert "GPU available: True (cuda), used: True" in output
     assert best_accuracy(output) >= 0.97
@@ -53,7 +53,7 @@ def test_the_app_learns_from_the_batches_of_a_data_host(tmp_path, record_propert
 
 
 def test_an_interrupted_job_resumes_on_the_gpu(tmp_path):
-    """SIGTERM in the third epoch: a checkpoint, and a second attempt that goes on from there to the same accuracy."""
+    """After SIGTERM in the third epoch, a second attempt resumes from the checkpoint and reaches the same accuracy."""
     output = run(tmp_path, "--fault", "interrupt@epoch=3")
     assert "latest valid checkpoint" in output
     assert best_accuracy(output) >= 0.97

@@ -1,4 +1,4 @@
-"""Batches in page-locked slots reach the GPU whole, however far it is behind its CPU and whoever copies them."""
+"""Batches in page-locked slots reach the GPU intact, however far the GPU lags behind, and whoever copies them."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
 pytestmark = [pytest.mark.gpu, pytest.mark.processes]
 
 NUM_BATCHES, BATCH_SIZE, WIDTH = 200, 32, 4096
-# About 5 ms of a GPU at 2 GHz: the CPU is ready with a step long before.
+# About 5 ms on a GPU at 2 GHz, far longer than the CPU's part of a step.
 _SLEEP_CYCLES = 10_000_000
 
 
 class Filled(Dataset):
-    """Vectors that are filled with their own number, so that a mixture of two batches shows."""
+    """Vectors that are filled with their index, so that a mixture of two batches is noticed."""
 
     def __len__(self):
         return NUM_BATCHES * BATCH_SIZE
@@ -25,7 +25,7 @@ class Filled(Dataset):
 
 
 class Data(LightningDataModule):
-    """Filled vectors, in order."""
+    """A data module with the filled vectors, in order."""
 
     def train_dataloader(self):
         return DataLoader(Filled(), batch_size=BATCH_SIZE)
@@ -35,20 +35,20 @@ EXPECTED = torch.arange(NUM_BATCHES * BATCH_SIZE, dtype=torch.float32).reshape(N
 
 
 def assert_whole(seen):
-    """Assert that all batches arrived, in their order, and that each row has one value."""
+    """Assert that all batches arrived in order, and that each row has a single value."""
     seen = torch.stack(seen).cpu()  # of shape (batches, samples, 2): least and greatest value of each row
     assert torch.equal(seen[..., 0], EXPECTED)
     assert torch.equal(seen[..., 1], EXPECTED)
 
 
 def extremes(batch):
-    """The least and the greatest value of each row, without waiting for the GPU."""
+    """Return the least and the greatest value of each row, without waiting for the GPU."""
     return torch.stack([batch.amin(1), batch.amax(1)], dim=-1)
 
 
 @pytest.fixture
 def module():
-    """A DataModule whose window is as small as it can be, so that slots are used again at once."""
+    """Provide a RemoteDataModule with the smallest possible window, so that slots are reused at once."""
     settings = DataServiceSettings(batch_timeout_s=30.0, window_batches=2)
     with DataHost(workers=4) as host:
         module = RemoteDataModule(Data(), [host.address], settings=settings)
@@ -58,9 +58,9 @@ def module():
 
 
 def test_batches_are_page_locked_until_the_end_of_the_fit():
-    """CUDA says so itself; afterwards the memory is ordinary again, and a batch in it still valid."""
+    """CUDA reports a batch as pinned during the fit; afterwards it is unpinned, but still valid."""
     with DataHost(workers=2) as host:
-        for _ in range(2):  # the second fit of a process, too
+        for _ in range(2):  # also test a second fit in the same process
             module = RemoteDataModule(Data(), [host.address], settings=DataServiceSettings(window_batches=2))
             module.setup("fit")
             batch = next(iter(module.train_dataloader()))
@@ -71,7 +71,7 @@ def test_batches_are_page_locked_until_the_end_of_the_fit():
 
 
 def test_a_loop_that_runs_ahead_of_the_gpu_gets_whole_batches(module):
-    """Each step takes the GPU 5 ms and the CPU nothing; no step waits for its result."""
+    """Each step takes 5 ms on the GPU and no time on the CPU, and never waits for its result."""
     seen = []
     for batch in module.train_dataloader():
         torch.cuda._sleep(_SLEEP_CYCLES)
@@ -81,7 +81,7 @@ def test_a_loop_that_runs_ahead_of_the_gpu_gets_whole_batches(module):
 
 
 def test_cuda_graphs_that_run_ahead_get_whole_batches(module):
-    """The copy into the static input and the replay are queued, and the CPU goes on."""
+    """The loop queues the copy into the static input and the replay, and does not wait for them."""
     static = torch.zeros(BATCH_SIZE, WIDTH, device="cuda")
     extremes(static)
     graph = torch.cuda.CUDAGraph()
@@ -98,7 +98,7 @@ def test_cuda_graphs_that_run_ahead_get_whole_batches(module):
 
 
 class Model(LightningModule):
-    """Notes its batches on the GPU, and never waits for it."""
+    """A model that records its batches on the GPU, and never waits for it."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Model(LightningModule):
 
 
 class SideStream(Model):
-    """Copies its batches on a stream of its own, as prefetchers do."""
+    """A model that copies its batches on a separate stream, as prefetchers do."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ class SideStream(Model):
 
 @pytest.mark.parametrize("model", [Model, SideStream])
 def test_a_trainer_gets_whole_batches_in_two_fits(model, tmp_path):
-    """Also where the user's code copies on a side stream, whose copies nobody else knows of."""
+    """Batches arrive intact even if the user's code copies them on a side stream, unknown to everyone else."""
     with DataHost(workers=4) as host:
         for _ in range(2):
             fitted = model()

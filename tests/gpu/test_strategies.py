@@ -1,4 +1,4 @@
-"""The strategies on GPUs with the page-locked batches of a data host: over NCCL, or as two ranks on one GPU."""
+"""The strategies on GPUs, with page-locked batches from a data host: over NCCL, or as two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.processes]
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 240
-# SGD in 32 bits: the weights can be compared.
+# SGD in 32 bits, so that the weights can be compared.
 OPTIONS = (
     "--config=app/configs/transformer.yaml",
     *("--optimizer=SGD", "--optimizer.lr=0.1", "--trainer.max_epochs=1", "--trainer.max_steps=20"),
     *("--trainer.limit_val_batches=2", "--trainer.accelerator=gpu", "--data.batch_size=8"),
 )
 ONE = ("trainer=1:ml.g5.xlarge", "--trainer.devices=1")
-# One host with two GPUs, or two hosts that share one.
+# One host with two GPUs, or two hosts that share a GPU.
 HAS_TWO = torch.cuda.device_count() > 1
 TWO = (
     ("trainer=1:ml.g5.12xlarge", "--trainer.devices=2")
@@ -35,20 +35,20 @@ BACKEND = f"--trainer.strategy.process_group_backend={'nccl' if HAS_TWO else sta
 
 
 def weights(folder: Path, ranks: tuple[str, str], *options: str) -> dict[str, torch.Tensor]:
-    """Train the app's transformer with a data host; returns the exported weights."""
+    """Train the app's transformer with a data host, and return the exported weights."""
     group, devices = ranks
     command = [sys.executable, "-m", "lightning_sm", "local", "--group", group, "--group", "data=1"]
     command += ["--env", f"CUDA_VISIBLE_DEVICES={'0,1' if HAS_TWO else '0'}", "--base-dir", str(folder)]
     command += ["--", "tests/gpu/train_text.py", "fit", *OPTIONS, devices, *options]
-    ended = subprocess.run(
+    result = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, errors="replace"
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     return exported_weights(job_dir(folder).glob("algo-*/model"))
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Assert that both have the same weights but for rounding."""
+    """Assert that two sets of weights are equal up to rounding."""
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-4)
@@ -56,30 +56,30 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.fixture(scope="module")
 def of_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights that two ranks have after DDP."""
+    """Train two ranks with DDP, and return the weights."""
     folder = tmp_path_factory.mktemp("ddp")
     return weights(folder, TWO, "--trainer.strategy=DDPStrategy", BACKEND)
 
 
 @pytest.fixture(scope="module")
 def of_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights that one GPU has."""
+    """Train on one GPU, and return the weights."""
     return weights(tmp_path_factory.mktemp("one"), ONE)
 
 
 def test_one_rank_of_ddp_trains_as_without_over_nccl(tmp_path: Path, of_one: dict[str, torch.Tensor]) -> None:
-    """A group of one rank is one of NCCL all the same."""
+    """A process group of a single rank still uses NCCL."""
     assert_close(weights(tmp_path, ONE, "--trainer.strategy=ddp"), of_one)
 
 
 @pytest.mark.parametrize("strategy", ["FSDPStrategy", "ModelParallelStrategy"])
 def test_sharding_trains_as_ddp_does(tmp_path: Path, of_ddp: dict[str, torch.Tensor], strategy: str) -> None:
-    """Two ranks with half of the parameters each end with the weights of two ranks with all of them."""
+    """Two ranks with half of the parameters each reach the weights of two ranks with all parameters."""
     assert_close(weights(tmp_path, TWO, f"--trainer.strategy={strategy}", BACKEND), of_ddp)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_pipeline_trains_as_one_gpu_does(tmp_path: Path, of_one: dict[str, torch.Tensor], schedule: str) -> None:
-    """Two GPUs with half of the layers each end with the weights of one GPU."""
+    """Two GPUs with half of the layers each reach the weights of one GPU."""
     strategy = ["--trainer.strategy=lightning_sm.PipelineParallelStrategy", f"--trainer.strategy.schedule={schedule}"]
     assert_close(weights(tmp_path, TWO, *strategy, BACKEND), of_one)

@@ -1,4 +1,4 @@
-"""The app's transformer, whose ranks may share a GPU: ``--trainer.strategy.process_group_backend=staged``."""
+"""The app's transformer; ranks can share a GPU with ``--trainer.strategy.process_group_backend=staged``."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs Lightning's own tests as they are, and with every loader on a data host, and compares the outcomes."""
+"""Run Lightning's own tests unchanged and with every loader on a data host, and compare the outcomes."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Reasons:
-    """Why tests fail through data hosts.
+    """Reasons why tests fail with data hosts.
 
     Attributes:
-        texts: By the names of test functions, ``FILE::FUNCTION``, the reason.
+        texts: Reasons by the names of test functions, ``FILE::FUNCTION``.
     """
 
     texts: Mapping[str, str]
 
     @classmethod
     def read(cls, path: Path) -> Reasons:
-        """Read a file with a list of reasons, each with its functions."""
+        """Read a YAML list of reasons, each with its test functions."""
         entries = yaml.safe_load(path.read_text()) or []
         texts = {test: str(entry["reason"]) for entry in entries for test in entry["tests"]}
         num_tests = sum(len(entry["tests"]) for entry in entries)
@@ -76,11 +76,11 @@ class Group:
     """The outcomes of a group of tests.
 
     Attributes:
-        name: Its name.
-        stock: "passed", "failed" or "skipped", by test, in stock Lightning.
-        remote: The same through data hosts.
-        num_runs: Runs of a Trainer whose loaders were on a data host: calls of ``fit``, ``validate`` and so on.
-        seconds: How long it ran.
+        name: Name of the group.
+        stock: "passed", "failed" or "skipped", by test, with stock Lightning.
+        remote: "passed", "failed" or "skipped", by test, with data hosts.
+        num_runs: Number of Trainer runs (``fit``, ``validate`` and so on) with loaders on a data host.
+        seconds: Duration of both runs of the group.
     """
 
     name: str
@@ -97,20 +97,20 @@ class Group:
 
     @property
     def functions(self) -> list[str]:
-        """Test functions that only fail through data hosts."""
+        """Test functions that fail only with data hosts."""
         return sorted({_function(name) for name in self.failing})
 
     def unexplained(self, reasons: Reasons) -> list[str]:
-        """Functions that fail without a reason."""
+        """Return the failing functions that have no reason."""
         return [name for name in self.functions if name not in reasons.texts]
 
     def stale(self, reasons: Reasons) -> list[str]:
-        """Functions with a reason that do not fail."""
+        """Return the functions that have a reason but do not fail."""
         ran = {_function(name) for name in self.stock}
         return sorted((ran & set(reasons.texts)) - set(self.functions))
 
     def row(self) -> str:
-        """A row of the table."""
+        """Return a row of the table."""
         passed = [Counter(outcomes.values())["passed"] for outcomes in (self.stock, self.remote)]
         cells = [self.name, len(self.stock), *passed, len(self.failing), len(self.functions), self.num_runs]
         return f"| {' | '.join(map(str, cells))} | {self.seconds:.0f} |"
@@ -121,11 +121,11 @@ def _function(test: str) -> str:
 
 
 def copy_tests(source: Path, folder: Path) -> Path:
-    """Copy Lightning's tests, with the imports of the distribution that is installed.
+    """Copy Lightning's tests, changing their imports to the installed distribution.
 
     Args:
         source: Folder with Lightning's source.
-        folder: Where to put them.
+        folder: Folder for the copy.
     """
     tests = source / "tests" / "tests_pytorch"
     if not (tests / "conftest.py").is_file():
@@ -145,9 +145,9 @@ class Suite:
     """Lightning's tests.
 
     Attributes:
-        tests: Their folder.
-        workers: Processes of pytest-xdist.
-        plugins: pytest plugins.
+        tests: Folder of the tests.
+        workers: Number of pytest-xdist processes.
+        plugins: Names of pytest plugins to load.
     """
 
     tests: Path
@@ -155,12 +155,12 @@ class Suite:
     plugins: tuple[str, ...]
 
     def run(self, selected: Sequence[str], name: str, *, is_remote: bool) -> ET.Element:
-        """Run tests; return pytest's report.
+        """Run tests, and return pytest's report.
 
         Args:
-            selected: Arguments of pytest.
-            name: Name of the log, beside the folder of the tests.
-            is_remote: Whether through data hosts.
+            selected: Arguments of pytest that select the tests.
+            name: Name of the log file, which is written beside the folder of the tests.
+            is_remote: Whether to use data hosts.
         """
         log = self.tests.parent / f"{name}.log"
         results = log.with_suffix(".xml")
@@ -203,14 +203,14 @@ def _outcomes(report: ET.Element) -> dict[str, str]:
 def main() -> None:
     """Run the groups and print a table.
 
-    Exit with 1 if a difference has no reason in differences.yaml, or if a test that has one passes.
+    Exit with 1 if a test fails without a reason in differences.yaml, or passes although it has one.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="folder with Lightning's source, at the installed version")
-    parser.add_argument("--group", choices=GROUPS, action="append", help="default: all")
+    parser.add_argument("--group", choices=GROUPS, action="append", help="group to run (default: all)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="folder for the tests and logs (default: a temporary one)")
-    parser.add_argument("--no-spawn", action="store_true", help="leave out the tests that spawn processes")
+    parser.add_argument("--no-spawn", action="store_true", help="skip the tests that spawn processes")
     args = parser.parse_args()
     reasons = Reasons.read(_REASONS)
     groups: list[Group] = []

@@ -1,4 +1,4 @@
-"""A pytest plugin that lets a data host serve whatever loaders a test gives to a Trainer."""
+"""A pytest plugin that lets a data host serve all loaders that a test passes to a Trainer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightning_sm.data.trainer.remote_trainer import use_data_hosts
 from lightning_sm.job.secret import new_secret
 from tests.lightning_suite.__main__ import PROPERTY
 
-# Else a data host sets it, and Lightning's tests look for such leaks.
+# Set the secret now: a data host would set it later, and Lightning's tests fail if environment variables leak.
 os.environ.update(new_secret())
 _SETTINGS = DataServiceSettings()
 # The longest test takes half a minute on an idle machine.
 _TEST_TIMEOUT_S = 180
 _METHODS = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict")}
-# Lightning replaces them while a hook runs, and leaves its own behind when the hook raises.
+# Lightning replaces these methods while a hook runs, and does not restore them if the hook raises.
 _ORIGINALS = {
     (cls, name): vars(cls).get(name)
     for cls in (DataLoader, BatchSampler)
@@ -35,7 +35,7 @@ _ORIGINALS = {
 
 
 class _Connection(ServiceConnection):
-    """A connection that counts the runs whose loaders were on the data host: each of them opens it."""
+    """A connection that counts the runs with loaders on the data host; each such run opens it."""
 
     num_runs = 0
 
@@ -45,7 +45,7 @@ class _Connection(ServiceConnection):
         super().open(trainer)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Return "fit", "validate", "test" or "predict", as ``SageMakerTrainer`` has it in a job with data hosts."""
+        """Return a Trainer method such as "fit" that acts like ``SageMakerTrainer``'s in a job with data hosts."""
         stock = _METHODS[name]
 
         def call(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class _Connection(ServiceConnection):
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Fail a test that does not end: some replace the clock, by which the wait for a batch has its own limit."""
+    """Fail a test that hangs: some tests replace the clock, which disables the timeout for batches."""
 
     def fail(*_: object) -> None:
         raise TimeoutError(f"The test has not ended after {_TEST_TIMEOUT_S} s.")
@@ -82,7 +82,7 @@ def _data_host() -> Iterator[DataHost]:
 @pytest.fixture(autouse=True)
 def _on_data_host(_data_host: DataHost, record_property: Callable[[str, object], None]) -> Iterator[None]:
     connection = _Connection([_data_host.address], _SETTINGS, LOCAL_JOB)
-    # Its own: the fixture of the same name would end after those of Lightning that look for leaks.
+    # Do not use pytest's fixture monkeypatch: it would be undone after Lightning's fixtures check for leaks.
     with _limited(), pytest.MonkeyPatch.context() as monkeypatch:
         for name in _METHODS:
             monkeypatch.setattr(Trainer, name, connection.method(name))

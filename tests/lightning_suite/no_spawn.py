@@ -1,4 +1,4 @@
-"""A pytest plugin that leaves out tests that spawn processes: new interpreters take most of the time of the suite."""
+"""A pytest plugin that skips tests that spawn processes: new interpreters take most of the suite's time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _SPAWNS = re.compile(r"spawn|ddp_fork|ddp_notebook|_MultiProcessingLauncher")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect them."""
+    """Deselect the tests that spawn processes."""
     spawning = [item for item in items if _spawns(item)]
     items[:] = [item for item in items if item not in spawning]
     config.hook.pytest_deselected(items=spawning)
 
 
 def _spawns(item: pytest.Item) -> bool:
-    """Whether its parameters name a strategy that spawns; or, without one, its source."""
+    """Return whether a test spawns: judge by its strategy parameter, or else by its parameters and source."""
     parameters = item.name.partition("[")[2]
     if "strategy" in getattr(getattr(item, "callspec", None), "params", {}):
         return _SPAWNS.search(parameters) is not None

@@ -1,1 +1,1 @@
-"""Checks of ``make lint`` that no linter has."""
+"""Custom checks of ``make lint``."""

@@ -1,6 +1,6 @@
-"""A class name exists once in the package, so that a search for it finds one thing.
+"""Lint check that each class name exists only once in the package, so that a search for it finds one class.
 
-A leading underscore does not make a name another one: ``_Host`` and ``Host`` are read alike.
+Names that differ only in a leading underscore, such as ``_Host`` and ``Host``, count as the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def repeated_class_names(package: Path) -> Mapping[str, list[str]]:
-    """Find class names that exist more than once.
+    """Find class names that are defined more than once.
 
     Args:
         package: Folder of the package.
@@ -26,14 +26,14 @@ def repeated_class_names(package: Path) -> Mapping[str, list[str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{path}:{node.lineno}")
-    return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+    return {name: lines for name, lines in sorted(places.items()) if len(lines) > 1}
 
 
 def main() -> int:
-    """Print the repeated names; exit with 1 if there are any."""
+    """Print the repeated names, and return 1 if there are any."""
     repeated = repeated_class_names(Path("lightning_sm"))
     for name, places in repeated.items():
-        sys.stderr.write(f"class {name} exists {len(places)} times; rename all but one: {', '.join(places)}\n")
+        sys.stderr.write(f"class {name} is defined {len(places)} times; rename all but one: {', '.join(places)}\n")
     return bool(repeated)
 
 

@@ -1,9 +1,9 @@
-"""What modules of the package import from torch as they load, and whether the oldest accepted torch has it.
+"""Check that the oldest supported torch has every name that the package imports from torch at load time.
 
     python -m tests.lint.oldest_torch
 
-Run it with that torch, and it writes ``tests/records/oldest_torch.txt``, to which a test compares the package: with
-another torch, an import that the oldest one lacks shows nowhere. What a function imports when it needs it is left out.
+Run this with the oldest torch. It writes ``tests/records/oldest_torch.txt``, to which a test compares the package's
+imports, because no newer torch would reveal a missing name. Imports inside functions are ignored.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def oldest() -> str:
     """Return the oldest version of torch that the package accepts."""
     match = re.search(r'"torch>=([\d.]+)', (_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     if match is None:
-        raise ValueError("pyproject.toml does not say which torch is the oldest.")
+        raise ValueError("pyproject.toml has no lower bound for torch, such as torch>=2.6.")
     return match[1]
 
 
 def imported_names() -> list[str]:
-    """Return the names, such as ``torch.distributed.ProcessGroup``, sorted."""
+    """Return the imported names, such as ``torch.distributed.ProcessGroup``, sorted."""
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (_ROOT / "lightning_sm").rglob("*.py"))
     return sorted({name for tree in trees for name in _names(tree)})
 
@@ -59,12 +59,12 @@ def _exists(name: str) -> bool:
 
 
 def main() -> int:
-    """Write the record; return how many names are missing."""
+    """Write the record, and return the number of missing names."""
     import torch
 
     version = torch.__version__.partition("+")[0]
     if not f"{version}.".startswith(f"{oldest()}."):
-        sys.exit(f"This is torch {version}; install {oldest()}, the oldest one that the package accepts.")
+        sys.exit(f"This is torch {version}. Install {oldest()}, the oldest version that the package accepts.")
     missing = [name for name in imported_names() if not _exists(name)]
     for name in missing:
         sys.stderr.write(f"torch {version} has no {name}: import it where it is used.\n")

@@ -1,7 +1,6 @@
-"""No test and no benchmark looks up a free port and binds it later: meanwhile, another process can take it.
+"""Lint check that no test or benchmark looks up a free port and binds it later: another process could take it first.
 
-A test keeps the socket open that has the port, or takes the ports of a job that it has reserved
-(``tests.fakes.reserved_job``).
+Instead, keep the socket of the port open, or reserve the ports of a job (``tests.fakes.reserved_job``).
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _OPENS = {"socket", "create_server"}
-# What is called to look up a port. Any other call may use it.
+# Calls that only look up a port. Any other call may use the port.
 _LOOKUP = _OPENS | {"bind", "setsockopt", "listen", "getsockname", "close", "int", "str"}
 
 
 def ports_bound_later(folder: Path) -> list[str]:
-    """Find ports that are read from a socket which is closed before anything uses the port.
+    """Find code that reads a port from a socket and closes the socket before anything uses the port.
 
     Args:
         folder: Folder of Python files.
@@ -37,9 +36,9 @@ def _lookups(tree: ast.Module) -> Iterator[int]:
         if isinstance(node, ast.With) and _opens(*node.items) and _only_looks_up(node.body):
             yield node.lineno
         for _, block in ast.iter_fields(node):
-            for index, one in enumerate(block if isinstance(block, list) else [], 1):
-                if isinstance(one, ast.Assign) and _opens(one) and _only_looks_up(_until_closed(block[index:])):
-                    yield one.lineno
+            for index, stmt in enumerate(block if isinstance(block, list) else [], 1):
+                if isinstance(stmt, ast.Assign) and _opens(stmt) and _only_looks_up(_until_closed(block[index:])):
+                    yield stmt.lineno
 
 
 def _opens(*nodes: ast.AST) -> bool:
@@ -47,7 +46,7 @@ def _opens(*nodes: ast.AST) -> bool:
 
 
 def _until_closed(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the statements up to the one that closes a socket; none if that never happens."""
+    """Return the statements up to the one that closes a socket, or none if no statement does."""
     return next((statements[: index + 1] for index, one in enumerate(statements) if "close" in _called([one])), [])
 
 
@@ -57,13 +56,13 @@ def _only_looks_up(statements: list[ast.stmt]) -> bool:
 
 
 def _called(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the names of what is called, without the objects that they belong to."""
+    """Return the names of all called functions and methods, without the objects of the methods."""
     calls = (one.func for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call))
     return {call.attr if isinstance(call, ast.Attribute) else ast.unparse(call) for call in calls}
 
 
 def main() -> int:
-    """Print the places; exit with 1 if there are any."""
+    """Print the places, and return 1 if there are any."""
     places = [place for folder in ("tests", "benchmarks") for place in ports_bound_later(Path(folder))]
     for place in places:
         sys.stderr.write(

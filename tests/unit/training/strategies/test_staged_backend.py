@@ -55,4 +55,4 @@ def test_ranks_that_differ_are_refused(call):
 def test_only_contiguous_tensors_are_taken():
     """NCCL would send the memory as it lies."""
     for said in _of_two(lambda group, _: group.broadcast([torch.ones(2, 3, device=DEVICE).T])):
-        assert said == "Tensors must be contiguous, and this one of shape [3, 2] is not."
+        assert said == "Tensors must be contiguous, but this one of shape [3, 2] is not."

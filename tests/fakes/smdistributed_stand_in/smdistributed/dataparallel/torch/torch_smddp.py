@@ -1,4 +1,4 @@
-"""Stands in for SageMaker's data parallel library (SMDDP): the backend "smddp", on Gloo, without what SMDDP lacks.
+"""Stand-in for SageMaker's data parallel library (SMDDP): the backend "smddp" on Gloo, with SMDDP's limitations.
 
 Put the folder ``smdistributed_stand_in`` on PYTHONPATH. As with SMDDP itself, importing this module registers the
 backend.
@@ -22,7 +22,7 @@ class UnsupportedBySMDDPError(RuntimeError):
 
 
 class _SMDDP(ProcessGroup):
-    """The collective calls that DistributedDataParallel and Lightning make; any other raises in ``ProcessGroup``."""
+    """The collective calls that DistributedDataParallel and Lightning make; ``ProcessGroup`` raises for all others."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         super().__init__(rank, world_size)
